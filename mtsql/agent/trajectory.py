@@ -1,0 +1,134 @@
+"""The types that carry a rollout: actions, observations, segments, trajectories.
+
+MTSQL-R1, section 3.1: an episode is (I, a_1, y_1, obs_1, ..., a_n, y_n). Here I is the prompt
+segment, each model message and each observation is one more segment, appended and never rewritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class ActionType(StrEnum):
+    """The action space of section 3.1."""
+
+    PROPOSE = "propose"
+    EXECUTE = "execute"
+    E_VERIFY = "e_verify"
+    M_VERIFY = "m_verify"
+    SELF_CORRECT = "self_correct"
+    FINALIZE = "finalize"
+
+
+class Status(StrEnum):
+    """How an episode ended. Only ANSWERED carries a final SQL."""
+
+    ANSWERED = "answered"
+    OUT_OF_INTERACTIONS = "out_of_interactions"
+    OUT_OF_TOKENS = "out_of_tokens"
+    MALFORMED_CALL = "malformed_call"
+    UNKNOWN_TOOL = "unknown_tool"
+    NO_ACTION = "no_action"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action a_k. `sql` is the candidate it proposes, runs, checks or commits.
+
+    `passed` is the verdict of E_VERIFY and M_VERIFY (None when the tag is missing: not a pass).
+    `interaction` counts model messages from 0.
+    """
+
+    type: ActionType
+    interaction: int
+    sql: str | None = None
+    passed: bool | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the environment answered to one tool call.
+
+    `outcome` is "ok", "null" (empty result, or nothing but NULLs) or "error".
+    """
+
+    tool: str
+    sql: str
+    outcome: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Token ids with one loss-mask bit and one sampling log-probability each (0.0 if not sampled).
+
+    `role` is "prompt", "model" or "environment". A sampled end-of-turn token has loss mask 1,
+    one that had to be added has 0.
+    """
+
+    role: str
+    ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.loss_mask) == len(self.logprobs):
+            raise ValueError(
+                f"segment of unequal lengths: {len(self.ids)} ids, "
+                f"{len(self.loss_mask)} loss-mask bits, {len(self.logprobs)} log-probabilities"
+            )
+
+    @classmethod
+    def given(cls, role: str, ids: list[int]) -> Segment:
+        """A segment that the model did not write: loss mask 0 throughout."""
+        return cls(role, tuple(ids), (0,) * len(ids), (0.0,) * len(ids))
+
+    @classmethod
+    def sampled(cls, ids: list[int], logprobs: list[float]) -> Segment:
+        """A segment that the model wrote: loss mask 1 throughout."""
+        return cls("model", tuple(ids), (1,) * len(ids), tuple(logprobs))
+
+
+@dataclass
+class Trajectory:
+    """One episode, token in, token out."""
+
+    example_id: str
+    seed: int
+    segments: list[Segment] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+    status: Status | None = None
+    answer_sql: str | None = None
+    interactions: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """All token ids in order."""
+        return [i for s in self.segments for i in s.ids]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 where the model wrote the token."""
+        return [m for s in self.segments for m in s.loss_mask]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Log-probability under the sampler, 0.0 where the loss mask is 0."""
+        return [p for s in self.segments for p in s.logprobs]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt segment."""
+        return len(self.segments[0].ids)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt, observations counted (as in the paper's limit of 8,000)."""
+        return sum(len(s.ids) for s in self.segments[1:])
+
+    @property
+    def sampled_length(self) -> int:
+        """Tokens that the model wrote."""
+        return sum(sum(s.loss_mask) for s in self.segments)

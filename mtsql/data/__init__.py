@@ -1,0 +1,1 @@
+"""Dialogues in: SParC-format files, schemas, and the embedded toy benchmark."""

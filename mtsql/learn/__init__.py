@@ -1,0 +1,1 @@
+"""Model, losses, advantages, selection, checkpoints."""

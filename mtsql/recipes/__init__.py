@@ -1,0 +1,1 @@
+"""One file a paper: its prompts and tags, its rewards, its settings."""

@@ -1,0 +1,1 @@
+"""Metrics, plots and the trajectory viewer."""

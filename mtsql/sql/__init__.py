@@ -1,0 +1,1 @@
+"""Everything that knows SQL: parsing, matching, hardness, execution."""
