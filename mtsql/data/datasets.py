@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from mtsql.data.schema import DataError, Schema, load_schemas, read_json
 
 
 @dataclass(frozen=True)
@@ -43,3 +47,90 @@ class Example:
     question: str
     gold_sql: str
     history: tuple[HistoryTurn, ...]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Dialogues of one split with the schemas of their databases, by db_id."""
+
+    dialogues: tuple[Dialogue, ...]
+    schemas: dict[str, Schema]
+    skipped: int  # dialogues left out because their database file is missing
+
+
+def load_dataset(data: Path, tables: Path, databases: Path, allow_missing: bool = False) -> Dataset:
+    """Dialogues in SParC/CoSQL format with their schemas.
+
+    A dialogue over a database that is not there raises DataError, or is skipped and counted
+    with `allow_missing`. DataError names the file and the field of whatever is wrong.
+    """
+    schemas = load_schemas(tables, databases)
+    dialogues, skipped = [], 0
+    for number, item in enumerate(read_json(data)):
+        dialogue = _dialogue(data, number, item)
+        if dialogue.db_id in schemas:
+            dialogues.append(dialogue)
+        elif allow_missing:
+            skipped += 1
+        else:
+            raise DataError(
+                f"{data}, dialogue {number}: database {dialogue.db_id!r} is not in {tables} or has no file "
+                f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
+                "give the right --databases, or --allow-missing to skip such dialogues"
+            )
+    if not dialogues:
+        raise DataError(f"{data} holds no dialogue whose database is in {databases}")
+    return Dataset(tuple(dialogues), schemas, skipped)
+
+
+def _dialogue(data: Path, number: int, item: dict) -> Dialogue:
+    try:
+        db_id = item["database_id"]
+        turns = tuple(
+            Turn(turn["utterance"], turn["query"], db_id, index)
+            for index, turn in enumerate(item["interaction"])
+        )
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"{data}, dialogue {number}: expected SParC's fields database_id and "
+            f"interaction (each with utterance and query), but {error!r}"
+        ) from None
+    return Dialogue(f"{number:05d}", db_id, turns)
+
+
+def examples(dialogues: Iterable[Dialogue], history: str = "gold") -> list[Example]:
+    """One example a turn. `history` is "gold" (earlier questions with gold SQL) or "questions".
+
+    Predicted history depends on the policy's own answers: see `with_predicted_history`.
+    """
+    made = []
+    for dialogue in dialogues:
+        for turn in dialogue.turns:
+            earlier = tuple(
+                HistoryTurn(t.question, t.gold_sql if history == "gold" else None)
+                for t in dialogue.turns[: turn.index]
+            )
+            made.append(_example(dialogue, turn, earlier))
+    return made
+
+
+def with_predicted_history(dialogue: Dialogue, index: int, answers: Sequence[str | None]) -> Example:
+    """Turn `index` with the policy's own answers to the earlier turns in its memory."""
+    turn = dialogue.turns[index]
+    earlier = tuple(
+        HistoryTurn(t.question, answer)
+        for t, answer in zip(dialogue.turns[:index], answers, strict=True)
+    )
+    return _example(dialogue, turn, earlier)
+
+
+def _example(dialogue: Dialogue, turn: Turn, history: tuple[HistoryTurn, ...]) -> Example:
+    return Example(
+        f"{dialogue.id}/{turn.index}",
+        dialogue.id,
+        dialogue.db_id,
+        turn.index,
+        turn.question,
+        turn.gold_sql,
+        history,
+    )

@@ -1,0 +1,133 @@
+"""Database schemas: from tables.json and the SQLite file, and as the text that the agent reads."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class DataError(ValueError):
+    """Wrong input data; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class SchemaTable:
+    """A table: columns as (name, type), primary key columns, foreign keys, one example row."""
+
+    name: str
+    columns: tuple[tuple[str, str], ...]
+    primary_keys: tuple[str, ...]
+    foreign_keys: tuple[tuple[str, str, str], ...]  # (column, other table, other column)
+    example_row: tuple | None
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A database as the agent knows it. `entry` is its object in tables.json."""
+
+    db_id: str
+    path: Path
+    tables: tuple[SchemaTable, ...]
+    entry: dict
+
+    def text(self, compact: bool) -> str:
+        """The schema as text: MTSQL-R1, appendix D, or one line a table (`compact`).
+
+        Cells are cut to 40 characters, so that one long text does not fill the prompt.
+        """
+        return "\n".join(_compact(t) if compact else _create_table(t) for t in self.tables)
+
+
+def _cell(value: object) -> str:
+    text = "None" if value is None else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _create_table(table: SchemaTable) -> str:
+    lines = [f"    {name} {kind}" for name, kind in table.columns]
+    if table.primary_keys:
+        lines.append(f"    primary key ({', '.join(table.primary_keys)})")
+    lines += [f"    foreign key ({c}) references {t}({o})" for c, t, o in table.foreign_keys]
+    text = f"create table {table.name} (\n" + ",\n".join(lines) + "\n)"
+    if table.example_row is not None:
+        header = "\t".join(name for name, _ in table.columns)
+        row = "\t".join(_cell(value) for value in table.example_row)
+        text += f"\n/*\n1 example rows from table {table.name}:\n{header}\n{row}\n*/"
+    return text
+
+
+def _compact(table: SchemaTable) -> str:
+    links = {column: f"={other}.{key}" for column, other, key in table.foreign_keys}
+    row = table.example_row or ("",) * len(table.columns)
+    cells = [
+        f"{name}{links[name]}" if name in links else f"{name}:{'' if value is None else _cell(value)}"
+        for (name, _), value in zip(table.columns, row, strict=True)
+    ]
+    return f"{table.name}(" + ", ".join(cells) + ")"
+
+
+def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
+    """Every database of tables.json whose SQLite file exists, by db_id.
+
+    Raises DataError if tables.json is missing or broken, or no database is found at all.
+    """
+    schemas = {}
+    entries = read_json(tables_file)
+    for entry in entries:
+        path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
+        if path.is_file():
+            schemas[entry["db_id"]] = _schema(entry, path)
+    if not schemas:
+        raise DataError(
+            f"{databases} holds none of the databases named in {tables_file}; "
+            "it should hold <db_id>/<db_id>.sqlite"
+        )
+    return schemas
+
+
+def read_json(path: Path) -> list:
+    """The list in a JSON file; DataError names the file if it is missing, broken or no list."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(content, list):
+        raise DataError(f"{path} should hold a list, not {type(content).__name__}")
+    return content
+
+
+def _schema(entry: dict, path: Path) -> Schema:
+    columns = entry["column_names_original"]
+    names = entry["table_names_original"]
+    primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
+    tables = []
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    connection.text_factory = lambda raw: raw.decode(errors="ignore")
+    try:
+        for index, name in enumerate(names):
+            own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
+            try:
+                wanted = ", ".join(f'"{c}"' for _, c in own)
+                row = connection.execute(f'select {wanted} from "{name}" limit 1').fetchone()
+            except sqlite3.Error:
+                row = None  # tables.json names a column that the file lacks: show no example
+            tables.append(
+                SchemaTable(
+                    name,
+                    tuple((c, entry["column_types"][i]) for i, c in own),
+                    tuple(c for i, c in own if i in primary),
+                    tuple(
+                        (columns[a][1], names[columns[b][0]], columns[b][1])
+                        for a, b in entry["foreign_keys"]
+                        if columns[a][0] == index
+                    ),
+                    row,
+                )
+            )
+    finally:
+        connection.close()
+    return Schema(entry["db_id"], path, tuple(tables), entry)

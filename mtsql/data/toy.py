@@ -1,0 +1,161 @@
+"""The embedded benchmark: dialogues over generated databases, on disk exactly as SParC is.
+
+`python -m mtsql.data.toy FOLDER` writes train.json, dev.json, test.json, tables.json and
+database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
+queries from which the scripted agent of the imitation phase draws (train only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import sqlite3
+from pathlib import Path
+
+from mtsql.data import toy_words
+from mtsql.data.toy_database import ToyDatabase, make_database, tables_entry, write_sqlite
+from mtsql.data.toy_dialogue import Asked, Speaker
+from mtsql.data.toy_followup import FOLLOW_UPS
+from mtsql.data.toy_query import mistakes, render
+
+TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)
+SPLITS = {"train": (240, 18), "dev": (40, 5), "test": (40, 6)}  # databases, dialogues in each
+
+
+def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
+    """The rows, or None for an error."""
+    try:
+        return connection.execute(sql).fetchall()
+    except sqlite3.Error:
+        return None
+
+
+def _useful(rows: list[tuple] | None) -> bool:
+    """Whether a gold result says something: rows, no lone NULL or zero, not the whole world."""
+    if not rows or len(rows) > 40:
+        return False
+    return not all(value is None for value in rows[0]) and rows != [(0,)]
+
+
+def _tie(connection: sqlite3.Connection, asked: Asked, database: ToyDatabase) -> bool:
+    """Whether LIMIT 1 would pick one of several equal firsts, so that the answer is arbitrary."""
+    query = asked.query
+    if not query.limit:
+        return False
+    aggregate, column, _ = query.order
+    ordered = render(query, database)
+    key = "count(*)" if aggregate else re.search(r"ORDER BY (\S+)", ordered).group(1)
+    sql = re.sub(r"^SELECT .*? FROM ", f"SELECT {key} FROM ", ordered)
+    rows = _answer(connection, sql.replace(" LIMIT 1", " LIMIT 2")) or []
+    return len(rows) == 2 and rows[0] == rows[1]
+
+
+def make_dialogue(
+    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random
+) -> list[tuple[Asked, list[tuple[str, str]]]]:
+    """Turns of one dialogue, each with the mistakes that change its answer."""
+    speaker = Speaker(database, rng)
+    wanted = rng.choice(TURNS)
+    turns: list[tuple[Asked, list[tuple[str, str]]]] = []
+    for _ in range(60):
+        if len(turns) == wanted:
+            break
+        previous = turns[-1][0].query if turns else None
+        if previous is None:
+            asked = speaker.ask_first()
+        else:
+            weights, kinds = zip(*FOLLOW_UPS, strict=True)
+            asked = rng.choices(kinds, weights)[0](speaker, previous)
+        if asked is None:
+            continue
+        sql = render(asked.query, database)
+        rows = _answer(connection, sql)
+        if not _useful(rows) or _tie(connection, asked, database):
+            continue
+        if previous is not None:
+            before = _answer(connection, render(previous, database))
+            if rows == before:
+                continue
+        wrong = [
+            (kind, other)
+            for kind, other in mistakes(asked.query, previous, database)
+            if _answer(connection, other) != rows
+        ]
+        turns.append((asked, wrong))
+    return turns
+
+
+def _write_split(
+    folder: Path, split: str, rng: random.Random
+) -> tuple[list[dict], list[dict], list[list[list[dict]]]]:
+    """Databases and dialogues of one split: tables entries, dialogues, mistakes turn by turn."""
+    databases, dialogues_each = SPLITS[split]
+    names = list(toy_words.themes())
+    entries, dialogues, wrong = [], [], []
+    for number in range(databases):
+        theme = names[number % len(names)]
+        db_id = f"{theme}_{split}_{number:03d}"
+        database = make_database(db_id, theme, rng, unseen=split != "train")
+        path = folder / "database" / db_id / f"{db_id}.sqlite"
+        path.parent.mkdir(parents=True)
+        write_sqlite(database, path)
+        entries.append(tables_entry(database))
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        for _ in range(dialogues_each):
+            turns = make_dialogue(database, connection, rng)
+            if not turns:
+                continue
+            interaction = [
+                {
+                    "utterance": asked.question,
+                    "utterance_toks": re.findall(r"\w+|[^\w\s]", asked.question),
+                    "query": render(asked.query, database),
+                }
+                for asked, _ in turns
+            ]
+            last = {key: interaction[-1][key] for key in ("utterance", "query")}
+            dialogues.append({"database_id": db_id, "interaction": interaction, "final": last})
+            wrong.append([[{"kind": k, "query": q} for k, q in found] for _, found in turns])
+        connection.close()
+    return entries, dialogues, wrong
+
+
+def write_benchmark(folder: Path, seed: int) -> None:
+    """Write the whole benchmark into `folder`, which appears only when it is complete.
+
+    Raises FileExistsError if `folder` exists.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; remove it or name another folder")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    entries = []
+    for split in SPLITS:
+        rng = random.Random(f"{seed}/{split}")
+        found, dialogues, wrong = _write_split(partial, split, rng)
+        entries += found
+        (partial / f"{split}.json").write_text(json.dumps(dialogues, indent=1))
+        if split == "train":
+            (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
+    (partial / "tables.json").write_text(json.dumps(entries, indent=1))
+    partial.rename(folder)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    try:
+        write_benchmark(arguments.folder, arguments.seed)
+    except FileExistsError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

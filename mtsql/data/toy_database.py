@@ -1,0 +1,222 @@
+"""Databases of the toy benchmark: two to four linked tables with rows, written as SQLite files.
+
+What makes execution matter: a text column stores its values as people write them, in lower case, or as
+a one-letter code, and the first row, the only one that the schema text shows, often holds a NULL there.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtsql.data import toy_words as words
+
+STYLES = ("title", "lower", "code")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of one database. `style` is "" where values are stored as written (names, numbers)."""
+
+    table: str
+    name: str
+    other_names: tuple[str, ...]
+    phrase: str
+    kind: str
+    style: str
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it holds integers."""
+        return self.kind.startswith("int") or self.kind == "year"
+
+    @property
+    def is_proper(self) -> bool:
+        """Whether people write its values with a capital."""
+        return self.kind in words.PROPER
+
+    @property
+    def is_category(self) -> bool:
+        """Whether its values repeat and can be asked for by equality."""
+        return self.is_proper or self.kind in words.COMMON
+
+    def stored(self, word: str, style: str | None = None) -> str:
+        """The form in which the database holds `word` (or would hold it under another style)."""
+        style = self.style if style is None else style
+        if style == "lower":
+            return word.lower()
+        if style == "code":
+            return word[0].upper()
+        return word.capitalize() if style == "title" else word
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: key column, own columns, foreign key (column, parent table) or None."""
+
+    name: str
+    singular: str
+    plural: str
+    person: bool
+    key: str
+    columns: tuple[Column, ...]
+    foreign_key: tuple[str, str] | None
+
+    @property
+    def label(self) -> Column:
+        """The column that names an entity (its values are unique)."""
+        return self.columns[0]
+
+
+@dataclass(frozen=True)
+class ToyDatabase:
+    """A schema and its rows; `rows[table]` are tuples in the order key, columns, foreign key."""
+
+    db_id: str
+    tables: dict[str, Table]
+    rows: dict[str, list[tuple]]
+    words_of: dict[Column, tuple[str, ...]]
+
+    def parent(self, table: str) -> Table | None:
+        """The table that `table` points to."""
+        link = self.tables[table].foreign_key
+        return self.tables[link[1]] if link else None
+
+
+def _values(kind: str, count: int, rng: random.Random, unseen: bool) -> list:
+    """`count` values of a kind, in the words people use; labels are unique."""
+    if kind == "year":
+        return [rng.randint(1980, 2019) for _ in range(count)]
+    if kind.startswith("int"):
+        low, high = map(int, kind.split()[1:])
+        return [rng.randint(low, high) for _ in range(count)]
+    if kind == "person":
+        return rng.sample(words.PERSONS, count)
+    if kind == "org":
+        return rng.sample(words.ORG_FIRST, count)
+    if kind == "title":
+        pairs = [f"{a} {b}" for a in words.TITLE_FIRST for b in words.TITLE_SECOND]
+        return rng.sample(pairs, count)
+    pool = words.PROPER.get(kind) or words.COMMON[kind]
+    if kind in ("city", "country") and not unseen:
+        pool = pool[: len(pool) * 3 // 4]  # the rest is met first at test time
+    pool = rng.sample(pool, min(len(pool), rng.randint(3, 5)))
+    return [rng.choice(pool) for _ in range(count)]
+
+
+def make_database(db_id: str, theme: str, rng: random.Random, unseen: bool) -> ToyDatabase:
+    """Draw a connected choice of the theme's entities, names, columns, styles and rows."""
+    entities = list(words.themes()[theme])
+    wanted = rng.choice((2, 2, 3, 3, 4))
+    chosen = [rng.choice([e for e in entities if e.parent])]
+    chosen.insert(0, next(e for e in entities if e.singular == chosen[0].parent))
+    while len(chosen) < wanted:
+        linked = ({e.singular for e in chosen} | {e.parent for e in chosen}) - {None}
+        near = [e for e in entities if e not in chosen and linked & {e.singular, e.parent}]
+        if not near:
+            break
+        chosen.append(rng.choice(near))
+    chosen.sort(key=entities.index)
+    plural, capital, long_key = rng.random() < 0.35, rng.random() < 0.25, rng.random() < 0.3
+
+    def cased(name: str) -> str:
+        return name.capitalize() if capital else name
+
+    table_names = {e.singular: cased(e.plural if plural else e.singular) for e in chosen}
+    keys = {e.singular: cased(f"{e.singular}_id" if long_key else "id") for e in chosen}
+    tables, rows, words_of = {}, {}, {}
+    sizes = {e.singular: rng.randint(4, 7) if not e.parent else rng.randint(10, 16) for e in chosen}
+    for entity in chosen:
+        table = table_names[entity.singular]
+        kept = [
+            entity.columns[0],
+            *rng.sample(entity.columns[1:], rng.randint(min(3, len(entity.columns) - 1), len(entity.columns) - 1)),
+        ]
+        columns, values = [], []
+        for spec in sorted(kept, key=entity.columns.index):
+            proper, common = spec.kind in words.PROPER, spec.kind in words.COMMON
+            styles = ("title", "title", "lower", "lower") if proper else STYLES
+            name = rng.choice(spec.names)
+            column = Column(
+                table,
+                cased(name),
+                tuple(cased(other) for other in (*spec.names, *spec.phrases[:1]) if other != name and " " not in other),
+                rng.choice(spec.phrases),
+                spec.kind,
+                rng.choice(styles) if proper or common else "",
+            )  # fmt: skip
+            drawn = _values(spec.kind, sizes[entity.singular], rng, unseen)
+            if column.is_category:
+                words_of[column] = tuple(dict.fromkeys(drawn))
+                drawn = [column.stored(word) for word in drawn]
+                if rng.random() < 0.6:
+                    drawn[0] = None
+            columns.append(column)
+            values.append(drawn)
+        link = None
+        if entity.parent in table_names:
+            link = (cased(f"{entity.parent}_id"), table_names[entity.parent])
+            # Parents at the end of the list are left without children, so that NOT IN finds some.
+            values.append([rng.randint(1, sizes[entity.parent] - 1) for _ in values[0]])
+        rows[table] = [(i + 1, *row) for i, row in enumerate(zip(*values, strict=True))]
+        tables[table] = Table(
+            table, entity.singular, entity.plural, entity.person, keys[entity.singular], tuple(columns), link
+        )  # fmt: skip
+    return ToyDatabase(db_id, tables, rows, words_of)
+
+
+def _all_columns(database: ToyDatabase, table: Table) -> list[tuple[str, str, str]]:
+    """(name, phrase, type) of every column in order, keys included."""
+    columns = [(table.key, f"{table.singular} id", "number")]
+    columns += [(c.name, c.phrase, "number" if c.is_number else "text") for c in table.columns]
+    if table.foreign_key:
+        parent = database.tables[table.foreign_key[1]]
+        columns.append((table.foreign_key[0], f"{parent.singular} id", "number"))
+    return columns
+
+
+def write_sqlite(database: ToyDatabase, path: Path) -> None:
+    """Write `path` as a new SQLite file with keys and rows."""
+    connection = sqlite3.connect(path)
+    for table in database.tables.values():
+        lines = [
+            f"{name} {'integer' if kind == 'number' else 'text'}"
+            for name, _, kind in _all_columns(database, table)
+        ]
+        lines.append(f"primary key ({table.key})")
+        if table.foreign_key:
+            column, parent = table.foreign_key
+            lines.append(f"foreign key ({column}) references {parent}({database.tables[parent].key})")
+        connection.execute(f"create table {table.name} ({', '.join(lines)})")
+        places = ", ".join("?" * len(_all_columns(database, table)))
+        connection.executemany(f"insert into {table.name} values ({places})", database.rows[table.name])
+    connection.commit()
+    connection.close()
+
+
+def tables_entry(database: ToyDatabase) -> dict:
+    """The database's entry in Spider's tables.json format."""
+    names, originals, types, starts = [[-1, "*"]], [[-1, "*"]], ["text"], {}
+    for index, table in enumerate(database.tables.values()):
+        starts[table.name] = len(names)
+        for name, phrase, kind in _all_columns(database, table):
+            names.append([index, phrase])
+            originals.append([index, name])
+            types.append(kind)
+    links = [
+        [starts[t.name] + len(t.columns) + 1, starts[t.foreign_key[1]]]
+        for t in database.tables.values()
+        if t.foreign_key
+    ]
+    return {
+        "db_id": database.db_id,
+        "table_names": [t.singular for t in database.tables.values()],
+        "table_names_original": list(database.tables),
+        "column_names": names,
+        "column_names_original": originals,
+        "column_types": types,
+        "primary_keys": list(starts.values()),
+        "foreign_keys": links,
+    }

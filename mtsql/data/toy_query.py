@@ -1,0 +1,178 @@
+"""A small query form, its SQL, and the mistakes a careless writer of it would make.
+
+The scripted agent imitates these mistakes; each is of a kind that a tool can reveal: the database
+(a misnamed column, a value in a form that is not stored) or the memory (a constraint of an earlier
+question lost or left unchanged, a look-alike column of another table).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mtsql.data.toy_database import STYLES, Column, ToyDatabase
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`column op value`; `value` is a number, a word as people write it, or a Query.
+
+    `style` overrides the form in which a word is stored (a mistake).
+    """
+
+    column: Column
+    op: str
+    value: int | str | Query
+    style: str | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """One SELECT. `select` and `order` hold (aggregate or "", column or None for *)."""
+
+    table: str
+    select: tuple[tuple[str, Column | None], ...]
+    where: tuple[Condition, ...] = ()
+    group: Column | None = None
+    having: tuple[str, int] | None = None
+    order: tuple[str, Column | None, str] | None = None
+    limit: int | None = None
+    combined: tuple[str, Query] | None = None
+    joined: str | None = None  # a child table that is counted, though none of its columns is named
+
+    def tables(self) -> list[str]:
+        """Every table whose column is named, the main table first."""
+        columns = [c for _, c in self.select] + [c.column for c in self.where] + [self.group]
+        columns += [self.order[1]] if self.order else []
+        named = [self.table] + [c.table for c in columns if c] + ([self.joined] if self.joined else [])
+        return list(dict.fromkeys(named))
+
+
+def _literal(condition: Condition) -> str:
+    if isinstance(condition.value, int):
+        return str(condition.value)
+    return "'" + condition.column.stored(condition.value, condition.style) + "'"
+
+
+def _join_path(database: ToyDatabase, tables: list[str]) -> list[str]:
+    """FROM clause order: the main table, then each further one linked to a table already there."""
+    path, waiting = tables[:1], tables[1:]
+    while waiting:
+        linked = [
+            t for t in waiting
+            if any((p := database.parent(a)) and p.name == b for x in path for a, b in ((t, x), (x, t)))
+        ]  # fmt: skip
+        if not linked:
+            # A grandparent: walk up one level from the tables that are there.
+            up = next(p for t in path if (p := database.parent(t)) and p.name not in path)
+            path.append(up.name)
+            waiting = [t for t in waiting if t != up.name]
+            continue
+        path.append(linked[0])
+        waiting.remove(linked[0])
+    return path
+
+
+def render(query: Query, database: ToyDatabase) -> str:
+    """SQL of a query: plain names over one table, aliases t1, t2, ... over several."""
+    path = _join_path(database, query.tables())
+    alias = {t: f"t{i + 1}" for i, t in enumerate(path)}
+
+    def name(column: Column | None) -> str:
+        if column is None:
+            return "*"
+        return f"{alias[column.table]}.{column.name}" if len(path) > 1 else column.name
+
+    def expression(aggregate: str, column: Column | None) -> str:
+        return f"{aggregate}({name(column)})" if aggregate else name(column)
+
+    sql = "SELECT " + ", ".join(expression(a, c) for a, c in query.select)
+    sql += f" FROM {path[0]}" + (f" AS {alias[path[0]]}" if len(path) > 1 else "")
+    for i, table in enumerate(path[1:], 1):
+        for other in path[:i]:
+            child, parent = (table, other)
+            link = database.tables[child].foreign_key
+            if not link or link[1] != parent:
+                child, parent = (other, table)
+                link = database.tables[child].foreign_key
+            if link and link[1] == parent:
+                key = database.tables[parent].key
+                sql += (
+                    f" JOIN {table} AS {alias[table]} ON "
+                    f"{alias[child]}.{link[0]} = {alias[parent]}.{key}"
+                )
+                break
+    parts = []
+    for condition in query.where:
+        if isinstance(condition.value, Query):
+            right = f"({render(condition.value, database)})"
+        else:
+            right = _literal(condition)
+        parts.append(f"{name(condition.column)} {condition.op} {right}")
+    if parts:
+        sql += " WHERE " + " AND ".join(parts)
+    if query.group:
+        sql += f" GROUP BY {name(query.group)}"
+        if query.having:
+            sql += f" HAVING count(*) {query.having[0]} {query.having[1]}"
+    if query.order:
+        sql += f" ORDER BY {expression(*query.order[:2])} {query.order[2]}"
+    if query.limit:
+        sql += f" LIMIT {query.limit}"
+    if query.combined:
+        sql += f" {query.combined[0]} {render(query.combined[1], database)}"
+    return sql
+
+
+def _replace_column(query: Query, old: Column, new: Column) -> Query:
+    """The query with one column taken for another everywhere, without joining the new one's table."""
+
+    def swap(column: Column | None) -> Column | None:
+        return new if column == old else column
+
+    return replace(
+        query,
+        select=tuple((a, swap(c)) for a, c in query.select),
+        where=tuple(replace(c, column=swap(c.column)) for c in query.where),
+        group=swap(query.group),
+        order=query.order and (query.order[0], swap(query.order[1]), query.order[2]),
+    )
+
+
+def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> list[tuple[str, str]]:
+    """(kind, SQL) of wrong versions of `query`, the likeliest first within each kind.
+
+    Kinds: lost_constraint, stale_value, value_form, look_alike, misnamed_column.
+    """
+    found = []
+    if previous is not None:
+        inherited = [c for c in query.where if c in previous.where]
+        for lost in inherited:
+            kept = tuple(c for c in query.where if c != lost)
+            found.append(("lost_constraint", replace(query, where=kept)))
+        for condition in query.where:
+            for old in previous.where:
+                same = old.column == condition.column and old.op == condition.op
+                if same and old.value != condition.value and isinstance(old.value, str):
+                    changed = tuple(old if c == condition else c for c in query.where)
+                    found.append(("stale_value", replace(query, where=changed)))
+    for condition in query.where:
+        if isinstance(condition.value, str):
+            natural = "title" if condition.column.is_proper else "lower"
+            others = [s for s in STYLES if s != "code" or not condition.column.is_proper]
+            for style in sorted(others, key=lambda s, natural=natural: s != natural):
+                if style != condition.column.style:
+                    changed = tuple(replace(c, style=style) if c == condition else c for c in query.where)
+                    found.append(("value_form", replace(query, where=changed)))
+    columns = list(dict.fromkeys([c for _, c in query.select if c] + [c.column for c in query.where]))
+    for column in columns:
+        for table in database.tables.values():
+            twin = next((c for c in table.columns if c.name == column.name), None)
+            if twin and twin.table != column.table and column.kind not in ("person", "title", "org"):
+                linked = {t.name for t in (database.parent(column.table), database.parent(twin.table)) if t}
+                if {column.table, twin.table} & linked:
+                    found.append(("look_alike", _replace_column(query, column, replace(twin))))
+        own = {c.name for c in database.tables[column.table].columns}
+        for wrong in (n for n in column.other_names if n not in own):
+            found.append(("misnamed_column", _replace_column(query, column, replace(column, name=wrong))))
+    rendered = [(kind, render(wrong, database)) for kind, wrong in found]
+    return [(kind, sql) for kind, sql in dict.fromkeys(rendered) if sql != render(query, database)]
