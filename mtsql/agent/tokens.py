@@ -2,7 +2,7 @@
 
 Token in, token out: a prompt is rendered and encoded once, what the model samples is kept as it was
 sampled, and only the new suffix (end of turn, observation, generation prompt) is encoded after it.
-For Qwen3's template with thinking on, the ids built this way equal those of a full render as long as
+For Qwen3's template with thinking on, the ids built this way equal those of a full render wherever
 the template keeps the thinking of earlier messages; where it would strip it, we keep it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cached_property
 
 from jinja2 import TemplateError
@@ -22,8 +23,8 @@ USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-
 class ChatTokens:
     """Everything the agent needs from a tokenizer.
 
-    `thinking` is handed to the chat template as `enable_thinking`. Raises ValueError for a tokenizer
-    without a chat template or without any end-of-turn token.
+    `thinking` is handed to the chat template as `enable_thinking`. Raises ValueError for a
+    tokenizer without a chat template or without an end-of-turn token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool = True) -> None:
@@ -31,7 +32,119 @@ class ChatTokens:
             raise ValueError(f"The tokenizer in {tokenizer.name_or_path!r} has no chat template.")
         self.tokenizer = tokenizer
         self.thinking = thinking
-        # Runs of blanks are ordinary text that some tokenizers keep among their added tokens.
-        added = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
-        self._control = re.compile("|".join(map(re.escape, added)) or r"(?!)")
-        self._control_start = re.compile(f"(.)(?<={'|^'})" if not added else _starts(added), re.S)
+        # Some tokenizers keep runs of blanks among their added tokens: those are ordinary text.
+        control = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
+        alternatives = "|".join(re.escape(text) for text in control) or r"(?!)"
+        self._control_start = re.compile(rf"(?={alternatives})(.)", re.DOTALL)
+
+        added_ids = set(tokenizer.get_added_vocab().values())
+        tail = self._render_tail([{"role": "user", "content": USER_TEXT}])
+        closing = self._encode_plain(tail)[:1]
+        template_end = [i for i in closing if i in added_ids]
+        default_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if not template_end and not default_end:
+            raise ValueError(f"The tokenizer in {tokenizer.name_or_path!r} has no end-of-turn token.")
+        self._template_end = (template_end or default_end)[0]
+        self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(template_end + default_end))
+        pad_id = tokenizer.pad_token_id
+        self.pad_id: int = self._template_end if pad_id is None else pad_id
+
+    def prompt_ids(self, messages: list[dict], tools: list[dict] | None) -> list[int]:
+        """Ids of the rendered chat, generation prompt included.
+
+        Nothing in the messages' contents becomes a control token. For contents without the text of
+        one, the ids are those of the plain render.
+        """
+        contents = [m["content"] for m in messages if isinstance(m.get("content"), str)]
+        if not any(self._control_start.search(content) for content in contents):
+            return self._encode_plain(self._render(messages, tools))
+        everything = json.dumps([messages, tools, self.tokenizer.chat_template], ensure_ascii=False)
+        marker = _absent_character(everything)
+        guarded = [
+            {**m, "content": self._guard(m["content"], marker)} if isinstance(m.get("content"), str) else m
+            for m in messages
+        ]
+        return self._encode_guarded(self._render(guarded, tools), marker)
+
+    def observation_suffix(self, text: str, sampled_end_of_turn: bool) -> list[int]:
+        """Ids to append after a model message so that the model can answer an observation.
+
+        They close the model's turn (with the end-of-turn token first, unless it was sampled), hold
+        `text` as the message of a tool and open the next turn. Raises ValueError if the chat
+        template has no form for that.
+        """
+        before, after = self._observation_frame
+        closing = [] if sampled_end_of_turn else [self._template_end]
+        if not self._control_start.search(text):
+            return closing + self._encode_plain(before + text + after)
+        marker = _absent_character(before + text + after)
+        return closing + self._encode_guarded(before + self._guard(text, marker) + after, marker)
+
+    def message_ids(self, text: str) -> list[int]:
+        """Ids of a model message given as text, control tokens included, and its end of turn."""
+        return [*self._encode_plain(text), self._template_end]
+
+    def count(self, text: str) -> int:
+        """Length of `text` in tokens."""
+        return len(self._encode_plain(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` with its control tokens visible, without a final end of turn."""
+        kept = list(ids[:-1]) if len(ids) and ids[-1] in self.end_of_turn_ids else list(ids)
+        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def _observation_frame(self) -> tuple[str, str]:
+        """What the template writes before and after an observation, the end of turn excluded."""
+        end = self.tokenizer.convert_ids_to_tokens(self._template_end)
+        for role in ("tool", "user"):
+            try:
+                tail = self._render_tail(
+                    [{"role": "user", "content": USER_TEXT}], [{"role": role, "content": TOOL_TEXT}]
+                )
+            except (TemplateError, ValueError):
+                continue
+            if tail.startswith(end) and tail.count(TOOL_TEXT) == 1:
+                before, after = tail[len(end) :].split(TOOL_TEXT)
+                return before, after
+        raise ValueError(
+            f"The chat template of {self.tokenizer.name_or_path!r} cannot follow a model message "
+            "with an observation, neither as a tool nor as a user."
+        )
+
+    def _render_tail(self, before: list[dict], after: Sequence[dict] = ()) -> str:
+        """What the template writes after the content of a model message, "" if it drops it."""
+        messages = [*before, {"role": "assistant", "content": MODEL_TEXT}, *after]
+        rendered = self._render(messages, None, add_generation_prompt=bool(after))
+        _, found, tail = rendered.rpartition(MODEL_TEXT)
+        return tail if found else ""
+
+    def _render(
+        self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            enable_thinking=self.thinking,
+        )
+
+    def _guard(self, text: str, marker: str) -> str:
+        """`text` with a marker after the first character of each control token's text."""
+        return self._control_start.sub(rf"\1{marker}", text)
+
+    def _encode_guarded(self, text: str, marker: str) -> list[int]:
+        """Ids of the pieces between the markers."""
+        return [i for piece in text.split(marker) for i in self._encode_plain(piece)]
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _absent_character(text: str) -> str:
+    """A private-use character that `text` does not hold."""
+    for code in PRIVATE_USE:
+        if chr(code) not in text:
+            return chr(code)
+    raise ValueError("The text holds every private-use character, none is left as a marker.")

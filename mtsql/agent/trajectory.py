@@ -92,7 +92,10 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """One episode, token in, token out."""
+    """One episode, token in, token out.
+
+    `interactions` counts model messages, `off_protocol` the actions that Equation 1 did not call for.
+    """
 
     example_id: str
     seed: int
@@ -102,6 +105,7 @@ class Trajectory:
     status: Status | None = None
     answer_sql: str | None = None
     interactions: int = 0
+    off_protocol: int = 0
 
     @property
     def ids(self) -> list[int]:

@@ -118,8 +118,7 @@ def with_predicted_history(dialogue: Dialogue, index: int, answers: Sequence[str
     """Turn `index` with the policy's own answers to the earlier turns in its memory."""
     turn = dialogue.turns[index]
     earlier = tuple(
-        HistoryTurn(t.question, answer)
-        for t, answer in zip(dialogue.turns[:index], answers, strict=True)
+        HistoryTurn(t.question, answer) for t, answer in zip(dialogue.turns[:index], answers, strict=True)
     )
     return _example(dialogue, turn, earlier)
 

@@ -45,7 +45,7 @@ def _tie(connection: sqlite3.Connection, asked: Asked, database: ToyDatabase) ->
     query = asked.query
     if not query.limit:
         return False
-    aggregate, column, _ = query.order
+    aggregate = query.order[0]
     ordered = render(query, database)
     key = "count(*)" if aggregate else re.search(r"ORDER BY (\S+)", ordered).group(1)
     sql = re.sub(r"^SELECT .*? FROM ", f"SELECT {key} FROM ", ordered)

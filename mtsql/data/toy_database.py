@@ -132,21 +132,25 @@ def make_database(db_id: str, theme: str, rng: random.Random, unseen: bool) -> T
         table = table_names[entity.singular]
         kept = [
             entity.columns[0],
-            *rng.sample(entity.columns[1:], rng.randint(min(3, len(entity.columns) - 1), len(entity.columns) - 1)),
+            *rng.sample(
+                entity.columns[1:],
+                rng.randint(min(3, len(entity.columns) - 1), len(entity.columns) - 1),
+            ),
         ]
         columns, values = [], []
         for spec in sorted(kept, key=entity.columns.index):
             proper, common = spec.kind in words.PROPER, spec.kind in words.COMMON
             styles = ("title", "title", "lower", "lower") if proper else STYLES
             name = rng.choice(spec.names)
+            others = [n for n in (*spec.names, spec.phrases[0]) if n != name and " " not in n]
             column = Column(
                 table,
                 cased(name),
-                tuple(cased(other) for other in (*spec.names, *spec.phrases[:1]) if other != name and " " not in other),
+                tuple(cased(other) for other in others),
                 rng.choice(spec.phrases),
                 spec.kind,
                 rng.choice(styles) if proper or common else "",
-            )  # fmt: skip
+            )
             drawn = _values(spec.kind, sizes[entity.singular], rng, unseen)
             if column.is_category:
                 words_of[column] = tuple(dict.fromkeys(drawn))

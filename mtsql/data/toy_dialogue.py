@@ -106,18 +106,22 @@ class Speaker:
         more = condition.op == ">"
         if column.kind == "year":
             when = "after" if more else "before"
-            return f"from {when} {value}" if column.phrase == "year" else f"with a {column.phrase} {when} {value}"
+            return (
+                f"from {when} {value}"
+                if column.phrase == "year"
+                else f"with a {column.phrase} {when} {value}"
+            )
         if column.phrase in words.ADJECTIVES and self.rng.random() < 0.7:
             return f"{words.ADJECTIVES[column.phrase][0 if more else 1]} {value}"
-        side = self.pick("above", "over", "greater than") if more else self.pick("below", "under", "less than")
+        side = (
+            self.pick("above", "over", "greater than") if more else self.pick("below", "under", "less than")
+        )
         return f"with a {column.phrase} {side} {value}"
 
     def say_all(self, query: Query) -> str:
         """All conditions of a query, behind a noun, with a leading blank (or "")."""
         main = self.database.tables[query.table]
-        return "".join(
-            (" " if i == 0 else " and ") + self.say(c, main) for i, c in enumerate(query.where)
-        )
+        return "".join((" " if i == 0 else " and ") + self.say(c, main) for i, c in enumerate(query.where))
 
     # First questions
 
@@ -283,9 +287,7 @@ class Speaker:
         base = self._with_conditions(base, table, conditions)
         if base is None:
             return None
-        text = "".join(
-            (" " if i == 0 else " and ") + self.say(c, table) for i, c in enumerate(base.where)
-        )
+        text = "".join((" " if i == 0 else " and ") + self.say(c, table) for i, c in enumerate(base.where))
         if kind == "each":
             query = replace(base, select=(*base.select, ("count", None)))
             question = self.pick(

@@ -96,10 +96,7 @@ def render(query: Query, database: ToyDatabase) -> str:
                 link = database.tables[child].foreign_key
             if link and link[1] == parent:
                 key = database.tables[parent].key
-                sql += (
-                    f" JOIN {table} AS {alias[table]} ON "
-                    f"{alias[child]}.{link[0]} = {alias[parent]}.{key}"
-                )
+                sql += f" JOIN {table} AS {alias[table]} ON {alias[child]}.{link[0]} = {alias[parent]}.{key}"
                 break
     parts = []
     for condition in query.where:

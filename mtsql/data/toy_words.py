@@ -199,6 +199,5 @@ def _entity(line: str) -> EntityWords:
 def themes() -> dict[str, tuple[EntityWords, ...]]:
     """All themes: name -> its entities, parents before children."""
     return {
-        name: tuple(_entity(line) for line in text.strip().splitlines())
-        for name, text in _THEMES.items()
+        name: tuple(_entity(line) for line in text.strip().splitlines()) for name, text in _THEMES.items()
     }

@@ -1,0 +1,266 @@
+"""The environment: Equation 1's transition rule, the two tools, the limits, and every way to end.
+
+An `Episode` is one question being answered. It is token in, token out: it takes the ids that the model
+sampled and gives the ids to append; nothing that was sampled is ever encoded again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mtsql.agent.memory import MemoryEntry, recall
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.trajectory import Action, ActionType, Observation, Segment, Status, Trajectory
+from mtsql.data.datasets import Example
+from mtsql.data.schema import Schema
+from mtsql.sql.execute import ExecutionResult, Executor
+
+EXEC_SQL = "exec_sql"
+MEMORY_RETRIEVE = "memory_retrieve"
+TOOL_SETS = {
+    "both": (EXEC_SQL, MEMORY_RETRIEVE),
+    "no_execution": (MEMORY_RETRIEVE,),
+    "no_memory": (EXEC_SQL,),
+    "none": (),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an episode may use. Token limits count ids; a response counts observations too."""
+
+    max_interactions: int = 4
+    max_prompt_tokens: int = 4000
+    max_response_tokens: int = 8000
+    max_turn_tokens: int = 4000
+    max_tool_tokens: int = 2000
+
+
+@dataclass(frozen=True)
+class ModelMessage:
+    """What a recipe read in one model message.
+
+    Verdicts are None where the tag is missing. `tool` and `sql` belong to the tool call; `problem` is
+    the status that ends the episode when the message holds no usable action.
+    """
+
+    exec_verdict: bool | None = None
+    memory_verdict: bool | None = None
+    tool: str | None = None
+    sql: str | None = None
+    answer: str | None = None
+    problem: Status | None = None
+
+
+class Recipe(Protocol):
+    """What one paper decides about the agent: its prompts, its tags, its observations."""
+
+    def prompt(
+        self, example: Example, schema: Schema, tools: tuple[str, ...]
+    ) -> tuple[list[dict], list[dict] | None]:
+        """Chat messages and, for the chat template, tool schemas."""
+
+    def read(self, text: str, tools: tuple[str, ...]) -> ModelMessage:
+        """The verdicts and the action in one model message."""
+
+    def observe_execution(self, question: str, sql: str, result: ExecutionResult, history: int) -> str:
+        """The text that `exec_sql` returns; `history` is the number of earlier questions."""
+
+    def observe_memory(
+        self,
+        question: str,
+        sql: str,
+        result: ExecutionResult | None,
+        memory: tuple[MemoryEntry, ...],
+    ) -> str:
+        """The text that `memory_retrieve` returns; `result` is None without the execution tool."""
+
+
+def next_action(
+    previous: ActionType | None, passed: bool | None, tools: tuple[str, ...], has_history: bool
+) -> ActionType:
+    """Equation 1: the type of a_{k+1} from the type of a_k and the verdict on y_k.
+
+    A tool that is switched off drops out of the cycle, as in Table 4; without earlier questions there
+    is nothing to check against, so that a passed E-VERIFY leads to FINALIZE. A missing verdict
+    (`passed` None) is not a pass. Raises ValueError after FINALIZE, which ends the episode.
+    """
+    can_check_memory = MEMORY_RETRIEVE in tools and has_history
+    if previous is None:
+        return ActionType.PROPOSE
+    if previous in (ActionType.PROPOSE, ActionType.SELF_CORRECT):
+        if EXEC_SQL in tools:
+            return ActionType.EXECUTE
+        return ActionType.M_VERIFY if can_check_memory else ActionType.FINALIZE
+    if previous is ActionType.EXECUTE:
+        return ActionType.E_VERIFY
+    if previous in (ActionType.E_VERIFY, ActionType.M_VERIFY):
+        if not passed:
+            return ActionType.SELF_CORRECT
+        if previous is ActionType.E_VERIFY and can_check_memory:
+            return ActionType.M_VERIFY
+        return ActionType.FINALIZE
+    raise ValueError("FINALIZE ends the episode: no action follows it")
+
+
+def outcome_of(result: ExecutionResult) -> str:
+    """ "ok", "null" (no row, or nothing but NULLs) or "error": the rows of the E-verify table."""
+    if not result.ok:
+        return "error"
+    return "ok" if any(v is not None for row in result.rows for v in row) else "null"
+
+
+class Episode:
+    """One question being answered: state s_k of section 3.1 and its transitions."""
+
+    def __init__(
+        self,
+        example: Example,
+        schema: Schema,
+        recipe: Recipe,
+        tokens: ChatTokens,
+        executor: Executor,
+        limits: Limits,
+        tools: tuple[str, ...],
+        seed: int,
+        prompt_ids: list[int],
+    ) -> None:
+        self.example = example
+        self.schema = schema
+        self.recipe = recipe
+        self.tokens = tokens
+        self.executor = executor
+        self.limits = limits
+        self.tools = tools
+        self.trajectory = Trajectory(example.id, seed, [Segment.given("prompt", prompt_ids)])
+        self.candidate: str | None = None
+        self.result: ExecutionResult | None = None
+        self.pending_tool: str | None = None
+        if len(prompt_ids) > limits.max_prompt_tokens:
+            self.trajectory.status = Status.OUT_OF_TOKENS
+
+    def remaining_tokens(self) -> int:
+        """Tokens that the response may still take."""
+        return self.limits.max_response_tokens - self.trajectory.response_length
+
+    def step(self, ids: list[int], logprobs: list[float], ended: bool) -> list[int] | None:
+        """Take one sampled message; return the ids to append, or None when the episode is over.
+
+        `ended` tells whether the message ends with a sampled end-of-turn token. A message cut by a
+        limit ends the episode: what it holds is not read.
+        """
+        trajectory = self.trajectory
+        trajectory.segments.append(Segment.sampled(ids, logprobs))
+        trajectory.interactions += 1
+        if not ended:
+            return self._end(Status.OUT_OF_TOKENS)
+        message = self.recipe.read(self.tokens.decode(ids), self.tools)
+        self._record(message)
+        if message.problem is not None:
+            return self._end(message.problem)
+        if message.answer is not None:
+            trajectory.answer_sql = message.answer
+            return self._end(Status.ANSWERED)
+        if trajectory.interactions == self.limits.max_interactions:
+            return self._end(Status.OUT_OF_INTERACTIONS)
+        suffix = self.tokens.observation_suffix(self._cut(self._observe(message)), ended)
+        if len(suffix) >= self.remaining_tokens():
+            return self._end(Status.OUT_OF_TOKENS)
+        trajectory.segments.append(Segment.given("environment", suffix))
+        return suffix
+
+    def _end(self, status: Status) -> None:
+        self.trajectory.status = status
+
+    def _act(self, kind: ActionType, sql: str | None, passed: bool | None = None) -> None:
+        actions = self.trajectory.actions
+        previous = actions[-1] if actions else None
+        expected = next_action(
+            previous.type if previous else None,
+            previous.passed if previous else None,
+            self.tools,
+            bool(self.example.history),
+        )
+        self.trajectory.off_protocol += kind is not expected
+        actions.append(Action(kind, self.trajectory.interactions - 1, sql, passed))
+
+    def _record(self, message: ModelMessage) -> None:
+        """Append the actions of one message: verdict on what was seen, then the next move."""
+        if self.pending_tool == EXEC_SQL:
+            self._act(ActionType.E_VERIFY, self.candidate, message.exec_verdict)
+        elif self.pending_tool == MEMORY_RETRIEVE:
+            self._act(ActionType.M_VERIFY, self.candidate, message.memory_verdict)
+        self.pending_tool = message.tool
+        if message.problem is not None:
+            return
+        sql = message.answer or message.sql
+        if sql != self.candidate:
+            first = self.candidate is None
+            self._act(ActionType.PROPOSE if first else ActionType.SELF_CORRECT, sql)
+            self.candidate = sql
+            self.result = None
+        if message.answer is not None:
+            self._act(ActionType.FINALIZE, sql)
+        elif message.tool == EXEC_SQL:
+            self._act(ActionType.EXECUTE, sql)
+
+    def _observe(self, message: ModelMessage) -> str:
+        question, sql = self.example.question, message.sql
+        if EXEC_SQL in self.tools:
+            self.result = self.executor.execute(self.schema.path, sql)
+        if message.tool == EXEC_SQL:
+            text = self.recipe.observe_execution(question, sql, self.result, len(self.example.history))
+        else:
+            memory = recall(self.example, self.schema, self.executor)
+            text = self.recipe.observe_memory(question, sql, self.result, memory)
+        outcome = outcome_of(self.result) if self.result else "ok"
+        self.trajectory.observations.append(Observation(message.tool, sql, outcome, text))
+        return text
+
+    def _cut(self, text: str) -> str:
+        """The text within the limit on tool tokens: its middle is left out, and that is marked."""
+        limit = self.limits.max_tool_tokens
+        if self.tokens.count(text) <= limit:
+            return text
+        low, high = 0, len(text)
+        while low < high:
+            half = (low + high + 1) // 2
+            low, high = (half, high) if self.tokens.count(_shorten(text, half)) <= limit else (low, half - 1)
+        return _shorten(text, low)
+
+
+def _shorten(text: str, kept: int) -> str:
+    return text[: kept - kept // 2] + " ... " + text[len(text) - kept // 2 :]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What all episodes of a run share."""
+
+    schemas: dict[str, Schema]
+    recipe: Recipe
+    tokens: ChatTokens
+    executor: Executor
+    limits: Limits
+    tools: tuple[str, ...]
+
+    def episodes(self, example: Example, seeds: list[int]) -> list[Episode]:
+        """One episode a seed, all from the same prompt ids (a GRPO group)."""
+        schema = self.schemas[example.db_id]
+        messages, tool_schemas = self.recipe.prompt(example, schema, self.tools)
+        ids = self.tokens.prompt_ids(messages, tool_schemas)
+        return [
+            Episode(
+                example,
+                schema,
+                self.recipe,
+                self.tokens,
+                self.executor,
+                self.limits,
+                self.tools,
+                s,
+                ids,
+            )
+            for s in seeds
+        ]

@@ -1,0 +1,39 @@
+"""The long-term dialogue memory M_{t-1} (MTSQL-R1, section 3.1): what earlier turns established."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtsql.data.datasets import Example
+from mtsql.data.schema import Schema
+from mtsql.sql.execute import ExecutionResult, Executor
+from mtsql.sql.parse import SqlParseError, SqlSchema, parse_sql
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """An earlier question with its SQL, the SQL's parsed elements and its result.
+
+    The last three are None with history "questions", or where the policy gave no answer.
+    """
+
+    question: str
+    sql: str | None
+    elements: dict | None
+    result: ExecutionResult | None
+
+
+def recall(example: Example, schema: Schema, executor: Executor) -> tuple[MemoryEntry, ...]:
+    """The memory that `memory_retrieve` reads, in the order of the turns."""
+    entries = []
+    for turn in example.history:
+        if turn.sql is None:
+            entries.append(MemoryEntry(turn.question, None, None, None))
+            continue
+        try:
+            elements = parse_sql(turn.sql, SqlSchema.from_database(schema.path), mode="lenient")
+        except SqlParseError:
+            elements = None
+        result = executor.execute(schema.path, turn.sql)
+        entries.append(MemoryEntry(turn.question, turn.sql, elements, result))
+    return tuple(entries)

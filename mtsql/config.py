@@ -1,0 +1,150 @@
+"""Configuration: one dataclass a script, read from a TOML file and overridden on the command line.
+
+A TOML file has a table [common] and one table a script ([imitation], [sft], [grpo], [evaluate]). Every
+field of a script's dataclass is an option of its command line. What is unknown is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+import tomllib
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+SECTIONS = ("common", "imitation", "sft", "grpo", "evaluate")
+
+
+class ConfigError(ValueError):
+    """A wrong option or configuration file; the message is one sentence for the user."""
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with its help text; `...` makes it required."""
+    if default is ...:
+        return field(metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What every script needs to know."""
+
+    data: str = option(..., "SParC- or CoSQL-format folder, or one .json file of dialogues")
+    out: str = option(..., "run folder to write")
+    tables: str = option("", "tables.json, if not beside the data")
+    databases: str = option("", "folder of <db_id>/<db_id>.sqlite, if not beside the data")
+    allow_missing: bool = option(False, "skip dialogues whose database is missing")
+    seed: int = option(0, "seed of every random choice")
+    wording: str = option("paper", "wording of the prompts: paper, compact")
+    tools: str = option("both", "both, no_execution, no_memory, none (Table 4's ablations)")
+    history: str = option("gold", "earlier turns in memory: gold, predicted (evaluation only), questions")
+    thinking: bool = option(True, "enable_thinking of the chat template")
+    result_characters: int = option(200, "an execution result is cut to so many characters")
+    max_interactions: int = option(4, "model messages in an episode (paper: 4)")
+    max_prompt_tokens: int = option(4000, "longest prompt (paper: 4000)")
+    max_response_tokens: int = option(8000, "longest response, observations counted (paper: 8000)")
+    max_turn_tokens: int = option(4000, "longest model message")
+    max_tool_tokens: int = option(2000, "longest tool response")
+    rows: int = option(256, "trajectories that are sampled at once")
+    sql_timeout: float = option(5.0, "seconds before a query is stopped")
+    dtype: str = option("float32", "weights: float32, bfloat16")
+    device: str = option("auto", "auto, cpu, cuda")
+
+
+def load_config(cls: type, section: str, description: str, argv: list[str] | None = None) -> Any:
+    """The dataclass `cls` from --config FILE and the command line.
+
+    Exits with code 2 and one sentence on an unknown, missing or ill-typed option.
+    """
+    hints = get_type_hints(cls)
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="TOML file; the options below override it")
+    for item in fields(cls):
+        flag = "--" + item.name.replace("_", "-")
+        shown = "" if item.default is MISSING else f" [{item.default}]"
+        text = (item.metadata["help"] + shown).replace("%", "%%")
+        if hints[item.name] is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(flag, type=hints[item.name], default=None, help=text, metavar="X")
+    arguments = vars(parser.parse_args(argv))
+    try:
+        values = _from_toml(arguments.pop("config"), section, cls, hints)
+        values |= {name: value for name, value in arguments.items() if value is not None}
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
+        if missing:
+            names = ", ".join("--" + name.replace("_", "-") for name in missing)
+            raise ConfigError(f"give {names} (or name them in the --config file)")
+        config = cls(**values)
+        _check_choices(config)
+    except ConfigError as error:
+        parser.error(str(error))
+    return config
+
+
+CHOICES = {
+    "wording": ("paper", "compact"),
+    "tools": ("both", "no_execution", "no_memory", "none"),
+    "history": ("gold", "predicted", "questions"),
+    "dtype": ("float32", "bfloat16"),
+    "device": ("auto", "cpu", "cuda"),
+    "aggregate": ("trajectory", "token"),
+    "divide_by": ("group", "none"),
+}
+
+
+def _check_choices(config: Any) -> None:
+    for name, choices in CHOICES.items():
+        value = getattr(config, name, choices[0])
+        if value not in choices:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {value} is unknown; choose from {', '.join(choices)}")
+
+
+def _from_toml(path: str | None, section: str, cls: type, hints: dict[str, type]) -> dict:
+    if path is None:
+        return {}
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML ({error})") from None
+    unknown = set(content) - set(SECTIONS)
+    if unknown:
+        raise ConfigError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
+    values = {}
+    own = {f.name for f in fields(cls)}
+    for table in ("common", section):
+        for name, value in content.get(table, {}).items():
+            if name not in own:
+                raise ConfigError(f"{path}: [{table}] has an unknown field {name!r}")
+            wanted = hints[name]
+            if wanted is float and type(value) is int:
+                value = float(value)
+            if type(value) is not wanted:
+                raise ConfigError(f"{path}: [{table}] {name} should be {wanted.__name__}, not {value!r}")
+            values[name] = value
+    return values
+
+
+def save_config(config: Any, folder: Path) -> None:
+    """Write config.json: the configuration, the command, and the versions in use."""
+    names = ("torch", "transformers", "peft", "sqlglot", "numpy")
+    content = {
+        "config": asdict(config),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content, indent=1))

@@ -1,0 +1,153 @@
+"""Policies and tokenizers: loaded from a folder or a hub name, trained whole or through LoRA."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_flash_attn_2_available
+
+from mtsql.learn.checkpoint import folder_atomically, recover_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ADAPTER_FILE = "adapter_config.json"
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, adapter folder or hub name; ValueError if there is none."""
+    _check_exists(name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(name_or_path, "tokenizer") from error
+
+
+def load_policy(
+    name_or_path: str | Path,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    *,
+    attention: str = "sdpa",
+    lora_rank: int = 0,
+    lora_alpha: int | None = None,
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel | PeftModel:
+    """A causal language model in training mode.
+
+    A folder with a PEFT adapter gives its base model with the adapter trainable. `lora_rank` > 0
+    puts new LoRA adapters on all linear layers but the head, with `lora_alpha` twice the rank by
+    default; base weights are `dtype`, adapter weights always float32. "flash_attention_2" falls
+    back to "sdpa" where it is not installed or the device is not CUDA; it cannot run shared-prompt
+    batches.
+    Raises ValueError if nothing can be loaded under that name, for an unknown dtype, and for a
+    `lora_rank` that would stack an adapter on an adapter.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
+    _check_exists(name_or_path)
+    adapter = (Path(name_or_path) / ADAPTER_FILE).is_file()
+    if adapter and lora_rank > 0:
+        raise ValueError(f"{name_or_path} is a LoRA adapter already and goes on as it is: set lora_rank to 0")
+    on_cuda = torch.device(device).type == "cuda"
+    if attention == "flash_attention_2" and not (on_cuda and is_flash_attn_2_available()):
+        attention = "sdpa"
+    try:
+        base = PeftConfig.from_pretrained(name_or_path).base_model_name_or_path if adapter else None
+        model = AutoModelForCausalLM.from_pretrained(
+            base or name_or_path, dtype=DTYPES[dtype], attn_implementation=attention
+        ).to(device)
+        if adapter:
+            model = PeftModel.from_pretrained(model, name_or_path, is_trainable=True)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(base or name_or_path if adapter else name_or_path, "model") from error
+    if lora_rank > 0:
+        alpha = 2 * lora_rank if lora_alpha is None else lora_alpha
+        config = LoraConfig(
+            r=lora_rank,
+            lora_alpha=alpha,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(model, config)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def _check_exists(name_or_path: str | Path) -> None:
+    """Raise ValueError for what can be neither a folder nor a hub name."""
+    recover_folder(Path(name_or_path))
+    if Path(name_or_path).is_dir():
+        return
+    parts = str(name_or_path).split("/")
+    if len(parts) > 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise ValueError(
+            f"{name_or_path} is not a folder; give a folder with config.json and weights, "
+            "a PEFT adapter folder, or a hub name like Qwen/Qwen3-4B"
+        )
+
+
+def _not_loadable(name_or_path: str | Path, what: str) -> ValueError:
+    return ValueError(
+        f"no {what} could be loaded from {name_or_path}; give a folder with config.json, weights "
+        "and tokenizer, a PEFT adapter folder, or a hub name like Qwen/Qwen3-4B"
+    )
+
+
+def save_policy(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing."""
+    with folder_atomically(folder) as temporary:
+        options = {"selected_adapters": ["default"]} if isinstance(model, PeftModel) else {}
+        model.save_pretrained(temporary, **options)
+        tokenizer.save_pretrained(temporary)
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(trainable, total) parameters; tied weights count once."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
+
+
+class Reference:
+    """The policy as it is now, kept frozen for a KL penalty.
+
+    Of a LoRA policy a second, frozen adapter is kept beside the trained one. So the reference of
+    training after a LoRA warm start is the warm-started model, not its base. Of other policies the
+    whole model is copied.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        """Copy the weights of `model`; make it before the first step, also on resume."""
+        if not isinstance(model, PeftModel):
+            self._model = copy.deepcopy(model).requires_grad_(False)
+            return
+        self._model = model
+        model.add_adapter("reference", model.peft_config["default"])
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            if ".reference." in name:
+                parameter.requires_grad_(False)
+                parameter.data.copy_(parameters[name.replace(".reference.", ".default.")].data)
+
+    @contextmanager
+    def policy(self) -> Iterator[PreTrainedModel | PeftModel]:
+        """The frozen policy; inside the block the trained one must not be used."""
+        if not isinstance(self._model, PeftModel):
+            yield self._model
+            return
+        self._model.set_adapter("reference", inference_mode=True)
+        try:
+            yield self._model
+        finally:
+            self._model.set_adapter("default")

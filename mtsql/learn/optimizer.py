@@ -1,0 +1,33 @@
+"""AdamW and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+
+def make_optimizer(
+    model: nn.Module, learning_rate: float, beta2: float = 0.999, weight_decay: float = 0.0
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, beta2))
+
+
+def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
+    """Learning rate at `progress` in [0, 1]: linear warm-up, then half a cosine down to zero."""
+    if progress < warmup:
+        return peak * (progress + 1e-3) / (warmup + 1e-3)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warmup) / (1.0 - warmup))))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,156 @@
+"""The whole recipe on the embedded benchmark, in order, and one table at the end.
+
+`bash quickstart.sh` calls it. Each phase is one command, which is printed before it runs; a phase whose
+result is there already is skipped. `runs/toy/results.json` holds the table's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mtsql.learn.checkpoint import write_atomically
+from mtsql.report.metrics import paired_difference
+from mtsql.report.plots import plot_arms
+
+CONFIG = "configs/toy.toml"
+ARMS = {  # arm: (phase that made its policy, tools it is evaluated with)
+    "imitation": ("imitation", "both"),
+    "short_horizon": ("imitation", "none"),
+    "warm_start": ("sft", "both"),
+    "rl": ("grpo", "both"),
+    "rl_no_execution": ("grpo", "no_execution"),
+    "rl_no_memory": ("grpo", "no_memory"),
+}
+COMPARISONS = (("rl", "warm_start"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"))
+
+
+def _run(title: str, command: list[str], done: Path) -> None:
+    """Run one command unless `done` exists; its minutes go to a file beside `done`."""
+    print(f"\n== {title}\n   python {' '.join(command)}", flush=True)
+    if done.exists():
+        print(f"   {done} is there already")
+        return
+    started = time.perf_counter()
+    outcome = subprocess.run([sys.executable, *command])
+    if outcome.returncode or not done.exists():
+        print(f"error: this phase failed (exit code {outcome.returncode})", file=sys.stderr)
+        sys.exit(outcome.returncode or 1)
+    minutes = (time.perf_counter() - started) / 60
+    write_atomically(done.parent / f"{done.name}.minutes", f"{minutes:.2f}\n")
+    print(f"   {minutes:.1f} minutes", flush=True)
+
+
+def _minutes(done: Path) -> float:
+    path = done.parent / f"{done.name}.minutes"
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def main() -> None:
+    """Benchmark, tiny model, warm start, GRPO, evaluation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/toy"), help="run folder [runs/toy]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of warm start, GRPO and sampling [0]")
+    parser.add_argument("--base", type=Path, help="another run folder whose benchmark and tiny model to use")
+    arguments = parser.parse_args()
+    out, seed = arguments.out, str(arguments.seed)
+    base = arguments.base or out
+    data, imitation = base / "benchmark", base / "imitation"
+    policies = {"imitation": imitation, "sft": out / "sft" / "policy", "grpo": out / "grpo" / "policy"}
+    shared = ["--config", CONFIG, "--data", str(data)]
+    _run("benchmark: dialogues over generated databases", ["-m", "mtsql.data.toy", str(data)], data)
+    _run(
+        "imitation: a tiny model learns from a scripted agent",
+        ["-m", "mtsql.learn.imitation", *shared, "--out", str(imitation)],
+        imitation,
+    )
+    _run(
+        "warm start: self-taught fine-tuning on its own right trajectories",
+        ["train_sft.py", *shared, "--model", str(imitation), "--out", str(out / "sft"), "--seed", seed],
+        policies["sft"],
+    )
+    _run(
+        "GRPO: reinforcement learning on whole trajectories",
+        [
+            "train_grpo.py",
+            *shared,
+            "--model",
+            str(policies["sft"]),
+            "--out",
+            str(out / "grpo"),
+            "--seed",
+            seed,
+        ],
+        policies["grpo"],
+    )
+    for arm, (phase, tools) in ARMS.items():
+        folder = out / "evaluation" / arm
+        command = ["evaluate.py", *shared, "--model", str(policies[phase]), "--tools", tools]
+        command += ["--split", "test", "--out", str(folder), "--seed", seed]
+        _run(f"evaluation: {arm}", command, folder / "summary.json")
+    _report(out, policies, arguments.seed)
+
+
+def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
+    ready, total = {}, 0.0
+    for phase, folder in policies.items():
+        total += _minutes(folder)
+        ready[phase] = total
+    results, records = [], {}
+    for arm, (phase, _) in ARMS.items():
+        folder = out / "evaluation" / arm
+        summary = json.loads((folder / "summary.json").read_text())
+        lines = (folder / "predictions.jsonl").read_text().splitlines()
+        records[arm] = [json.loads(line) for line in lines]
+        results.append(
+            {
+                "arm": arm,
+                "ex": summary["ex"]["mean"],
+                "ex_low": summary["ex"]["low"],
+                "ex_high": summary["ex"]["high"],
+                "em": summary["em"]["mean"],
+                "em_low": summary["em"]["low"],
+                "em_high": summary["em"]["high"],
+                "ex_sampled": summary["ex_sampled"],
+                "questions": summary["questions"],
+                "minutes": round(ready[phase], 2),
+                "seed": seed,
+            }
+        )
+    write_atomically(out / "results.json", json.dumps(results, indent=1))
+    bars = [{"name": r["arm"], "mean": r["ex"], "low": r["ex_low"], "high": r["ex_high"]} for r in results]
+    plot_arms(bars, out / "results.png")
+    print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over dialogues.")
+    print("sampled: EX at temperature 1; minutes: training until the policy was ready.\n")
+    print(f"{'arm':<16} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
+    for r in results:
+        ex, em = (
+            f"{100 * r[k]:5.1f} [{100 * r[k + '_low']:.1f}, {100 * r[k + '_high']:.1f}]" for k in ("ex", "em")
+        )
+        print(f"{r['arm']:<16} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
+    print("\npaired differences in EX, points with 95 % interval (greedy; sampled):")
+    for better, worse in COMPARISONS:
+        greedy, sampled = (_paired(records[better], records[worse], key) for key in ("ex", "ex_sampled"))
+        print(f"{better} - {worse}: {greedy}; {sampled}")
+    print(f"\n{out}/results.json and results.png hold this table, {out}/grpo the training curves.")
+    print(f"python -m mtsql.report.viewer {out}/evaluation/rl/trajectories.jsonl shows what the agent did.")
+
+
+def _paired(better: list[dict], worse: list[dict], key: str) -> str:
+    """Difference of two arms with its interval, both in points."""
+    sides = []
+    for records in (better, worse):
+        by_dialogue: dict[str, list[float]] = {}
+        for record in records:
+            by_dialogue.setdefault(record["dialogue_id"], []).append(record[key])
+        sides.append(list(by_dialogue.values()))
+    difference, low, high, _ = paired_difference(*sides)
+    return f"{100 * difference:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+if __name__ == "__main__":
+    main()

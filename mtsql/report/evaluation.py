@@ -1,0 +1,86 @@
+"""The evaluation protocol: answer every question of a split once, and score the answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from mtsql.agent.env import Environment
+from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.trajectory import Status, Trajectory
+from mtsql.data.datasets import Dialogue, Example, examples, with_predicted_history
+from mtsql.sql.score import Scorer
+
+
+def answer_dialogues(
+    model: PreTrainedModel,
+    environment: Environment,
+    dialogues: Sequence[Dialogue],
+    history: str,
+    sampling: Sampling,
+    seed: int,
+    rows: int,
+    progress: Callable | None = None,
+) -> list[tuple[Example, Trajectory]]:
+    """One trajectory a question, ordered by dialogue and turn.
+
+    With gold or question-only history all questions are independent; with predicted history all
+    first turns are answered together, then all second turns with the first answers in memory.
+    """
+    if history != "predicted":
+        batches = [[(d.id, e) for d in dialogues for e in examples([d], history)]]
+    else:
+        batches = [[] for _ in range(max(len(d.turns) for d in dialogues))]
+        for dialogue in dialogues:
+            for turn in dialogue.turns:
+                batches[turn.index].append((dialogue.id, dialogue))
+    answers: dict[str, list[str | None]] = {d.id: [] for d in dialogues}
+    done: list[tuple[Example, Trajectory]] = []
+    for index, batch in enumerate(batches):
+        asked = [
+            with_predicted_history(item, index, answers[name]) if isinstance(item, Dialogue) else item
+            for name, item in batch
+        ]
+        episodes = [environment.episodes(example, [_seed(seed, example)])[0] for example in asked]
+        open_episodes = [e for e in episodes if e.trajectory.status is None]
+        rollout(model, environment.tokens, open_episodes, sampling, rows, progress)
+        for (name, _), example, episode in zip(batch, asked, episodes, strict=True):
+            answers[name].append(episode.trajectory.answer_sql)
+            done.append((example, episode.trajectory))
+    return sorted(done, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
+
+
+def _seed(seed: int, example: Example) -> int:
+    dialogue, turn = example.id.split("/")
+    return int(np.random.SeedSequence((seed, int(dialogue), int(turn))).generate_state(1, np.uint64)[0])
+
+
+def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer) -> list[dict]:
+    """One record a question for `mtsql.report.metrics.summarise`."""
+    records = []
+    for example, trajectory in answered:
+        right = trajectory.status is Status.ANSWERED
+        answer = trajectory.answer_sql
+        records.append(
+            {
+                "example_id": example.id,
+                "dialogue_id": example.dialogue_id,
+                "turn_index": example.turn_index,
+                "db_id": example.db_id,
+                "hardness": scorer.hardness(example.db_id, example.gold_sql),
+                "gold": example.gold_sql,
+                "predicted": answer,
+                "ex": int(right and scorer.ex(example.db_id, example.gold_sql, answer)),
+                "em": int(right and scorer.em(example.db_id, example.gold_sql, answer)),
+                "status": str(trajectory.status),
+                "interactions": trajectory.interactions,
+                "off_protocol": trajectory.off_protocol,
+                "tool_calls": dict(Counter(o.tool for o in trajectory.observations)),
+                "sampled_tokens": trajectory.sampled_length,
+                "response_tokens": trajectory.response_length,
+            }
+        )
+    return records

@@ -1,0 +1,182 @@
+"""Evaluation numbers with their uncertainty, and the log of training metrics."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mtsql.agent.trajectory import Status
+from mtsql.learn.checkpoint import write_atomically
+
+HARDNESS = ("easy", "medium", "hard", "extra")
+TURNS = ("1", "2", "3", "4", ">4")
+
+
+def bootstrap_interval(
+    values_by_dialogue: Sequence[Sequence[float]], seed: int = 0, resamples: int = 2000
+) -> tuple[float, float]:
+    """95 % interval of the mean over questions, from resampling whole dialogues.
+
+    The questions of a dialogue depend on each other, so dialogues are what is drawn anew. Raises
+    ValueError if there is no dialogue, or one without questions.
+    """
+    sizes = np.array([len(values) for values in values_by_dialogue])  # (dialogues,)
+    if len(sizes) == 0 or not sizes.all():
+        raise ValueError("an interval needs at least one dialogue, and a question in each")
+    sums = np.array([sum(values) for values in values_by_dialogue], dtype=float)  # (dialogues,)
+    rng = np.random.default_rng(seed)
+    means = np.empty(resamples)  # (resamples,)
+    for i in range(resamples):
+        drawn = rng.integers(len(sizes), size=len(sizes))
+        means[i] = sums[drawn].sum() / sizes[drawn].sum()
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def paired_difference(
+    a: Sequence[Sequence[float]],
+    b: Sequence[Sequence[float]],
+    seed: int = 0,
+    resamples: int = 2000,
+) -> tuple[float, float, float, float]:
+    """(mean of a - mean of b, low, high, p) of two systems' 0/1 scores on the same questions.
+
+    `low` and `high` bound the difference as in `bootstrap_interval`; `p` is McNemar's exact
+    two-sided test on the questions that only one of the two gets right. Raises ValueError unless
+    both have the same questions.
+    """
+    if [len(values) for values in a] != [len(values) for values in b]:
+        raise ValueError("a paired comparison needs the same questions on both sides")
+    differences = [[x - y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
+    low, high = bootstrap_interval(differences, seed, resamples)
+    flat = [d for values in differences for d in values]
+    only_a, only_b = sum(d > 0 for d in flat), sum(d < 0 for d in flat)
+    discordant = only_a + only_b
+    tail = sum(math.comb(discordant, k) for k in range(min(only_a, only_b) + 1))
+    return sum(flat) / len(flat), low, high, min(1.0, 2 * tail / 2**discordant)
+
+
+def summarise(records: Sequence[dict]) -> dict:
+    """All numbers of an evaluation.
+
+    Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, ex, em
+    (0 or 1), status, interactions, tool_calls (tool -> count), sampled_tokens and response_tokens.
+    Shares are fractions; the mean over no question is None. Raises ValueError without records.
+    """
+    if not records:
+        raise ValueError("there is nothing to summarise: no question was answered")
+    dialogues: dict[object, list[dict]] = {}
+    for record in records:
+        dialogues.setdefault(record["dialogue_id"], []).append(record)
+    hardness = [*HARDNESS, *sorted({r["hardness"] for r in records} - set(HARDNESS))]
+    tools = sorted({tool for r in records for tool in r["tool_calls"]})
+    summary: dict = {"questions": len(records), "dialogues": len(dialogues)}
+    for metric in ("ex", "em"):
+        values = [[r[metric] for r in dialogue] for dialogue in dialogues.values()]
+        right = [all(v) for v in values]
+        low, high = bootstrap_interval(values)
+        summary[metric] = {
+            "mean": _mean(r[metric] for r in records),
+            "low": low,
+            "high": high,
+            "interaction_match": _mean(right),
+            "by_turn": {t: _mean(r[metric] for r in records if _turn(r["turn_index"]) == t) for t in TURNS},
+            "by_hardness": {h: _mean(r[metric] for r in records if r["hardness"] == h) for h in hardness},
+        }
+    summary["questions_by_turn"] = {t: sum(_turn(r["turn_index"]) == t for r in records) for t in TURNS}
+    summary["questions_by_hardness"] = {h: sum(r["hardness"] == h for r in records) for h in hardness}
+    summary["status"] = {str(s): _mean(r["status"] == s for r in records) for s in Status}
+    summary["tool_calls"] = {tool: _mean(r["tool_calls"].get(tool, 0) for r in records) for tool in tools}
+    for key in ("interactions", "sampled_tokens", "response_tokens"):
+        summary[key] = _mean(r[key] for r in records)
+    return summary
+
+
+def _turn(index: int) -> str:
+    return TURNS[min(index, len(TURNS) - 1)]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """None if there is nothing to take the mean of."""
+    numbers = [float(v) for v in values]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def format_summary(summary: dict) -> str:
+    """The summary as a plain-text table; what no question falls under is shown as "-"."""
+    ex, em = summary["ex"], summary["em"]
+    lines = [
+        f"{summary['questions']} questions in {summary['dialogues']} dialogues",
+        "",
+        f"{'':<22}{'questions':>10}{'EX %':>9}{'EM %':>9}",
+        f"{'all questions':<32}{_percent(ex['mean'])}{_percent(em['mean'])}",
+        f"{'  95 % interval, low':<32}{_percent(ex['low'])}{_percent(em['low'])}",
+        f"{'  95 % interval, high':<32}{_percent(ex['high'])}{_percent(em['high'])}",
+    ]
+    for name in ("turn", "hardness"):
+        for key, count in summary[f"questions_by_{name}"].items():
+            label = f"turn {key}" if name == "turn" else key
+            values = _percent(ex[f"by_{name}"][key]) + _percent(em[f"by_{name}"][key])
+            lines.append(f"{label:<22}{count:>10}{values}")
+    matches = _percent(ex["interaction_match"]) + _percent(em["interaction_match"])
+    lines += [f"{'whole dialogues':<22}{summary['dialogues']:>10}{matches}", ""]
+    lines += [f"{status:<32}{_percent(share)} %" for status, share in summary["status"].items()]
+    lines.append("")
+    per_answer = {f"{tool} calls": mean for tool, mean in summary["tool_calls"].items()}
+    per_answer |= {
+        key.replace("_", " "): summary[key] for key in ("interactions", "sampled_tokens", "response_tokens")
+    }
+    lines += [f"{name:<32}{mean:>9.2f} an answer" for name, mean in per_answer.items()]
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return f"{'-':>9}" if share is None else f"{100 * share:>9.1f}"
+
+
+class MetricsLog:
+    """Appends rows to a CSV file. The first row decides the columns; `step` must be one of them."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        """Open `path`, dropping rows of steps >= `resume_step`, and a last row that was cut off.
+
+        Raises ValueError if the file is something else than such a log.
+        """
+        self.path = path
+        self.columns: list[str] | None = None
+        kept: list[dict[str, str]] = []
+        if path.is_file() and resume_step > 0:
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                whole = [row for row in reader if None not in row and None not in row.values()]
+            if "step" not in (reader.fieldnames or []):
+                raise ValueError(f"{path} is not a metrics log: it has no column named step")
+            kept = [row for row in whole if int(row["step"]) < resume_step]
+            self.columns = list(reader.fieldnames) if kept else None
+        write_atomically(path, self._lines(kept, header=True) if kept else "")
+
+    def append(self, row: dict) -> None:
+        """Write one row; a column it lacks stays empty. Raises ValueError for a new column."""
+        if "step" not in row:
+            raise ValueError("a row of metrics needs a step")
+        first = self.columns is None
+        if first:
+            self.columns = list(row)
+        unknown = [name for name in row if name not in self.columns]
+        if unknown:
+            raise ValueError(f"{self.path} has no column {unknown[0]!r}; the first row decided the columns")
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            file.write(self._lines([row], header=first))
+
+    def _lines(self, rows: list[dict], header: bool) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()

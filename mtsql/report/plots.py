@@ -1,0 +1,70 @@
+"""Figures: the course of a training run, and the comparison of trained arms."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLOUR = "#2b6ca3"
+PANELS = {
+    "reward": "mean reward",
+    "ex": "execution accuracy",
+    "response_tokens": "response length (tokens)",
+    "entropy": "entropy (nats a token)",
+}
+
+
+def plot_training(metrics_csv: Path, folder: Path) -> Path:
+    """Write `training.png` with the columns reward, ex, response_tokens and entropy over steps.
+
+    A column that the log lacks leaves its panel out, an empty cell its point. Raises ValueError if
+    the log has none of them.
+    """
+    with metrics_csv.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    shown = [name for name in PANELS if any(row.get(name) for row in rows)]
+    if not shown:
+        raise ValueError(f"{metrics_csv} has no row with any of {', '.join(PANELS)}")
+    figure = Figure(figsize=(4.2 * len(shown), 3.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
+        steps, values = zip(*points, strict=True)
+        sparse = len(points) < 30
+        axes.plot(steps, values, color=COLOUR, linewidth=1.5, marker="o" if sparse else "", ms=3)
+        axes.set_xlabel("step")
+        axes.set_title(PANELS[name])
+        axes.grid(alpha=0.3)
+    return _save(figure, folder / "training.png")
+
+
+def plot_arms(results: list[dict], path: Path) -> Path:
+    """Bar chart of EX with 95 % intervals; each result has the keys name, mean, low and high (0-1).
+
+    Raises ValueError if there are no results.
+    """
+    if not results:
+        raise ValueError("there are no results to plot")
+    figure = Figure(figsize=(1.6 + 1.3 * len(results), 3.6), layout="constrained")
+    axes = figure.subplots()
+    means = [100 * r["mean"] for r in results]
+    errors = [
+        [100 * (r["mean"] - r["low"]) for r in results],
+        [100 * (r["high"] - r["mean"]) for r in results],
+    ]
+    bars = axes.bar(range(len(results)), means, 0.6, yerr=errors, capsize=4, color=COLOUR)
+    axes.bar_label(bars, [f"{mean:.1f}" for mean in means], label_type="center", color="white")
+    axes.set_xticks(range(len(results)), [r["name"] for r in results])
+    axes.set_ylabel("execution accuracy (%)")
+    axes.set_ylim(0, 100)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(path)
+    return path

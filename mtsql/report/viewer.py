@@ -1,0 +1,123 @@
+"""Prints trajectories with their loss mask in colour.
+
+`python -m mtsql.report.viewer trajectories.jsonl [--index N] [--no-color]`
+
+What the model sampled, and is trained on, is green; what the environment said is yellow; the prompt
+is dim. Without colour, each segment's heading says the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mtsql.agent.trajectory import Trajectory
+
+COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
+BOLD, RESET = "\033[1m", "\033[0m"
+RULE = "─" * 72
+
+
+def trajectory_record(
+    trajectory: Trajectory, decode: Callable[[Sequence[int]], str], reward: float | None = None
+) -> dict:
+    """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included."""
+    return {
+        "example_id": trajectory.example_id,
+        "seed": trajectory.seed,
+        "status": None if trajectory.status is None else str(trajectory.status),
+        "reward": reward,
+        "interactions": trajectory.interactions,
+        "off_protocol": trajectory.off_protocol,
+        "answer_sql": trajectory.answer_sql,
+        "segments": [
+            {
+                "role": segment.role,
+                "text": decode(segment.ids),
+                "loss_mask_sum": sum(segment.loss_mask),
+                "ids": list(segment.ids),
+            }
+            for segment in trajectory.segments
+        ],
+    }
+
+
+def read_records(path: Path) -> Iterator[dict]:
+    """The rows of a JSONL file. Raises ValueError, with its number, for a line that is not one."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                record["segments"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise ValueError(f"{path}, line {number}: not a trajectory") from None
+            yield record
+
+
+def render(record: dict, colour: bool) -> str:
+    """One trajectory as text."""
+
+    def paint(text: str, code: str) -> str:
+        return f"{code}{text}{RESET}" if colour else text
+
+    reward = "-" if record.get("reward") is None else f"{record['reward']:.3f}"
+    trained = sum(segment["loss_mask_sum"] for segment in record["segments"])
+    total = sum(len(segment["ids"]) for segment in record["segments"])
+    title = (
+        f"{record['example_id']}   status {record['status']}   reward {reward}   "
+        f"{trained} of {total} tokens trained"
+    )
+    lines = [RULE, paint(title, BOLD), RULE]
+    for segment in record["segments"]:
+        trained, count = segment["loss_mask_sum"], len(segment["ids"])
+        lines.append(paint(f"[{segment['role']}: {count} tokens, {trained} trained]", BOLD))
+        lines.append(paint(_printable(segment["text"]), COLOURS[segment["role"]]))
+    lines.append(paint(f"[answer] {_printable(str(record.get('answer_sql') or '-'))}", BOLD))
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """Control characters, with which a database could steer the terminal, become visible."""
+    keep = "\n\t"
+    return "".join(c if c in keep or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def use_colour(choice: str) -> bool:
+    """`auto` is colour on a terminal, unless NO_COLOR is set (no-color.org)."""
+    if choice == "auto":
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return choice == "always"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description="Print trajectories with their loss mask in colour.")
+    parser.add_argument("path", type=Path, help="trajectories.jsonl")
+    parser.add_argument("--index", type=int, help="print only this trajectory, counted from 0")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    parser.add_argument("--no-color", dest="color", action="store_const", const="never")
+    arguments = parser.parse_args(argv)
+    colour = use_colour(arguments.color)
+    try:
+        count = 0
+        for index, record in enumerate(read_records(arguments.path)):
+            if arguments.index in (None, index):
+                print(render(record, colour))
+            count += 1
+        if arguments.index is not None and not 0 <= arguments.index < count:
+            raise ValueError(f"--index {arguments.index}: {arguments.path} has {count} trajectories, from 0")
+    except (OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):
+            sys.stdout = None
+            return 0
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

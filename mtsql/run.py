@@ -1,0 +1,99 @@
+"""From a configuration to the objects of a run: dataset, environment, scorer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from mtsql.agent.env import TOOL_SETS, Environment, Limits
+from mtsql.agent.tokens import ChatTokens
+from mtsql.config import Common
+from mtsql.data.datasets import Dataset, load_dataset
+from mtsql.data.schema import DataError
+from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.sql.execute import Executor
+from mtsql.sql.score import Scorer
+
+
+def user_errors(main: Callable[[], None]) -> None:
+    """Run a script's main; wrong input becomes one sentence on stderr and exit code 2."""
+    try:
+        main()
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        if not isinstance(error, DataError) and type(error) is ValueError and "\n" in str(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def find_split(data: str, split: str) -> Path:
+    """The file of a split in SParC's or CoSQL's official folder layout, or `data` if it is a file.
+
+    Raises DataError if there is none.
+    """
+    root = Path(data)
+    if root.is_file():
+        return root
+    names = (f"{split}.json", f"cosql_{split}.json", f"sql_state_tracking/cosql_{split}.json")
+    for name in names:
+        if (root / name).is_file():
+            return root / name
+    raise DataError(f"{root} has no {split} split: none of {', '.join(names)} is there")
+
+
+def load_split(config: Common, split: str) -> Dataset:
+    """The dialogues of a split with their schemas; tables and databases beside the data by default."""
+    path = find_split(config.data, split)
+    root = path.parent.parent if path.parent.name == "sql_state_tracking" else path.parent
+    tables = Path(config.tables) if config.tables else root / "tables.json"
+    databases = Path(config.databases) if config.databases else root / "database"
+    if not databases.is_dir():
+        raise DataError(f"{databases} is not a folder; give the folder of databases with --databases")
+    return load_dataset(path, tables, databases, config.allow_missing)
+
+
+def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
+    """The environment that all episodes of a run share."""
+    limits = Limits(
+        config.max_interactions,
+        config.max_prompt_tokens,
+        config.max_response_tokens,
+        config.max_turn_tokens,
+        config.max_tool_tokens,
+    )
+    recipe = MtsqlR1(config.wording == "compact", config.result_characters)
+    executor = Executor(timeout_seconds=config.sql_timeout)
+    return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
+
+
+def make_scorer(environment: Environment) -> Scorer:
+    """The scorer over the environment's databases, sharing its executor and cache."""
+    return Scorer(environment.schemas, environment.executor)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is a GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no usable GPU; choose --device cpu")
+    return torch.device(name)
+
+
+def trajectory_seed(*numbers: int) -> int:
+    """One seed for one trajectory, from the run's seed and its place in the run."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:
+    """A rollout's `progress` that shows trajectories and tokens per second on a bar."""
+
+    def progress(done: int, total: int, stats: dict[str, float]) -> None:
+        bar.set_postfix_str(f"trajectories {done}/{total}, {stats['tokens_per_second']:.0f} tokens/s")
+
+    return progress

@@ -1,0 +1,113 @@
+"""Clause F1: the dense reward of MTSQL-R1, section 3.3.2."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from sqlglot import exp
+
+from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.tree import canonical_tree, join_condition, sources
+
+CLAUSES = ("SELECT", "WHERE", "JOIN", "GROUP", "ORDER")
+
+
+def clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
+    """Mean over SELECT, WHERE, JOIN, GROUP, ORDER of the F1 of their elements.
+
+    Only clauses that are not empty on both sides count. Elements are compared with aliases
+    resolved and with their values. JOIN holds the tables and the join conditions, GROUP also the
+    HAVING conditions, ORDER also LIMIT; the parts of a set operation are marked with its operator.
+    0.0 if the prediction cannot be read. Raises SqlParseError if the gold query cannot.
+    """
+    gold = _elements(gold_sql, schema)
+    if pred_sql is None:
+        return 0.0
+    try:
+        pred = _elements(pred_sql, schema)
+    except SqlParseError:
+        return 0.0
+    scores = [_f1(gold[clause], pred[clause]) for clause in CLAUSES if gold[clause] or pred[clause]]
+    return sum(scores) / len(scores)
+
+
+def _f1(gold: Counter, pred: Counter) -> float:
+    return 2 * (gold & pred).total() / (gold.total() + pred.total())
+
+
+@lru_cache(maxsize=50_000)
+def _elements(sql: str, schema: SqlSchema) -> dict[str, Counter]:
+    found: dict[str, Counter] = {clause: Counter() for clause in CLAUSES}
+    try:
+        _collect(canonical_tree(sql, schema), "", found)
+    except RecursionError:
+        raise SqlParseError("nested too deeply") from None
+    return found
+
+
+def _collect(query: exp.Expression, mark: str, found: dict[str, Counter]) -> None:
+    """Adds the elements of `query`, each preceded by `mark`."""
+
+    def add(clause: str, texts: list[str]) -> None:
+        found[clause].update(mark + text for text in texts)
+
+    if isinstance(query, exp.Subquery):
+        _collect(query.this, mark, found)
+        return
+    if isinstance(query, exp.SetOperation):
+        operator = query.key + ("" if query.args.get("distinct") else " all")
+        _collect(query.left, mark, found)
+        _collect(query.right, f"{mark}{operator}: ", found)
+    elif isinstance(query, exp.Select):
+        add("SELECT", [_text(item) for item in query.expressions])
+        add("SELECT", ["distinct"] if query.args.get("distinct") else [])
+        add("JOIN", _joined(query))
+        if query.args.get("where"):
+            add("WHERE", _conditions(query.args["where"].this))
+        if query.args.get("group"):
+            add("GROUP", [_text(item) for item in query.args["group"].expressions])
+        if query.args.get("having"):
+            add("GROUP", _conditions(query.args["having"].this))
+    else:
+        raise SqlParseError(f"cannot read {query.key}")
+    if query.args.get("order"):
+        add("ORDER", [_ordered(item) for item in query.args["order"].expressions])
+    if query.args.get("limit"):
+        add("ORDER", [f"limit {_text(query.args['limit'].expression)}"])
+
+
+def _joined(select: exp.Select) -> list[str]:
+    found = [_text(source) for source in sources(select)]
+    for join in select.args.get("joins") or []:
+        if join.side:
+            found.append(f"{join.side.lower()} {_text(join.this)}")
+        condition = join_condition(join)
+        if condition is not None:
+            found += _conditions(condition)
+        found += [f"using {_text(column)}" for column in join.args.get("using") or []]
+    return found
+
+
+def _conditions(condition: exp.Expression) -> list[str]:
+    """The conditions that AND and OR connect, and one more element for each OR."""
+    if isinstance(condition, exp.Paren):
+        return _conditions(condition.this)
+    if isinstance(condition, exp.And | exp.Or):
+        connector = ["or"] if isinstance(condition, exp.Or) else []
+        return _conditions(condition.left) + connector + _conditions(condition.right)
+    return [_text(condition)]
+
+
+def _ordered(item: exp.Expression) -> str:
+    direction = "desc" if item.args.get("desc") else "asc"
+    return f"{_text(item.this)} {direction}"
+
+
+def _text(node: exp.Expression) -> str:
+    """One spelling: the sides of = and != are sorted, brackets around a whole node dropped."""
+    while isinstance(node, exp.Paren):
+        node = node.this
+    if isinstance(node, exp.EQ | exp.NEQ):
+        return f" {node.key} ".join(sorted((_text(node.left), _text(node.right))))
+    return node.sql(dialect="sqlite")

@@ -1,0 +1,157 @@
+"""Lenient reading of SQL through sqlglot: a syntax tree with aliases resolved."""
+
+from __future__ import annotations
+
+import re
+
+import sqlglot
+from sqlglot import exp
+from sqlglot.errors import SqlglotError
+
+from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.text import first_statement, join_operators
+
+QUERY = re.compile(r"[\s(]*(select|with)\b", re.IGNORECASE)
+
+
+def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
+    """The first statement of `sql` with every alias replaced by what it stands for.
+
+    Columns carry their real table, identifiers are lower case, a quoted word that is no column is
+    a string, as in SQLite. A name that the schema does not explain stays as it is.
+    Raises SqlParseError if sqlglot cannot read it or it is no query.
+    """
+    text = "".join(first_statement(join_operators(sql)))
+    if not QUERY.match(text):
+        raise SqlParseError("not a query")
+    try:
+        tree = sqlglot.parse_one(text, dialect="sqlite")
+        if not isinstance(tree, exp.Query):
+            raise SqlParseError("not a query")
+        selects = list(tree.find_all(exp.Select, bfs=False))
+        scopes = {id(select): _Scope(select, schema) for select in selects}
+        for select in reversed(selects):  # inner queries first
+            scopes[id(select)].add_derived()
+            unknown = [c for c in _own_columns(select) if not _resolve(c, scopes)]
+            for column in unknown:
+                _replace_unknown(column, select)
+        _strip_aliases(tree)
+    except SqlglotError as error:
+        raise SqlParseError(str(error).split("\n")[0]) from None
+    except RecursionError:
+        raise SqlParseError("nested too deeply") from None
+    return tree
+
+
+def sources(select: exp.Select) -> list[exp.Expression]:
+    """The tables and sub-queries of FROM, in order."""
+    first = select.args.get("from_")
+    joined = [join.this for join in select.args.get("joins") or []]
+    return ([first.this] if first else []) + joined
+
+
+def join_condition(join: exp.Join) -> exp.Expression | None:
+    """The ON of a join; sqlglot writes a missing one as TRUE."""
+    condition = join.args.get("on")
+    return None if isinstance(condition, exp.Boolean) else condition
+
+
+class _Scope:
+    """The names that one SELECT brings in."""
+
+    def __init__(self, select: exp.Select, schema: SqlSchema) -> None:
+        self.select = select
+        self.tables: dict[str, str] = {}  # name in use -> table, in the order of FROM
+        self.columns: dict[str, tuple[str, ...]] = {}  # table -> its columns
+        self.derived: dict[str, dict[str, exp.Expression]] = {}  # sub-query -> output -> meaning
+        self.aliases = {item.alias.lower(): item.this for item in select.expressions if item.alias}
+        for source in sources(select):
+            if isinstance(source, exp.Table):
+                self.tables[source.alias_or_name.lower()] = source.name.lower()
+                self.columns[source.name.lower()] = schema.tables.get(source.name.lower(), ())
+
+    def add_derived(self) -> None:
+        """Takes in the outputs of the sub-queries in FROM, resolved by now."""
+        for index, source in enumerate(sources(self.select)):
+            if isinstance(source, exp.Subquery) and isinstance(source.this, exp.Query):
+                outputs = {item.alias_or_name.lower(): item.unalias() for item in source.this.selects}
+                self.derived[source.alias.lower() or f"#{index}"] = outputs
+
+    def meaning(self, table: str, column: str) -> exp.Expression | None:
+        """What `table.column` (or `column` alone) stands for here."""
+        if table:
+            if table in self.derived:
+                found = self.derived[table].get(column)
+                return found.copy() if found else None
+            return exp.column(column, self.tables[table]) if table in self.tables else None
+        for name in self.tables.values():
+            if column in self.columns[name]:
+                return exp.column(column, name)
+        for outputs in self.derived.values():
+            if column in outputs:
+                return outputs[column].copy()
+        return None
+
+
+def _own_columns(select: exp.Select) -> list[exp.Column]:
+    """The columns of this SELECT, not of one inside it, and those that order its set operation."""
+    found = [c for c in select.find_all(exp.Column) if c.parent_select is select]
+    part: exp.Expression = select
+    while isinstance(part.parent, exp.SetOperation) and part.parent.left is part:
+        part = part.parent
+        if part.args.get("order"):
+            found += part.args["order"].find_all(exp.Column)
+    return [column for column in found if not isinstance(column.this, exp.Star)]
+
+
+def _resolve(column: exp.Column, scopes: dict[int, _Scope]) -> bool:
+    """Replaces a column by its meaning in the nearest scope that knows it, if one does.
+
+    In ORDER BY a name of the output comes first.
+    """
+    table, name = column.table.lower(), column.name.lower()
+    select = _select_of(column)
+    ordering = isinstance(column.find_ancestor(exp.Order, exp.Select), exp.Order)
+    if ordering and not table and select and _output(select, name):
+        return False
+    while select is not None:
+        found = scopes[id(select)].meaning(table, name)
+        if found is not None:
+            column.replace(found)
+            return True
+        select = _select_of(select)
+    return False
+
+
+def _select_of(node: exp.Expression) -> exp.Select | None:
+    """The SELECT around a node; of a set operation, the first."""
+    select = node.parent_select
+    while isinstance(select, exp.SetOperation):
+        select = select.left
+    return select if isinstance(select, exp.Select) and select is not node else None
+
+
+def _output(select: exp.Select, name: str) -> exp.Expression | None:
+    named = (item.this for item in select.expressions if item.alias.lower() == name)
+    return next(named, None)
+
+
+def _replace_unknown(column: exp.Column, select: exp.Select) -> None:
+    """Replaces a column by the output of that name, else a quoted name by a string."""
+    table, name = column.table.lower(), column.name.lower()
+    output = None if table else _output(select, name)
+    if output is not None:
+        column.replace(output.copy())
+    elif column.this.quoted and not table:
+        column.replace(exp.Literal.string(column.name))
+    else:
+        column.replace(exp.column(name, table or None))
+
+
+def _strip_aliases(tree: exp.Query) -> None:
+    for node in list(tree.find_all(exp.Alias)):
+        node.replace(node.this)
+    for node in list(tree.find_all(exp.Table)):
+        node.replace(exp.to_table(node.name.lower()))
+    for node in tree.find_all(exp.Subquery):
+        node.set("alias", None)

@@ -1,0 +1,28 @@
+# Sourced by quickstart.sh and test.sh: makes .venv and installs requirements.txt into it.
+set -eu
+cd "$(dirname "$0")"
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+python=""
+for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3; do
+    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 &&
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        python=$candidate
+        break
+    fi
+done
+[ -n "$python" ] || fail "Python 3.11 or newer is missing: apt-get install python3 python3-venv, or set PYTHON"
+if ! "$python" -c 'import venv, ensurepip, sqlite3' 2>/dev/null; then
+    fail "$python lacks venv, ensurepip or sqlite3: apt-get install python3-venv"
+fi
+[ -x .venv/bin/python ] || "$python" -m venv .venv || fail "could not make the virtual environment .venv"
+if ! cmp -s requirements.txt .venv/installed-requirements.txt; then
+    echo "installing requirements.txt into .venv ..."
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
+        fail "pip could not install requirements.txt; its message is above"
+    cp requirements.txt .venv/installed-requirements.txt
+fi

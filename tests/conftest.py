@@ -1,0 +1,87 @@
+"""A small database, a tiny tokenizer and episodes over them, shared by the tests."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mtsql.agent.env import TOOL_SETS, Environment, Episode, Limits
+from mtsql.agent.tokens import ChatTokens
+from mtsql.data.datasets import Example, HistoryTurn
+from mtsql.data.schema import Schema, load_schemas
+from mtsql.learn.tiny import train_tokenizer
+from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.sql.execute import Executor
+
+QUESTION = "Which singers are from France?"
+GOLD = "SELECT name FROM singer WHERE country = 'france'"
+TABLES = """[{"db_id": "music", "table_names": ["label", "singer"],
+ "table_names_original": ["label", "singer"],
+ "column_names": [[-1, "*"], [0, "label id"], [0, "city"], [1, "singer id"], [1, "name"],
+  [1, "country"], [1, "age"], [1, "label id"]],
+ "column_names_original": [[-1, "*"], [0, "id"], [0, "city"], [1, "id"], [1, "name"], [1, "country"],
+  [1, "age"], [1, "label_id"]],
+ "column_types": ["text", "number", "text", "number", "text", "text", "number", "number"],
+ "primary_keys": [1, 3], "foreign_keys": [[7, 1]]}]"""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What the tests need to make an episode."""
+
+    folder: Path
+    schema: Schema
+    tokens: ChatTokens
+    executor: Executor
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("music")
+    path = folder / "database" / "music" / "music.sqlite"
+    path.parent.mkdir(parents=True)
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        """create table label (id integer primary key, city text);
+        create table singer (id integer primary key, name text, country text, age integer, label_id integer
+            references label(id));
+        insert into label values (1, 'paris'), (2, 'rome');
+        insert into singer values (1, 'Anna', null, 31, 1), (2, 'Bruno', 'france', 45, 1),
+            (3, 'Carla', 'italy', 27, 2);"""
+    )
+    connection.commit()
+    connection.close()
+    (folder / "tables.json").write_text(TABLES)
+    schema = load_schemas(folder / "tables.json", folder / "database")["music"]
+    texts = [GOLD, QUESTION, schema.text(compact=True), "SELECT count(*) FROM singer AS t1 JOIN label AS t2"]
+    return Tiny(folder, schema, ChatTokens(train_tokenizer(texts * 3, 300)), Executor())
+
+
+def make_episode(
+    tiny: Tiny,
+    history: bool = False,
+    tools: str = "both",
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    compact: bool = True,
+    result_characters: int = 40,
+    gold_history: bool = True,
+) -> Episode:
+    """An episode for QUESTION, after one earlier question if `history`."""
+    earlier = HistoryTurn(
+        "How many singers are there?", "SELECT count(*) FROM singer" if gold_history else None
+    )
+    example = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, (earlier,) if history else ())
+    recipe = MtsqlR1(compact, result_characters)
+    environment = Environment(
+        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, TOOL_SETS[tools]
+    )
+    return environment.episodes(example, [0])[0]
+
+
+def say(episode: Episode, text: str) -> bool:
+    """Send one whole message; whether the episode goes on."""
+    ids = episode.tokens.message_ids(text)
+    return episode.step(ids, [-0.5] * len(ids), ended=True) is not None

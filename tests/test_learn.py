@@ -1,0 +1,578 @@
+"""Losses, layouts, advantages, models and checkpoints against hand-computed numbers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.learn import checkpoint
+from mtsql.learn.advantages import group_advantages
+from mtsql.learn.checkpoint import (
+    folder_atomically,
+    load_training_state,
+    recover_folder,
+    save_training_state,
+    write_atomically,
+)
+from mtsql.learn.loss import (
+    TokenBatch,
+    grpo_loss,
+    row_batch,
+    sft_loss,
+    shared_prompt_batch,
+    token_logprobs,
+)
+from mtsql.learn.model import (
+    Reference,
+    count_parameters,
+    load_policy,
+    load_tokenizer,
+    save_policy,
+)
+
+VOCABULARY = 61
+LAYOUTS = {
+    "shared": shared_prompt_batch,
+    "rows": lambda groups: row_batch(flatten(groups)),
+}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Matrices this small cost more in waiting for a second thread than in arithmetic."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(kind: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **SIZES))
+    if kind == "lora":
+        config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config)
+    return model
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "lora"])
+def model(request) -> torch.nn.Module:
+    return make_model(request.param)
+
+
+def make_trajectory(draw: np.random.Generator, prompt: list[int], spans: list[int]) -> Trajectory:
+    """Segments of the given lengths, sampled and given in turn."""
+    segments = [Segment.given("prompt", prompt)]
+    for index, length in enumerate(spans):
+        ids = draw.integers(1, VOCABULARY, length).tolist()
+        if index % 2 == 0:
+            segments.append(Segment.sampled(ids, [-1.0] * length))
+        else:
+            segments.append(Segment.given("environment", ids))
+    return Trajectory("1/0", 0, segments)
+
+
+def make_groups() -> list[list[Trajectory]]:
+    """Unequal prompts and responses; one of a single sampled token, one of none."""
+    draw = np.random.default_rng(0)
+    spans = [[[5], [3, 4, 6], [1]], [[7, 2], [], [2, 3, 1, 2]], [[4, 1, 1]]]
+    groups = []
+    for length, group in zip([9, 4, 13], spans, strict=True):
+        prompt = draw.integers(1, VOCABULARY, length).tolist()
+        groups.append([make_trajectory(draw, prompt, s) for s in group])
+    return groups
+
+
+def flatten(groups: list[list[Trajectory]]) -> list[Trajectory]:
+    return [t for group in groups for t in group]
+
+
+def reference_logprobs(
+    model: torch.nn.Module, trajectory: Trajectory, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Naive full logits of one trajectory: log-probabilities and entropies, (tokens,) each."""
+    ids = torch.tensor([trajectory.ids])  # (1, positions)
+    logprobs = (model(ids).logits[0, :-1].double() / temperature).log_softmax(-1)
+    trained = torch.tensor(trajectory.loss_mask[1:], dtype=torch.bool)  # (positions - 1,)
+    of_next = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+    return of_next[trained].float(), -(logprobs.exp() * logprobs).sum(-1)[trained].float()
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+def assert_close(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Equal to within `tolerance` of each tensor's largest value, or of 1."""
+    for a, b in zip(one, other, strict=True):
+        scale = max(1.0, b.abs().max().item())
+        torch.testing.assert_close(a, b, atol=tolerance * scale, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients_equal_naive_full_logits(model, layout, temperature):
+    groups = make_groups()
+    expected = [reference_logprobs(model, t, temperature) for t in flatten(groups)]
+    logprobs, entropies = (torch.cat(x) for x in zip(*expected, strict=True))
+    expected_gradient = gradients(model, logprobs.square().mean())
+    batch = LAYOUTS[layout](groups)
+    for chunk in (1024, 7):
+        got, entropy = token_logprobs(model, batch, temperature, chunk)
+        assert_close([got, entropy], [logprobs, entropies])
+        assert got.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
+        assert_close(gradients(model, got.square().mean()), expected_gradient)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_name_the_trained_tokens_in_order(layout):
+    groups = make_groups()
+    batch = LAYOUTS[layout](groups)
+    trained = [
+        (index, token, logprob)
+        for index, t in enumerate(flatten(groups))
+        for token, bit, logprob in zip(t.ids, t.loss_mask, t.logprobs, strict=True)
+        if bit
+    ]
+    got = zip(batch.trajectory_index, batch.targets, batch.sampling_logprobs, strict=True)
+    assert [(int(i), int(t), float(p)) for i, t, p in got] == trained
+
+
+def test_shared_prompt_positions_and_shift_by_hand():
+    group = [
+        Trajectory("1/0", 0, [Segment.given("prompt", [1, 2, 3]), Segment.sampled([4, 5], [-1, -2])]),
+        Trajectory(
+            "1/0",
+            1,
+            [
+                Segment.given("prompt", [1, 2, 3]),
+                Segment.sampled([6], [-3]),
+                Segment.given("environment", [7, 8]),
+                Segment.sampled([9], [-4]),
+                Segment.given("environment", [10]),
+            ],
+        ),
+    ]
+    batch = shared_prompt_batch([group])
+    assert batch.ids.tolist() == [[1, 2, 3, 4, 6, 7, 8]]  # what predicts nothing is left out
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 5]]
+    assert batch.source.tolist() == [2, 3, 2, 6]  # the prompt's last position predicts 4 and 6
+    assert batch.targets.tolist() == [4, 5, 6, 9]
+    rows = row_batch(group)
+    assert rows.ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 6, 7, 8, 9, 10]]
+    assert rows.source.tolist() == [2, 3, 10, 13]
+
+
+def test_tokens_of_loss_mask_0_are_never_targets(model):
+    """An observation changes what follows it, and is not itself predicted."""
+    groups = make_groups()
+    index = next(i for i, t in enumerate(flatten(groups)) if len(t.segments) == 2)
+    trajectory = flatten(groups)[index]
+    before = gradients(model, -token_logprobs(model, row_batch([trajectory]))[0].sum())
+    trajectory.segments.append(Segment.given("environment", [1, 2, 3]))
+    after = gradients(model, -token_logprobs(model, row_batch([trajectory]))[0].sum())
+    assert_close(after, before)
+    packed = gradients(model, -token_logprobs(model, shared_prompt_batch([[trajectory]]))[0].sum())
+    assert_close(packed, before)
+
+
+def test_pad_token_inside_a_trajectory_is_an_ordinary_token(model):
+    prompt = Segment.given("prompt", [0, 5, 0])
+    trajectories = [Trajectory("1/0", 0, [prompt, Segment.sampled([0, 7, 0], [0.0] * 3)])]
+    trajectories.append(Trajectory("1/0", 1, [prompt, Segment.sampled([3] * 6, [0.0] * 6)]))
+    expected = torch.cat([reference_logprobs(model, t, 1.0)[0] for t in trajectories])
+    for batch in (row_batch(trajectories), shared_prompt_batch([trajectories])):
+        assert_close([token_logprobs(model, batch)[0]], [expected])
+
+
+def test_groups_that_do_not_share_a_prompt_are_refused():
+    groups = make_groups()
+    with pytest.raises(ValueError, match="differ in the prompt"):
+        shared_prompt_batch([[groups[0][0], groups[1][0]]])
+    with pytest.raises(ValueError, match="at least one token"):
+        shared_prompt_batch([[Trajectory("1/0", 0, [Segment.given("prompt", [1, 2])])]])
+    with pytest.raises(ValueError, match="has tokens of loss mask 1"):
+        shared_prompt_batch([[Trajectory("1/0", 0, [Segment.sampled([1, 2], [0.0, 0.0])])]])
+
+
+def test_shared_prompts_are_refused_where_they_would_be_wrong():
+    groups = make_groups()
+    model = make_model("qwen3")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="needs SDPA attention, not eager"):
+        token_logprobs(model, shared_prompt_batch(groups))
+    config = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with pytest.raises(ValueError, match="does not support sliding_window"):
+        token_logprobs(Qwen3ForCausalLM(config), shared_prompt_batch(groups))
+
+
+def test_attention_is_plain_sdpa_without_a_layout():
+    model = make_model("qwen3").eval()
+    ids = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]])
+    attention_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    expected = model(ids, attention_mask=attention_mask).logits
+    token_logprobs(model, shared_prompt_batch(make_groups()))
+    assert torch.equal(model(ids, attention_mask=attention_mask).logits, expected)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model, batch = make_model("qwen3").train(), shared_prompt_batch(make_groups())
+    expected = gradients(model, token_logprobs(model, batch)[0].sum())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_close(gradients(model, token_logprobs(model, batch)[0].sum()), expected, 1e-6)
+
+
+@pytest.mark.parametrize("aggregate", ["trajectory", "token"])
+def test_gradients_do_not_depend_on_micro_batches(model, aggregate):
+    groups = make_groups()
+    advantages = [torch.randn(len(g), generator=torch.Generator().manual_seed(0)) for g in groups]
+    tokens = sum(t.sampled_length for t in flatten(groups))
+    denominator = {"trajectory": len(flatten(groups)), "token": tokens}[aggregate]
+
+    def step(parts: list[tuple[TokenBatch, Tensor]]) -> tuple[list[Tensor], dict[str, float]]:
+        total: list[Tensor] = []
+        statistics: dict[str, float] = {}
+        for batch, advantage in parts:
+            logprobs, _ = token_logprobs(model, batch)
+            loss, shares = grpo_loss(
+                logprobs,
+                advantage,
+                batch.trajectory_index,
+                denominator,
+                aggregate=aggregate,
+                old_logprobs=logprobs.detach() - 0.1 * batch.targets / VOCABULARY,
+                clip_high=0.05,
+                reference_logprobs=logprobs.detach() + 0.1,
+                beta=0.1,
+            )
+            loss = loss + sft_loss(logprobs, tokens)
+            part = gradients(model, loss)
+            total = part if not total else [a + b for a, b in zip(total, part, strict=True)]
+            for name, share in shares.items():
+                statistics[name] = statistics.get(name, 0.0) + share
+        return total, statistics
+
+    whole, expected = step([(shared_prompt_batch(groups), torch.cat(advantages))])
+    assert 0 < expected["clip_fraction"] < 1
+    cuts = {
+        "groups": [(shared_prompt_batch([g]), a) for g, a in zip(groups, advantages, strict=True)],
+        "rows": [
+            (row_batch([t]), a[None])
+            for g, advantage in zip(groups, advantages, strict=True)
+            for t, a in zip(g, advantage, strict=True)
+            if t.sampled_length
+        ],
+    }
+    for parts in cuts.values():
+        total, statistics = step(parts)
+        assert_close(total, whole)
+        assert statistics == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "slope"),
+    [
+        (1.5, 1.0, 1.3, 0.0),  # too likely and good: clipped at 1 + 0.3
+        (1.5, -1.0, -1.5, -1.5),  # too likely and bad: brought back
+        (0.5, 1.0, 0.5, 0.5),  # too unlikely and good: brought back
+        (0.5, -1.0, -0.8, 0.0),  # too unlikely and bad: clipped at 1 - 0.2
+        (1.1, 1.0, 1.1, 1.1),  # inside the clip range
+    ],
+)
+def test_corners_of_the_clip(ratio, advantage, objective, slope):
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    loss, statistics = grpo_loss(
+        logprobs,
+        torch.tensor([advantage]),
+        torch.tensor([0]),
+        1,
+        old_logprobs=torch.tensor([-1.0 - np.log(ratio)], dtype=torch.float32),
+        clip_low=0.2,
+        clip_high=0.3,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-objective)
+    assert float(logprobs.grad) == pytest.approx(-slope)
+    assert statistics["clip_fraction"] == float(slope == 0)
+    assert statistics["ratio"] == pytest.approx(ratio)
+
+
+def test_denominators_by_hand():
+    """Trajectory 0 has 1 token and advantage 1, trajectory 1 has 3 and advantage -2."""
+    logprobs = torch.zeros(4, requires_grad=True)
+    index, advantages = torch.tensor([0, 1, 1, 1]), torch.tensor([1.0, -2.0])
+    loss, statistics = grpo_loss(logprobs, advantages, index, 2)
+    assert loss.item() == pytest.approx(-(1 / 2 * 1 + 1 / 2 * -2))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([-1 / 2, 1 / 3, 1 / 3, 1 / 3]))
+    assert statistics == {"clip_fraction": 0.0, "ratio": 1.0}
+    loss, _ = grpo_loss(logprobs, advantages, index, 4, aggregate="token")
+    assert loss.item() == pytest.approx(-(1 - 2 - 2 - 2) / 4)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([-1.0, 2.0, 2.0, 2.0]) / 4)
+    nll = sft_loss(torch.tensor([-1.0, -2.0]), 8)
+    assert float(nll) == pytest.approx(3 / 8)
+
+
+def test_kl_is_k3_by_hand():
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    reference = torch.tensor([-1.0 + np.log(2.0)], dtype=torch.float32)
+    loss, statistics = grpo_loss(
+        logprobs,
+        torch.zeros(1),
+        torch.tensor([0]),
+        1,
+        reference_logprobs=reference,
+        beta=0.5,
+    )
+    k3 = 2 - np.log(2) - 1
+    assert statistics["kl"] == pytest.approx(k3)
+    assert loss.item() == pytest.approx(0.5 * k3)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert float(gradient) == pytest.approx(0.5 * (1 - 2))  # towards the reference
+    with pytest.raises(ValueError, match="beta needs reference"):
+        grpo_loss(logprobs, torch.zeros(1), torch.tensor([0]), 1, beta=0.5)
+    with pytest.raises(ValueError, match="not 'batch'"):
+        grpo_loss(logprobs, torch.zeros(1), torch.tensor([0]), 1, aggregate="batch")
+
+
+def test_far_ratios_stay_finite():
+    logprobs = torch.tensor([-1.0, -200.0], requires_grad=True)
+    loss, _ = grpo_loss(
+        logprobs,
+        torch.tensor([-1.0, -1.0]),
+        torch.tensor([0, 1]),
+        2,
+        old_logprobs=torch.tensor([-300.0, -1.0]),
+        reference_logprobs=torch.tensor([-1.0, -1.0]),
+        beta=1.0,
+    )
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
+def test_group_advantages_by_hand():
+    rewards = torch.tensor([[0.0, 1.0, 2.0], [0.1, 0.1, 0.1], [1.0, 1.0, 1.0 + 1e-7]])
+    advantages, informative = group_advantages(rewards)
+    assert informative.tolist() == [True, False, False]
+    torch.testing.assert_close(advantages[0], torch.tensor([-1.0, 0.0, 1.0]), atol=1e-5, rtol=0)
+    assert not advantages[1:].any()
+    spread, _ = group_advantages(torch.tensor([[0.0, 4.0]]), divide_by="none")
+    assert spread.tolist() == [[-2.0, 2.0]]
+    scaled, _ = group_advantages(torch.tensor([[0.0, 4.0]]))
+    assert scaled.tolist() == [[pytest.approx(-(0.5**0.5)), pytest.approx(0.5**0.5)]]
+    with pytest.raises(ValueError, match="samples >= 2"):
+        group_advantages(torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="not finite"):
+        group_advantages(torch.tensor([[0.0, torch.nan]]))
+    with pytest.raises(ValueError, match="not 'batch'"):
+        group_advantages(rewards, divide_by="batch")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3", pad_token="w0")
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_policy_folders_round_trip(tmp_path, tokenizer):
+    base = tmp_path / "base"
+    save_policy(make_model("qwen3"), tokenizer, base)
+    assert load_tokenizer(base).get_vocab() == tokenizer.get_vocab()
+    policy = load_policy(base)
+    assert_same_weights(weights(policy), weights(make_model("qwen3")))
+    trainable, total = count_parameters(policy)
+    assert trainable == total == sum(p.numel() for p in policy.parameters())
+    assert load_policy(base, attention="flash_attention_2").config._attn_implementation == "sdpa"
+
+    lora = load_policy(base, "bfloat16", lora_rank=3)
+    names = {name.split(".lora_")[0] for name in weights(lora) if ".lora_" in name}
+    assert len(names) == 2 * 7  # every linear layer of both blocks, not the head
+    for name, parameter in lora.named_parameters():
+        is_adapter = ".lora_" in name
+        assert parameter.requires_grad == is_adapter
+        assert parameter.dtype == (torch.float32 if is_adapter else torch.bfloat16)
+    assert lora.peft_config["default"].lora_alpha == 6
+    assert count_parameters(lora)[0] < count_parameters(lora)[1]
+    with torch.no_grad():
+        for parameter in (p for p in lora.parameters() if p.requires_grad):
+            parameter.add_(0.1)
+    adapter = tmp_path / "adapter"
+    save_policy(lora, tokenizer, adapter)
+    again = load_policy(adapter, "bfloat16")
+    assert_same_weights(weights(again), weights(lora))
+    assert count_parameters(again) == count_parameters(lora)
+    with pytest.raises(ValueError, match="LoRA adapter already"):
+        load_policy(adapter, lora_rank=2)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere"])
+def test_what_cannot_be_loaded_is_named(name, tmp_path):
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(ValueError, match=f"{name} is not a folder; give"):
+            load(name)
+        with pytest.raises(ValueError, match=r"could be loaded from .*empty; give"):
+            (tmp_path / "empty").mkdir(exist_ok=True)
+            load(tmp_path / "empty")
+    with pytest.raises(ValueError, match="dtype 'int4' is unknown; choose from float32"):
+        load_policy(name, dtype="int4")
+
+
+def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):
+    """After a LoRA warm start the reference is the warm-started model, not its base."""
+    save_policy(make_model("qwen3"), tokenizer, tmp_path / "base")
+    warm = load_policy(tmp_path / "base", lora_rank=2)
+    batch = shared_prompt_batch(make_groups())
+    with torch.no_grad():
+        base_logprobs = token_logprobs(warm, batch)[0]
+        for parameter in (p for p in warm.parameters() if p.requires_grad):
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    save_policy(warm, tokenizer, tmp_path / "warm")
+    for policy in (load_policy(tmp_path / "warm"), load_policy(tmp_path / "base")):
+        reference = Reference(policy)
+        trainable = [name for name, p in policy.named_parameters() if p.requires_grad]
+        with torch.no_grad():
+            start = token_logprobs(policy, batch)[0]
+            for parameter in (p for p in policy.parameters() if p.requires_grad):
+                parameter.mul_(1.1)
+            moved = token_logprobs(policy, batch)[0]
+            with reference.policy() as frozen:
+                got = token_logprobs(frozen, batch)[0]
+            assert torch.equal(token_logprobs(policy, batch)[0], moved)
+        assert torch.equal(got, start) and not torch.allclose(got, moved)
+        assert [name for name, p in policy.named_parameters() if p.requires_grad] == trainable
+        save_policy(policy, tokenizer, tmp_path / "saved")
+        assert_same_weights(
+            {k: v for k, v in weights(policy).items() if ".reference." not in k},
+            weights(load_policy(tmp_path / "saved")),
+        )
+    assert torch.allclose(start, base_logprobs)
+
+
+def train(model, optimizer, scheduler, steps: int) -> None:
+    """Steps whose loss draws from all three global generators."""
+    for _ in range(steps):
+        index = random.randrange(3)
+        scale = float(np.random.normal()) + float(torch.rand(()))
+        loss = sft_loss(token_logprobs(model, shared_prompt_batch([make_groups()[index]]))[0], 9)
+        (loss * scale).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_resumed_training_is_bit_equal(tmp_path, tokenizer, lora_rank):
+    def start(folder: Path, rank: int):
+        model = load_policy(folder, lora_rank=rank)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+
+    save_policy(make_model("qwen3"), tokenizer, tmp_path / "base")
+    for module in (random, np.random):
+        module.seed(0)
+    torch.manual_seed(0)
+    model, optimizer, scheduler = start(tmp_path / "base", lora_rank)
+    np.random.normal()  # so that one normal deviate is cached in the state to save
+    train(model, optimizer, scheduler, 2)
+    order = np.random.default_rng(7)
+    saved = tmp_path / "checkpoint"
+    with folder_atomically(saved) as folder:
+        save_policy(model, tokenizer, folder / "policy")
+        extra = {"order": order.bit_generator.state, "seen": ["a", "b"]}
+        save_training_state(folder, optimizer, scheduler, 2, extra)
+    train(model, optimizer, scheduler, 2)
+
+    random.seed(9)
+    torch.manual_seed(9)
+    np.random.seed(9)
+    resumed, optimizer, scheduler = start(saved / "policy", 0)
+    step, extra = load_training_state(saved, optimizer, scheduler)
+    assert step == 2 and extra["seen"] == ["a", "b"]
+    assert extra["order"] == order.bit_generator.state
+    train(resumed, optimizer, scheduler, 2)
+    assert_same_weights(weights(resumed), weights(model))
+
+
+def test_training_state_that_could_not_be_read_back_is_refused(tmp_path):
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    save_training_state(tmp_path, optimizer, None, 1, {})
+    with pytest.raises(ValueError, match="extra"):
+        save_training_state(tmp_path, optimizer, None, 2, {"path": Path("x")})
+    assert load_training_state(tmp_path, optimizer, None) == (1, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["training_state.pt"]
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        load_training_state(tmp_path / "none", optimizer, None)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_failed_writes_leave_the_old_content(tmp_path, monkeypatch, tokenizer, error):
+    def fail(*_, **__):
+        raise error
+
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    write_atomically(file, "old")
+    model = make_model("qwen3")
+    save_policy(model, tokenizer, folder)
+    before = sorted(p.name for p in folder.iterdir())
+    with pytest.raises(error), folder_atomically(folder) as temporary:
+        (temporary / "half").write_text("x")
+        fail()
+    monkeypatch.setattr(tokenizer, "save_pretrained", fail, raising=False)
+    with pytest.raises(error):
+        save_policy(model, tokenizer, folder)
+    monkeypatch.setattr(checkpoint.os, "fsync", fail)
+    with pytest.raises(error):
+        write_atomically(file, b"new")
+    assert file.read_text() == "old"
+    assert sorted(p.name for p in folder.iterdir()) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_folders_are_replaced_whole_and_recovered(tmp_path):
+    folder = tmp_path / "run"
+    for name in ("one", "two"):
+        with folder_atomically(folder) as temporary:
+            (temporary / name).write_text(name)
+    assert [p.name for p in folder.iterdir()] == ["two"]
+    folder.rename(tmp_path / ".run.old")  # as if killed between the two renames
+    recover_folder(folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]

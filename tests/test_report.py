@@ -1,0 +1,262 @@
+"""Evaluation numbers, the metrics log, figures and the viewer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from mtsql.agent.trajectory import Segment, Status, Trajectory
+from mtsql.report.metrics import (
+    MetricsLog,
+    bootstrap_interval,
+    format_summary,
+    paired_difference,
+    summarise,
+)
+from mtsql.report.plots import plot_arms, plot_training
+from mtsql.report.viewer import main, render, trajectory_record
+
+GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"
+
+
+def test_interval_of_hand_cases():
+    assert bootstrap_interval([[1, 1], [1]]) == (1.0, 1.0)
+    assert bootstrap_interval([[1, 0, 1]]) == pytest.approx((2 / 3, 2 / 3))  # one dialogue
+    assert bootstrap_interval([[0], [1]]) == (0.0, 1.0)  # 0, 1/2, 1 at 25, 50, 25 %
+    low, high = bootstrap_interval([[0, 0, 0], [1]])  # a mean over questions: 0, 1/4 or 1
+    assert (low, high) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="at least one dialogue"):
+        bootstrap_interval([])
+    with pytest.raises(ValueError, match="a question in each"):
+        bootstrap_interval([[1], []])
+
+
+def test_interval_agrees_with_theory_and_repeats():
+    """100 one-question dialogues at 50 %: 1.96 standard errors of 5 % on both sides."""
+    values = [[i % 2] for i in range(100)]
+    low, high = bootstrap_interval(values)
+    assert low == pytest.approx(0.5 - 0.098, abs=0.015)
+    assert high == pytest.approx(0.5 + 0.098, abs=0.015)
+    assert bootstrap_interval(values) == (low, high)
+    uneven = [[i % 7 / 6] for i in range(100)]
+    assert bootstrap_interval(uneven, seed=1) != bootstrap_interval(uneven)
+
+
+def test_dialogues_are_drawn_whole():
+    """Ten equal questions of a dialogue tell no more than one."""
+    narrow = bootstrap_interval([[i % 2] for i in range(400)])
+    wide = bootstrap_interval([[i % 2] * 10 for i in range(40)])
+    assert wide[1] - wide[0] > 2 * (narrow[1] - narrow[0])
+
+
+def test_paired_difference_by_hand():
+    a = [[1, 1], [1, 1], [1, 0]]
+    b = [[1, 0], [0, 0], [0, 0]]
+    difference, low, high, p = paired_difference(a, b)
+    assert difference == pytest.approx(4 / 6)
+    assert low == pytest.approx(0.5) and high == pytest.approx(5 / 6, abs=0.2)
+    assert p == pytest.approx(2 * 0.5**4)  # four discordant questions, all one way
+    assert paired_difference(b, a)[0] == pytest.approx(-4 / 6)
+    assert paired_difference(a, a) == (0.0, 0.0, 0.0, 1.0)
+    assert paired_difference([[1, 0, 1]], [[0, 1, 1]])[3] == 1.0
+    with pytest.raises(ValueError, match="same questions"):
+        paired_difference([[1]], [[1, 0]])
+
+
+def make_record(dialogue: object, turn: int, ex: int, em: int, **changes) -> dict:
+    return {
+        "dialogue_id": dialogue,
+        "turn_index": turn,
+        "hardness": "easy",
+        "ex": ex,
+        "em": em,
+        "status": "answered",
+        "interactions": 2,
+        "tool_calls": {"exec_sql": 1},
+        "sampled_tokens": 10,
+        "response_tokens": 20,
+    } | changes
+
+
+RECORDS = [
+    make_record("a", 0, 1, 1),
+    make_record("a", 1, 1, 0, hardness="hard"),
+    make_record("b", 0, 1, 1, tool_calls={}),
+    make_record("b", 5, 0, 0, hardness="unknown", status=Status.OUT_OF_TOKENS, interactions=4),
+]
+
+
+def test_summary_by_hand():
+    summary = summarise(RECORDS)
+    assert (summary["questions"], summary["dialogues"]) == (4, 2)
+    ex, em = summary["ex"], summary["em"]
+    assert (ex["mean"], ex["low"], ex["high"], ex["interaction_match"]) == (0.75, 0.5, 1.0, 0.5)
+    assert (em["mean"], em["interaction_match"]) == (0.5, 0.0)
+    assert ex["by_turn"] == {"1": 1.0, "2": 1.0, "3": None, "4": None, ">4": 0.0}
+    assert em["by_turn"]["2"] == 0.0
+    assert summary["questions_by_turn"] == {"1": 2, "2": 1, "3": 0, "4": 0, ">4": 1}
+    assert ex["by_hardness"] == {
+        "easy": 1.0, "medium": None, "hard": 1.0, "extra": None, "unknown": 0.0,
+    }  # fmt: skip
+    assert set(summary["status"]) == {str(s) for s in Status}
+    assert (summary["status"]["answered"], summary["status"]["out_of_tokens"]) == (0.75, 0.25)
+    assert summary["tool_calls"] == {"exec_sql": 0.75}
+    assert (summary["interactions"], summary["sampled_tokens"]) == (2.5, 10.0)
+    assert json.loads(json.dumps(summary)) == summary
+    with pytest.raises(ValueError, match="nothing to summarise"):
+        summarise([])
+
+
+def test_summary_table_is_aligned():
+    lines = format_summary(summarise(RECORDS)).splitlines()
+    assert lines[0] == "4 questions in 2 dialogues"
+    table = lines[2 : lines.index("", 2)]
+    assert {len(line) for line in table} == {50}
+    assert "turn >4                        1      0.0      0.0" in table
+    assert "turn 3                         0        -        -" in table
+    assert any(line.split() == ["exec_sql", "calls", "0.75", "an", "answer"] for line in lines)
+
+
+def test_metrics_log_columns_and_resume(tmp_path):
+    path = tmp_path / "metrics.csv"
+    log = MetricsLog(path)
+    for step in range(4):
+        log.append({"step": step, "reward": step / 2, "note": 'a "b", c'} if step != 1 else {"step": 1})
+    with pytest.raises(ValueError, match="no column 'late'"):
+        log.append({"step": 9, "late": 1})
+    with pytest.raises(ValueError, match="needs a step"):
+        log.append({"reward": 1})
+    text = path.read_text()
+    assert text.splitlines() == [
+        "step,reward,note",
+        '0,0.0,"a ""b"", c"',
+        "1,,",
+        '2,1.0,"a ""b"", c"',
+        '3,1.5,"a ""b"", c"',
+    ]
+    path.write_text(text + "4,2.")  # cut off by a crash
+    MetricsLog(path, resume_step=2).append({"note": "again", "step": 2})
+    assert path.read_text().splitlines()[1:] == ['0,0.0,"a ""b"", c"', "1,,", "2,,again"]
+    MetricsLog(path).append({"step": 0, "other": 1})  # a new run starts anew
+    assert path.read_text() == "step,other\n0,1\n"
+    MetricsLog(path, resume_step=5).append({"step": 5, "other": 2})
+    assert path.read_text() == "step,other\n0,1\n5,2\n"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no column named step"):
+        MetricsLog(path, resume_step=1)
+
+
+def test_a_cut_off_last_row_is_dropped_whatever_its_step(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,reward\n0,1.0\n1")
+    log = MetricsLog(path, resume_step=2)
+    log.append({"step": 2, "reward": 0.5})
+    assert path.read_text() == "step,reward\n0,1.0\n2,0.5\n"
+
+
+def test_figures_are_written(tmp_path):
+    path = tmp_path / "metrics.csv"
+    log = MetricsLog(path)
+    for step in range(5):
+        log.append({"step": step, "reward": 0.1 * step, "ex": "" if step % 2 else 0.5, "entropy": 1})
+    figure = plot_training(path, tmp_path / "plots")
+    assert figure == tmp_path / "plots" / "training.png"
+    wide = imread(figure).shape[1]
+    MetricsLog(path).append({"step": 0, "reward": 1.0})
+    assert imread(plot_training(path, tmp_path / "plots")).shape[1] < wide  # one panel, not three
+    MetricsLog(path).append({"step": 0, "loss": 1.0})
+    with pytest.raises(ValueError, match="no row with any of reward, ex"):
+        plot_training(path, tmp_path)
+    arms = [{"name": n, "mean": 0.5, "low": 0.4, "high": 0.7} for n in ("SFT", "GRPO")]
+    assert imread(plot_arms(arms, tmp_path / "new" / "arms.png")).ndim == 3
+    with pytest.raises(ValueError, match="no results"):
+        plot_arms([], path)
+
+
+def make_trajectory() -> Trajectory:
+    segments = [
+        Segment.given("prompt", [1, 2]),
+        Segment.sampled([3, 4, 5], [-0.1, -0.2, -0.3]),
+        Segment.given("environment", [6]),
+    ]
+    return Trajectory("7/1", 3, segments, status=Status.ANSWERED, answer_sql="SELECT 1")
+
+
+def decode(ids: tuple[int, ...]) -> str:
+    return " ".join(f"<{i}>" for i in ids)
+
+
+def test_trajectory_record_round_trips_through_json():
+    record = trajectory_record(make_trajectory(), decode, reward=0.5)
+    assert json.loads(json.dumps(record)) == record
+    assert record["example_id"] == "7/1" and record["status"] == "answered"
+    assert record["segments"][1] == {
+        "role": "model", "text": "<3> <4> <5>", "loss_mask_sum": 3, "ids": [3, 4, 5],
+    }  # fmt: skip
+    assert trajectory_record(Trajectory("7/1", 3), decode)["status"] is None
+
+
+def test_loss_mask_in_colour_and_without():
+    record = trajectory_record(make_trajectory(), decode, reward=0.5)
+    coloured = render(record, colour=True)
+    for code, text in ((DIM, "<1> <2>"), (GREEN, "<3> <4> <5>"), (YELLOW, "<6>")):
+        assert f"{code}{text}{RESET}" in coloured
+    plain = render(record, colour=False)
+    assert "\033" not in plain
+    assert "7/1   status answered   reward 0.500   3 of 6 tokens trained" in plain
+    assert "[model: 3 tokens, 3 trained]" in plain and "[answer] SELECT 1" in plain
+
+
+def test_terminal_control_characters_are_shown_not_obeyed():
+    record = trajectory_record(make_trajectory(), lambda ids: "a\033[2Jb\n\tc\r", None)
+    text = render(record, colour=False)
+    assert "a\\x1b[2Jb\n\tc\\x0d" in text and "\033" not in text and "reward -" in text
+
+
+@pytest.fixture
+def records(tmp_path) -> Path:
+    path = tmp_path / "trajectories.jsonl"
+    rows = [trajectory_record(make_trajectory(), decode, reward=r) for r in (0.25, 0.75)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_viewer_options(records, capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main([str(records)]) == 0
+    out = capsys.readouterr().out
+    assert "0.250" in out and "0.750" in out and "\033" not in out  # no terminal
+    assert main([str(records), "--index", "1", "--color", "always"]) == 0
+    out = capsys.readouterr().out
+    assert "0.250" not in out and GREEN in out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main([str(records)]) == 0
+    assert GREEN in capsys.readouterr().out
+    assert main([str(records), "--no-color"]) == 0
+    assert "\033" not in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main([str(records)]) == 0
+    assert "\033" not in capsys.readouterr().out
+
+
+def test_viewer_errors_are_one_sentence(records, tmp_path, capsys):
+    assert main([str(records), "--index", "2"]) == 2
+    assert capsys.readouterr().err == f"error: --index 2: {records} has 2 trajectories, from 0\n"
+    assert main([str(tmp_path / "none")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    records.write_text('{"a": 1}\n')
+    assert main([str(records)]) == 2
+    assert capsys.readouterr().err == f"error: {records}, line 1: not a trajectory\n"
+
+
+def test_viewer_runs_as_a_module_and_into_a_closed_pipe(records):
+    row = records.read_text().splitlines()[0]
+    records.write_text((row + "\n") * 2000)
+    command = f"'{sys.executable}' -m mtsql.report.viewer '{records}' --color always | head -n 2"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and "7/1" in done.stdout
