@@ -47,7 +47,7 @@ from mtsql.learn.loss import grpo_loss, shared_prompt_batch, token_logprobs
 from mtsql.learn.model import load_policy, load_tokenizer, save_policy
 from mtsql.learn.optimizer import make_optimizer, set_learning_rate
 from mtsql.recipes.mtsql_r1 import RewardWeights, reward
-from mtsql.report.evaluation import answer_dialogues, score_records
+from mtsql.report.evaluation import answer_dialogues, scorable, score_records
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import trajectory_record
@@ -119,7 +119,7 @@ def main() -> None:
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = make_optimizer(policy, config.learning_rate, config.beta2)
     first_step = load_training_state(checkpoint, optimizer, None)[0] if config.resume else 0
-    questions = examples(dataset.dialogues, config.history)
+    questions = scorable(examples(dataset.dialogues, config.history), scorer)
     if config.evaluate_every:
         dev = load_split(config, "dev")
         dev_environment = make_environment(config, dev, tokens, config.tools)

@@ -42,6 +42,7 @@ from mtsql.learn.model import load_policy, load_tokenizer, save_policy
 from mtsql.learn.optimizer import cosine_rate, make_optimizer, set_learning_rate
 from mtsql.learn.selection import select_trajectories
 from mtsql.recipes.mtsql_r1 import RewardWeights, reward
+from mtsql.report.evaluation import scorable
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.viewer import trajectory_record
 from mtsql.run import (
@@ -91,7 +92,7 @@ def main() -> None:
         gradient_checkpointing=config.gradient_checkpointing,
     )
     rng = random.Random(config.seed)
-    remaining = examples(dataset.dialogues, config.history)  # D_0
+    remaining = scorable(examples(dataset.dialogues, config.history), scorer)  # D_0
     if config.questions:
         remaining = rng.sample(remaining, min(config.questions, len(remaining)))
     save_config(config, out)

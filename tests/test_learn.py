@@ -213,9 +213,22 @@ def test_pad_token_inside_a_trajectory_is_an_ordinary_token(model):
         assert_close([token_logprobs(model, batch)[0]], [expected])
 
 
+def test_prompts_that_only_begin_alike_share_what_they_have_in_common(model):
+    draw = np.random.default_rng(3)
+    prompts = [[4, 9, 2, 7, 7], [4, 9, 2], [4, 9, 2, 1, 5, 8]]
+    group = [make_trajectory(draw, prompt, [3, 2, 4]) for prompt in prompts]
+    expected = torch.cat([reference_logprobs(model, t, 1.0)[0] for t in group])
+    assert_close([token_logprobs(model, shared_prompt_batch([group]))[0]], [expected])
+    rows, packed = (
+        gradients(model, -token_logprobs(model, batch)[0].sum())
+        for batch in (row_batch(group), shared_prompt_batch([group]))
+    )
+    assert_close(packed, rows)
+
+
 def test_groups_that_do_not_share_a_prompt_are_refused():
     groups = make_groups()
-    with pytest.raises(ValueError, match="differ in the prompt"):
+    with pytest.raises(ValueError, match="share no prefix"):
         shared_prompt_batch([[groups[0][0], groups[1][0]]])
     with pytest.raises(ValueError, match="at least one token"):
         shared_prompt_batch([[Trajectory("1/0", 0, [Segment.given("prompt", [1, 2])])]])

@@ -25,22 +25,37 @@ def row_micro_batches(trajectories: Sequence[Trajectory], max_positions: int) ->
     return batches
 
 
+def shared_prefix(group: Sequence[Trajectory]) -> int:
+    """Number of tokens with which all prompts of the group begin: all of it for one question's samples,
+    the schema for questions over one database.
+    """
+    first, *others = (t.segments[0].ids for t in group)
+    shared = len(first)
+    for prompt in others:
+        same = (i for i, (a, b) in enumerate(zip(first, prompt, strict=False)) if a != b)
+        shared = min(shared, next(same, min(len(first), len(prompt))))
+    return shared
+
+
 def group_micro_batches(
     groups: Sequence[Sequence[Trajectory]], max_positions: int
 ) -> list[list[Sequence[Trajectory]]]:
-    """Whole groups of like response length together, at most `max_positions` positions in each.
+    """Whole groups of like length together, at most `max_positions` positions in each.
 
-    A group is the trajectories of one question behind their shared prompt; it is never cut, and one
-    that is longer than `max_positions` stands alone. Responses count as padded to the longest.
+    A group is a set of trajectories behind their shared prefix; it is never cut, and one that is
+    longer than `max_positions` stands alone. What follows the prefix counts as padded to the longest.
     """
+    measured = []
+    for group in groups:
+        prefix = shared_prefix(group)
+        measured.append((max(len(t.ids) for t in group) - prefix, prefix, group))
     batches: list[list[Sequence[Trajectory]]] = []
-    prompts = rows = 0
-    for group in sorted(groups, key=lambda g: max(t.response_length for t in g)):
-        longest = max(t.response_length for t in group)
-        prompts += group[0].prompt_length
+    prefixes = rows = 0
+    for longest, prefix, group in sorted(measured, key=lambda m: m[0]):
+        prefixes += prefix
         rows += len(group)
-        if not batches or prompts + rows * longest > max_positions:
+        if not batches or prefixes + rows * longest > max_positions:
             batches.append([])
-            prompts, rows = group[0].prompt_length, len(group)
+            prefixes, rows = prefix, len(group)
         batches[-1].append(group)
     return batches

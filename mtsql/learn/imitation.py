@@ -23,8 +23,8 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.config import Common, load_config, option, save_config
 from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import read_json
-from mtsql.learn.batches import row_micro_batches
-from mtsql.learn.loss import row_batch, sft_loss, token_logprobs
+from mtsql.learn.batches import group_micro_batches
+from mtsql.learn.loss import sft_loss, shared_prompt_batch, token_logprobs
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, make_optimizer, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
@@ -106,7 +106,8 @@ class ImitationConfig(Common):
 
     answer_steps: int = option(400, "optimizer steps on direct answers alone: the SQL skill")
     agent_steps: int = option(150, "optimizer steps on demonstrations with every set of tools")
-    questions_per_step: int = option(32, "training questions in each step")
+    databases_per_step: int = option(4, "databases in each step")
+    questions_per_database: int = option(8, "training questions over each of them")
     demonstrations: int = option(1, "demonstrations with both tools for each question")
     micro_batch_positions: int = option(2000, "positions in one forward pass")
     learning_rate: float = option(2e-3, "peak of a cosine schedule")
@@ -138,6 +139,19 @@ def demonstrations(
     ]
 
 
+def by_database(asked: list[Example], size: int, rng: random.Random) -> list[list[Example]]:
+    """All questions in random order, in chunks of `size` over one database each."""
+    databases: dict[str, list[Example]] = {}
+    for example in rng.sample(asked, len(asked)):
+        databases.setdefault(example.db_id, []).append(example)
+    chunks = [
+        questions[i : i + size]
+        for questions in databases.values()
+        for i in range(0, len(questions) - size + 1, size)
+    ]
+    return rng.sample(chunks, len(chunks))
+
+
 def main() -> None:
     """Train the tokenizer and the model, and save them as a Hugging Face folder."""
     config = load_config(ImitationConfig, "imitation", __doc__)
@@ -159,25 +173,28 @@ def main() -> None:
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizer = make_optimizer(model, config.learning_rate, beta2=0.98, weight_decay=0.05)
     rng = random.Random(config.seed)
-    order: list[Example] = []
+    order: list[list[Example]] = []  # questions over one database, some at a time
     steps = config.answer_steps + config.agent_steps
     bar = tqdm(range(steps), desc="imitation", unit="step", mininterval=5.0)
     for step in bar:
-        if len(order) < config.questions_per_step:
-            order += rng.sample(asked, len(asked))
-        batch, order = order[: config.questions_per_step], order[config.questions_per_step :]
+        if len(order) < config.databases_per_step:
+            order += by_database(asked, config.questions_per_database, rng)
+        batch, order = order[: config.databases_per_step], order[config.databases_per_step :]
         count = 0 if step < config.answer_steps else config.demonstrations
-        shown = [
-            trajectory
-            for example in batch
-            for trajectory in demonstrations(environments, example, wrong[example.id], count, rng)
+        groups = [
+            [
+                trajectory
+                for example in chunk
+                for trajectory in demonstrations(environments, example, wrong[example.id], count, rng)
+            ]
+            for chunk in batch
         ]
-        trained_tokens = sum(t.sampled_length for t in shown)
+        trained_tokens = sum(t.sampled_length for group in groups for t in group)
         set_learning_rate(optimizer, cosine_rate(config.learning_rate, step / steps))
         optimizer.zero_grad()
         total = 0.0
-        for part in row_micro_batches(shown, config.micro_batch_positions):
-            logprobs, _ = token_logprobs(model, row_batch(part, device))
+        for part in group_micro_batches(groups, config.micro_batch_positions):
+            logprobs, _ = token_logprobs(model, shared_prompt_batch(part, device))
             loss = sft_loss(logprobs, trained_tokens)
             loss.backward()
             total += loss.item()

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mtsql.agent.trajectory import Trajectory
+from mtsql.learn.batches import shared_prefix
 
 SHARED_PROMPT = "sdpa_shared_prompt"
 MAX_LOG_RATIO = 20.0  # Larger logarithms are cut before exp(), which would overflow.
@@ -74,10 +75,11 @@ def shared_prompt_batch(
 ) -> TokenBatch:
     """All groups in one row, [prompt | response 1 | response 2 | ...] a group, without padding.
 
-    Each response sees its group's prompt and itself, its positions go on from the prompt, and its
-    first token is predicted by the prompt's last. Inputs end before the last trained token of a
-    response. A group of one is an ordinary sequence. Raises ValueError if the trajectories of a
-    group differ in their prompts, if a prompt token has loss mask 1, or if no token has.
+    "Prompt" is here what the prompts of a group have in common, "response" all that follows it. Each
+    response sees its group's prompt and itself, its positions go on from the prompt, and its first
+    token is predicted by the prompt's last. Inputs end before the last trained token of a response.
+    A group of one is an ordinary sequence. Raises ValueError if the prompts of a group have nothing
+    in common, if a prompt token has loss mask 1, or if no token has.
     """
     ids: list[int] = []
     position_ids: list[int] = []
@@ -86,16 +88,14 @@ def shared_prompt_batch(
     response_spans: list[tuple[int, int]] = []
     group_of_response: list[int] = []
     for group in groups:
-        prompt = group[0].segments[0].ids
+        prompt = group[0].segments[0].ids[: shared_prefix(group)]
+        if not prompt:
+            raise ValueError(f"the prompts of the group of {group[0].example_id} share no prefix")
         prompt_end = len(ids) + len(prompt)
         prompt_spans.append((len(ids), len(prompt)))
         ids += prompt
         position_ids += range(len(prompt))
         for trajectory in group:
-            if trajectory.segments[0].ids != prompt:
-                raise ValueError(
-                    f"trajectories of {trajectory.example_id} differ in the prompt of their group"
-                )
             trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0] - len(prompt)  # (tokens,)
             if len(trained) == 0:
                 continue

@@ -170,11 +170,11 @@ class MtsqlR1:
     ) -> tuple[list[dict], list[dict] | None]:
         """System and user message, and the tool schemas for the chat template."""
         if self.compact:
+            # The schema comes first: prompts over one database share it as a prefix.
             lines = [schema.text(compact=True)]
             lines += [f"{i}. {turn.question}" for i, turn in enumerate(example.history, 1)]
-            lines.append(f"now: {example.question}")
-            system = "tools: " + (" ".join(tools) or "none")
-            return [_message("system", system), _message("user", "\n".join(lines))], None
+            lines += [f"now: {example.question}", "tools: " + (" ".join(tools) or "none")]
+            return [_message("user", "\n".join(lines))], None
         name = next(name for name, choice in TOOL_SETS.items() if choice == tools)
         return [
             _message("system", _SYSTEM[name]),

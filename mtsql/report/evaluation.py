@@ -59,10 +59,14 @@ def _seed(seed: int, example: Example) -> int:
 
 
 def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer) -> list[dict]:
-    """One record a question for `mtsql.report.metrics.summarise`."""
+    """One record a question for `mtsql.report.metrics.summarise`.
+
+    A question whose gold SQL does not run or parse counts as wrong and has the hardness "unscored".
+    """
     records = []
     for example, trajectory in answered:
-        right = trajectory.status is Status.ANSWERED
+        problem = scorer.gold_problem(example.db_id, example.gold_sql)
+        right = trajectory.status is Status.ANSWERED and problem is None
         answer = trajectory.answer_sql
         records.append(
             {
@@ -70,7 +74,8 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
                 "dialogue_id": example.dialogue_id,
                 "turn_index": example.turn_index,
                 "db_id": example.db_id,
-                "hardness": scorer.hardness(example.db_id, example.gold_sql),
+                "hardness": "unscored" if problem else scorer.hardness(example.db_id, example.gold_sql),
+                "gold_problem": problem,
                 "gold": example.gold_sql,
                 "predicted": answer,
                 "ex": int(right and scorer.ex(example.db_id, example.gold_sql, answer)),
@@ -84,3 +89,15 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
             }
         )
     return records
+
+
+def scorable(asked: Sequence[Example], scorer: Scorer) -> list[Example]:
+    """The questions whose gold SQL runs and parses; how many do not is printed."""
+    kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
+    if len(kept) < len(asked):
+        print(
+            f"left out {len(asked) - len(kept)} of {len(asked)} questions: their gold SQL does not run or parse"
+        )
+    if not kept:
+        raise ValueError("no question has a gold SQL that runs and parses")
+    return kept

@@ -12,14 +12,14 @@ def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_
     Two empty results are equal whatever their widths; 1 equals 1.0 but not '1'. The search fixes
     one gold column after the other and keeps only choices whose partial rows agree as a whole.
     """
-    if not gold_rows and not pred_rows:
+    if gold_rows is pred_rows or (not gold_rows and not pred_rows):
         return True
     if len(gold_rows) != len(pred_rows) or len(gold_rows[0]) != len(pred_rows[0]):
         return False
-    if list(gold_rows) == list(pred_rows):
-        return True
     if not _same_cells(gold_rows, pred_rows, order_matters):
         return False
+    if list(gold_rows) == list(pred_rows):
+        return True
     gold_columns = list(zip(*gold_rows, strict=True))
     pred_columns = list(zip(*pred_rows, strict=True))
     if order_matters:

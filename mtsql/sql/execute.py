@@ -157,10 +157,9 @@ class Executor:
 
     def _execute(self, db_path: str | Path, sql: str, max_rows: int) -> ExecutionResult:
         path = os.fspath(db_path)
-        try:
-            stat = os.stat(path)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"The database file {path} does not exist.") from None
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"The database file {path} does not exist.")
+        stat = os.stat(path)
         version = (path, stat.st_mtime_ns, stat.st_size)
         key = (*version, sql)
         with self._lock:

@@ -160,8 +160,9 @@ class _Reader:
                 units.append(("table_unit", f"__{table}__"))
                 tables.append(table)
             if self.skip("on"):
-                condition = self.conditions(tables)
-                joins += ["and", *condition] if joins else condition
+                if joins:
+                    self.connect(joins, "and")
+                joins += self.conditions(tables)
             if block:
                 self.expect(")")
             if self.clause_ends():
@@ -228,8 +229,14 @@ class _Reader:
             if self.clause_ends() or self.ahead in JOIN_WORDS:
                 break
             if self.ahead in ("and", "or"):
-                found.append(self.take())
+                self.connect(found, self.take())
         return found
+
+    def connect(self, conditions: list, connector: str) -> None:
+        """Adds AND or OR after a condition; in any other place the official evaluation crashes."""
+        if len(conditions) % 2 == 0:
+            raise SqlParseError(f"{connector.upper()} in the wrong place")
+        conditions.append(connector)
 
     def value(self, tables: list[str]) -> object:
         start = self.at

@@ -6,7 +6,7 @@ from mtsql.data.schema import Schema
 from mtsql.sql.execute import Executor, execution_match
 from mtsql.sql.hardness import hardness
 from mtsql.sql.match import clause_f1, exact_set_match
-from mtsql.sql.parse import SqlSchema, foreign_key_map
+from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, parse_sql
 
 
 class Scorer:
@@ -25,6 +25,15 @@ class Scorer:
     def em(self, db_id: str, gold: str, predicted: str | None) -> bool:
         """Exact set match: the official EM, which the authors' code also rewards."""
         return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id])
+
+    def gold_problem(self, db_id: str, gold: str) -> str | None:
+        """Why a gold SQL cannot be scored against (it does not run, or does not parse), or None."""
+        try:
+            parse_sql(gold, self.schemas[db_id])
+            execution_match(self.executor, self.paths[db_id], gold, gold)
+        except (SqlParseError, ValueError) as error:
+            return str(error)
+        return None
 
     def clause_f1(self, db_id: str, gold: str, predicted: str) -> float:
         """Mean F1 over SELECT, WHERE, JOIN, GROUP, ORDER (section 3.3.2)."""

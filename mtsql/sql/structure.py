@@ -6,7 +6,7 @@ import os
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
@@ -28,12 +28,8 @@ class SqlSchema:
 
     tables: Mapping[str, tuple[str, ...]]
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(self.tables.items()))
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash(tuple(self.tables.items()))
 
     @classmethod
     def from_database(cls, db_path: str | Path) -> SqlSchema:
@@ -43,10 +39,9 @@ class SqlSchema:
         is no such file.
         """
         path = os.fspath(db_path)
-        try:
-            stat = os.stat(path)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"The database file {path} does not exist.") from None
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"The database file {path} does not exist.")
+        stat = os.stat(path)
         return _read_schema(path, stat.st_mtime_ns, stat.st_size)
 
 

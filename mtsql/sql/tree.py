@@ -29,6 +29,8 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
         if not isinstance(tree, exp.Query):
             raise SqlParseError("not a query")
         selects = list(tree.find_all(exp.Select, bfs=False))
+        if not all(select.expressions for select in selects):
+            raise SqlParseError("SELECT of nothing")
         scopes = {id(select): _Scope(select, schema) for select in selects}
         for select in reversed(selects):  # inner queries first
             scopes[id(select)].add_derived()

@@ -1,0 +1,151 @@
+"""The three scripts end to end on a small benchmark, and their error messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from mtsql.data import toy
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+TOY = ["--config", "configs/toy.toml"]
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
+
+
+def run(*command, expect=0):
+    """Run a Python command in the project's root on one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    outcome = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    assert outcome.returncode == expect, outcome.stdout + outcome.stderr
+    return outcome.stdout + outcome.stderr
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A small benchmark and a tiny model that has imitated for a few steps."""
+    folder = tmp_path_factory.mktemp("work")
+    splits = toy.SPLITS
+    toy.SPLITS = {"train": (14, 6), "dev": (4, 2), "test": (4, 2)}
+    try:
+        toy.write_benchmark(folder / "data", seed=0)
+    finally:
+        toy.SPLITS = splits
+    run(
+        "-m", "mtsql.learn.imitation", *TOY, "--data", folder / "data", "--out", folder / "base",
+        "--answer-steps", 60, "--agent-steps", 60, "--questions-per-step", 8, "--hidden", 96, "--layers", 2,
+    )  # fmt: skip
+    return folder
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_recipe_end_to_end(work):
+    data = ["--data", work / "data"]
+    # The barely trained model is seldom right by itself: let it learn from easy questions' answers.
+    out = run(
+        "train_sft.py", *TOY, *data, "--model", work / "base", "--out", work / "sft",
+        "--questions", 120, "--samples-per-question", 4, "--rounds", 2, "--epochs", 1,
+        "--learning-rate", 1e-4, "--tools", "none",
+    )  # fmt: skip
+    assert "trajectories kept" in out
+    kept = [json.loads(line) for line in (work / "sft" / "trajectories.jsonl").open()]
+    assert kept and all(t["status"] == "answered" for t in kept)
+    out = run(
+        "train_grpo.py", *TOY, *data, "--model", work / "sft" / "policy", "--out", work / "grpo",
+        "--steps", 2, "--prompts-per-step", 4, "--samples-per-prompt", 4, "--evaluate-every", 2,
+        "--evaluate-dialogues", 4, "--w-proposal", 0.8, "--w-verify", 0.1, "--beta", 0.01,
+    )  # fmt: skip
+    rows = rows_of(work / "grpo" / "metrics.csv")
+    assert [row["step"] for row in rows] == ["0", "1"]
+    for row in rows:
+        statuses = sum(float(v) for k, v in row.items() if k.startswith("status_"))
+        assert statuses == pytest.approx(1.0)
+        assert float(row["logprob_gap"]) < 1e-3
+        assert float(row["clip_fraction"]) == 0  # one update a batch: the ratio is exactly 1
+    for name in ("training.png", "config.json", "trajectories.jsonl", "dev.csv"):
+        assert (work / "grpo" / name).is_file()
+    out = run(
+        "evaluate.py", *TOY, *data, "--model", work / "grpo" / "policy", "--out", work / "eval",
+        "--split", "test", "--history", "predicted",
+    )  # fmt: skip
+    for part in ("EX %", "whole dialogues", "turn 1", "easy", "out_of_interactions", "interactions"):
+        assert part in out
+    records = [json.loads(line) for line in (work / "eval" / "predictions.jsonl").open()]
+    assert len(records) == json.loads((work / "eval" / "summary.json").read_text())["questions"]
+    shown = run("-m", "mtsql.report.viewer", work / "eval" / "trajectories.jsonl", "--color", "always")
+    assert "\x1b[" in shown and "<tool_call>" in shown
+
+
+def test_grpo_with_lora_is_resumed_to_the_same_weights(work):
+    options = [
+        "train_grpo.py", *TOY, "--data", work / "data", "--model", work / "base", "--prompts-per-step", 3,
+        "--samples-per-prompt", 4, "--steps", 4, "--save-every", 2, "--lora-rank", 4,
+        "--w-proposal", 1.0,
+    ]  # fmt: skip
+    run(*options, "--out", work / "unbroken")
+    run(*options[:-2], "--w-proposal", 1.0, "--out", work / "broken", "--steps", 2)
+    run(*options, "--out", work / "broken", "--resume")
+    first, second = (
+        (work / name / "policy" / "adapter_model.safetensors").read_bytes() for name in ("unbroken", "broken")
+    )
+    assert first == second
+    dropped = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
+    logs = [rows_of(work / name / "metrics.csv") for name in ("unbroken", "broken")]
+    for a, b in zip(*logs, strict=True):
+        assert {k: v for k, v in a.items() if k not in dropped} == {
+            k: v for k, v in b.items() if k not in dropped
+        }
+
+
+def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path):
+    base = ["evaluate.py", *TOY, "--out", tmp_path / "out"]
+    out = run(*base, "--data", work / "data", "--model", tmp_path / "nowhere", expect=2)
+    assert "is not a folder" in out and "Traceback" not in out
+    out = run(*base, "--data", tmp_path, "--model", work / "base", expect=2)
+    assert "has no dev split" in out and "Traceback" not in out
+    bare = tmp_path / "bare"
+    tokenizer = AutoTokenizer.from_pretrained(work / "base")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(bare)
+    out = run(*base, "--data", work / "data", "--model", bare, expect=2)
+    assert "has no chat template" in out and "Traceback" not in out
+    out = run(*base, "--data", work / "data", "--model", work / "base", "--typo", 1, expect=2)
+    assert "unrecognized arguments: --typo" in out
+    assert not (tmp_path / "out").exists()
+
+
+@needs_shared
+@pytest.mark.parametrize("dataset", ["sparc", "cosql"])
+def test_real_questions_with_the_real_tokenizer_and_the_papers_prompts(dataset, work, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizer_qwen3")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+        max_position_embeddings=16384,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "random")
+    tokenizer.save_pretrained(tmp_path / "random")
+    real = ["--data", SHARED / dataset / "dev.json", "--databases", SHARED / "database"]
+    for model, wording in ((tmp_path / "random", "paper"), (work / "base", "compact")):
+        run(
+            "evaluate.py", "--model", model, *real, "--wording", wording, "--dialogues", 6,
+            "--max-turn-tokens", 40, "--rows", 16, "--out", tmp_path / wording,
+        )  # fmt: skip
+        summary = json.loads((tmp_path / wording / "summary.json").read_text())
+        assert summary["dialogues"] == 6
+        assert sum(summary["status"].values()) == pytest.approx(1.0)

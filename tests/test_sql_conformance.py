@@ -1,0 +1,55 @@
+"""Agreement with the official evaluator's verdicts, where the recorded ones are at hand."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from mtsql.sql.execute import Executor, execution_match
+from mtsql.sql.hardness import hardness
+from mtsql.sql.match import exact_set_match, official_prediction, partial_f1
+from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, parse_sql
+
+SHARED = Path(__file__).parents[2] / "shared"
+VERDICTS = SHARED / "conformance" / "sparc.jsonl"
+SAMPLE = 600
+
+
+def verdicts(executor, path, schema, keys, record):
+    gold, pred = record["gold"], official_prediction(record["pred"])
+    try:
+        parse_sql(pred, schema)
+        parses = True
+    except SqlParseError:
+        parses = False
+    try:
+        matches = int(execution_match(executor, path, gold, pred))
+    except ValueError:
+        matches = None  # the gold query fails
+    return {
+        "hardness": hardness(gold, schema),
+        "pred_parses": parses,
+        "em": int(exact_set_match(gold, pred, schema, keys)),
+        "partial_f1": partial_f1(gold, pred, schema, keys),
+        "ex": matches,
+    }
+
+
+@pytest.mark.skipif(not VERDICTS.exists(), reason="the recorded verdicts are not on this machine")
+def test_verdicts_agree_with_the_official_evaluator():
+    records = [json.loads(line) for line in VERDICTS.read_text(encoding="utf-8").splitlines()]
+    records = random.Random(0).sample(records, SAMPLE)
+    entries = json.loads((SHARED / "data/sparc/tables.json").read_text(encoding="utf-8"))
+    keys = {entry["db_id"]: foreign_key_map(entry) for entry in entries}
+    executor = Executor(timeout_seconds=20)
+    disagreements = []
+    for record in records:
+        db_id = record["db_id"]
+        path = SHARED / "data/database" / db_id / f"{db_id}.sqlite"
+        schema = SqlSchema.from_database(path)
+        ours = verdicts(executor, path, schema, keys[db_id], record)
+        theirs = {name: record[name] for name in ours}
+        if ours != theirs:
+            disagreements.append((db_id, record["gold"], record["pred"], ours, theirs))
+    assert not disagreements

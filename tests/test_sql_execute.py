@@ -1,0 +1,249 @@
+"""The read-only executor and execution match: section 6 of the notes, design invariant 10."""
+
+import hashlib
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from mtsql.sql.execute import Executor, execution_match, results_equal
+
+
+@pytest.fixture
+def database(tmp_path):
+    path = tmp_path / "concerts.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        """
+        CREATE TABLE singer (singer_id INTEGER PRIMARY KEY, name TEXT, country TEXT, age INTEGER);
+        INSERT INTO singer VALUES (1, 'Ann', 'France', 30), (2, 'Bob', 'France', 25),
+                                  (3, 'Cy', 'Chad', 30);
+        CREATE TABLE number (n INTEGER);
+        """
+    )
+    connection.executemany("INSERT INTO number VALUES (?)", [(i,) for i in range(2_000)])
+    connection.commit()
+    connection.close()
+    return path
+
+
+@pytest.fixture
+def executor():
+    return Executor(timeout_seconds=0.5, max_rows=100)
+
+
+def test_statuses(executor, database):
+    rows = executor.execute(database, "SELECT name, age FROM singer WHERE age = 25;")
+    assert rows.ok and rows.status == "rows"
+    assert (rows.columns, rows.rows, rows.truncated) == (("name", "age"), (("Bob", 25),), False)
+    empty = executor.execute(database, "SELECT name FROM singer WHERE age > 99")
+    assert empty.ok and (empty.status, empty.columns, empty.rows) == ("empty", ("name",), ())
+    error = executor.execute(database, "SELECT shoe FROM singer")
+    assert not error.ok and (error.status, error.message) == ("error", "no such column: shoe")
+    assert executor.execute(database, "PRAGMA table_info(singer)").status == "rows"
+
+
+@pytest.mark.parametrize("sql", ["", " ; ", "-- nothing", "SELECT '\0'", "SELECT '\ud800'", "SELEC"])
+def test_unreadable_sql_is_an_error(executor, database, sql):
+    result = executor.execute(database, sql)
+    assert result.status == "error" and result.message
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DROP TABLE singer",
+        "DELETE FROM singer",
+        "UPDATE singer SET age = 1 RETURNING age",
+        "INSERT INTO singer VALUES (9, 'x', 'y', 1)",
+        "CREATE TEMP TABLE x (a)",
+        "ATTACH 'other.sqlite' AS other",
+        "DETACH main",
+        "PRAGMA writable_schema = 1",
+        "PRAGMA query_only = 0",
+        "PRAGMA journal_mode = WAL",
+        "VACUUM",
+        "VACUUM INTO 'copy.sqlite'",
+        "ANALYZE",
+        "BEGIN",
+        "SELECT load_extension('x')",
+        "SELECT 1; DROP TABLE singer",
+        "SELECT 1; SELECT 2",
+    ],
+)
+def test_hostile_sql_is_refused(executor, database, sql, monkeypatch):
+    monkeypatch.chdir(database.parent)
+    before = hashlib.sha256(database.read_bytes()).digest()
+    result = executor.execute(database, sql)
+    assert result.status == "refused" and result.message
+    assert str(database.parent) not in result.message
+    assert hashlib.sha256(database.read_bytes()).digest() == before
+    assert list(database.parent.iterdir()) == [database]
+    assert executor.execute(database, "SELECT count(*) FROM singer").rows == ((3,),)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT max(x) FROM r",
+        "SELECT count(*) FROM number a, number b, number c",
+        "SELECT a.n FROM number a, number b, number c ORDER BY a.n * b.n",
+        "SELECT a.n FROM number a, number b, number c WHERE a.n < 0 OR c.n < 0",
+    ],
+)
+def test_the_time_limit_stops_the_statement(executor, database, sql):
+    start = time.monotonic()
+    result = executor.execute(database, sql)
+    assert result.status == "timeout" and not result.ok
+    assert time.monotonic() - start < 1.5
+    assert executor.execute(database, "SELECT 1").rows == ((1,),)  # the connection still works
+
+
+def test_row_and_size_limits(executor, database):
+    endless = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT x FROM r"
+    result = executor.execute(database, endless)
+    assert result.ok and result.truncated and len(result.rows) == 100
+    assert executor.execute(database, "SELECT zeroblob(900000) FROM number").truncated
+    assert executor.execute(database, "SELECT zeroblob(9000000)").status == "error"
+
+
+def test_broken_text_is_decoded_without_the_bad_bytes(executor, database):
+    assert executor.execute(database, "SELECT CAST(x'41FF42' AS TEXT)").rows == (("AB",),)
+
+
+def test_missing_database(executor, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.sqlite does not exist"):
+        executor.execute(tmp_path / "gone.sqlite", "SELECT 1")
+
+
+def test_cache_follows_the_file(executor, database):
+    query = "SELECT count(*) FROM singer"
+    first = executor.execute(database, query)
+    assert executor.execute(str(database), query) is first
+    connection = sqlite3.connect(database)
+    connection.executemany("INSERT INTO singer VALUES (?, 'x', 'y', 1)", [(i,) for i in range(10, 500)])
+    connection.commit()
+    connection.close()
+    assert executor.execute(database, query).rows == ((493,),)
+
+
+def test_cache_is_bounded_and_forgets_the_oldest(database):
+    executor = Executor(cache_size=2)
+    first = executor.execute(database, "SELECT 1")
+    second = executor.execute(database, "SELECT 2")
+    assert executor.execute(database, "SELECT 1") is first
+    executor.execute(database, "SELECT 3")  # pushes "SELECT 2" out
+    assert executor.execute(database, "SELECT 1") is first
+    assert executor.execute(database, "SELECT 2") is not second
+
+
+def test_cached_results_respect_the_limit_asked_for(executor, database):
+    query = "SELECT n FROM number"
+    assert len(executor.gold_rows(database, query)) == 2_000
+    assert len(executor.execute(database, query).rows) == 100
+    assert executor.execute(database, query).truncated
+    assert executor.predicted_rows(database, query, 1_999) is None
+    assert len(executor.predicted_rows(database, query, 2_000)) == 2_000
+
+
+def test_threads_share_one_executor(executor, database):
+    wrong = []
+
+    def work(start):
+        for i in range(start, start + 50):
+            if executor.execute(database, f"SELECT {i} + count(*) FROM singer").rows != ((i + 3,),):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(k * 25,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("gold", "pred", "ordered", "equal"),
+    [
+        ([], [], False, True),
+        ([(1,)], [], False, False),
+        ([(1, "a")], [("a", 1)], True, True),
+        ([(1,), (2,)], [(2,), (1,)], False, True),
+        ([(1,), (2,)], [(2,), (1,)], True, False),
+        ([(1,), (1,), (2,)], [(1,), (2,), (2,)], False, False),
+        ([(3,)], [(3.0,)], False, True),
+        ([(3,)], [("3",)], False, False),
+        ([(1,)], [(1, 1)], False, False),
+        ([(1, 2), (2, 1)], [(1, 1), (2, 2)], False, False),
+        ([(1, 2), (3, 4)], [(2, 1), (3, 4)], False, False),  # no one permutation does both
+        ([(None, b"x")], [(b"x", None)], False, True),
+    ],
+)
+def test_results_equal(gold, pred, ordered, equal):
+    assert results_equal(gold, pred, ordered) is equal
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_results_equal_is_not_exponential_in_the_columns(ordered):
+    width = 40
+    gold = [tuple((i * j + j) % 2 for j in range(width)) for i in range(200)]
+    pred = [tuple(reversed(row)) for row in gold]
+    start = time.monotonic()
+    assert results_equal(gold, pred, ordered)
+    assert not results_equal(gold, [*pred[:-1], (5, *pred[-1][1:])], ordered)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("gold", "pred", "match", "match_keeping_distinct"),
+    [
+        ("SELECT name, age FROM singer", "SELECT age, name FROM singer", True, True),
+        ("SELECT DISTINCT country FROM singer", "SELECT country FROM singer", True, False),
+        ("SELECT count(DISTINCT age) FROM singer", "SELECT count(age) FROM singer", True, False),
+        ("SELECT name FROM singer", "SELECT name FROM singer ORDER BY age", True, True),
+        (
+            "SELECT name FROM singer ORDER BY name",
+            "SELECT name FROM singer ORDER BY name DESC",
+            False,
+            False,
+        ),
+        (
+            "SELECT name FROM singer ORDER  BY name",  # two spaces: read as unordered
+            "SELECT name FROM singer ORDER BY name DESC",
+            True,
+            True,
+        ),
+        (
+            "SELECT name FROM singer WHERE age > 90",
+            "SELECT name, age FROM singer WHERE age > 90",
+            True,
+            True,
+        ),
+        ("SELECT 3", "SELECT 3.0", True, True),
+        ("SELECT 3", "SELECT '3'", False, False),
+        ("SELECT name FROM singer", "SELECT name FROM singer; DROP TABLE singer", True, False),
+        ("SELECT count(*) FROM singer", "SELECT count(*) FROM singer WHERE age > = 1", True, True),
+        ("SELECT count(*) FROM singer", "SELECT count(*) FROM nowhere", False, False),
+        ("SELECT name FROM singer WHERE age > 90", "", False, False),
+        ("SELECT name FROM singer WHERE age > 90", "-- nothing", False, False),
+        ("SELECT name FROM singer", None, False, False),
+        ("SELECT 'a;b distinct'", "SELECT 'a;b distinct'", True, True),
+        ("SELECT count(*) FROM number", "SELECT n FROM number, singer", False, False),
+    ],
+)
+def test_execution_match(executor, database, gold, pred, match, match_keeping_distinct):
+    assert execution_match(executor, database, gold, pred) is match
+    kept = execution_match(executor, database, gold, pred, keep_distinct=True)
+    assert kept is match_keeping_distinct
+
+
+def test_execution_match_sees_every_row_beyond_the_row_limit(executor, database):
+    gold = "SELECT n FROM number"
+    assert execution_match(executor, database, gold, "SELECT n + 0 FROM number")
+    assert not execution_match(executor, database, gold, "SELECT max(n, 1) FROM number")
+
+
+def test_a_failing_gold_query_is_named(executor, database):
+    with pytest.raises(ValueError, match=r"no such table: nowhere.*SELECT 1 FROM nowhere"):
+        execution_match(executor, database, "SELECT 1 FROM nowhere", "SELECT 1")

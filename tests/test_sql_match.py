@@ -1,0 +1,333 @@
+"""Parsing, exact set match, clause F1 and hardness: sections 2 to 5 and 7 of the notes."""
+
+import sqlite3
+
+import pytest
+
+from mtsql.sql.hardness import hardness
+from mtsql.sql.match import clause_f1, exact_set_match, partial_f1, string_match
+from mtsql.sql.parse import (
+    SqlParseError,
+    SqlSchema,
+    foreign_key_map,
+    official_prediction,
+    parse_sql,
+)
+
+ENTRY = {
+    "table_names_original": ["Singer", "Concert", "Stadium"],
+    "column_names_original": [
+        [-1, "*"],
+        [0, "Singer_ID"],
+        [0, "Name"],
+        [0, "Country"],
+        [0, "Age"],
+        [1, "Concert_ID"],
+        [1, "Singer_ID"],
+        [1, "Host_ID"],
+        [1, "Year"],
+        [1, "Stadium_ID"],
+        [2, "Stadium_ID"],
+        [2, "Name"],
+    ],
+    "foreign_keys": [[6, 1], [7, 1], [9, 10]],
+}
+KEYS = foreign_key_map(ENTRY)
+
+
+@pytest.fixture(scope="module")
+def schema(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sql") / "concerts.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        """
+        CREATE TABLE Singer (Singer_ID INT, Name TEXT, Country TEXT, Age INT);
+        CREATE TABLE Concert (Concert_ID INT, Singer_ID INT, Host_ID INT, Year INT, Stadium_ID INT);
+        CREATE TABLE Stadium (Stadium_ID INT, Name TEXT);
+        """
+    )
+    connection.close()
+    return SqlSchema.from_database(path)
+
+
+def test_schema_is_lower_case_hashable_and_read_once(schema, tmp_path):
+    assert schema.tables["stadium"] == ("stadium_id", "name")
+    assert hash(schema) == hash(SqlSchema(dict(schema.tables)))
+    with pytest.raises(FileNotFoundError, match=r"gone\.sqlite does not exist"):
+        SqlSchema.from_database(tmp_path / "gone.sqlite")
+
+
+def test_foreign_keys_to_one_key_share_its_first_column():
+    assert KEYS["__concert.host_id__"] == KEYS["__concert.singer_id__"] == "__singer.singer_id__"
+    assert KEYS["__stadium.stadium_id__"] == "__concert.stadium_id__"
+
+
+def test_foreign_key_classes_are_not_merged_later():
+    entry = ENTRY | {"foreign_keys": [[1, 6], [5, 7], [6, 7]]}
+    keys = foreign_key_map(entry)
+    assert keys["__concert.host_id__"] == "__concert.concert_id__"  # the later class wins
+
+
+def test_structure(schema):
+    sql = parse_sql(
+        "SELECT T1.Name, count(DISTINCT T2.Year) FROM singer AS T1 JOIN concert AS T2 "
+        "ON T1.singer_id = T2.singer_id WHERE age > 3 AND country NOT LIKE 'F%' "
+        "GROUP BY T1.name HAVING count(*) BETWEEN 1 AND 2 ORDER BY age DESC LIMIT 5",
+        schema,
+    )
+    name, age = (0, "__singer.name__", False), (0, "__singer.age__", False)
+    assert sql["select"] == (
+        False,
+        [(0, (0, name, None)), (3, (0, (0, "__concert.year__", True), None))],
+    )
+    assert sql["from"]["table_units"] == [
+        ("table_unit", "__singer__"),
+        ("table_unit", "__concert__"),
+    ]
+    assert sql["from"]["conds"][0][3] == (0, "__concert.singer_id__", False)
+    assert sql["where"][0] == (False, 3, (0, age, None), 3.0, None)
+    assert sql["where"][1] == "and"
+    assert sql["where"][2][:2] == (True, 9) and sql["where"][2][3] == '"F%"'
+    assert sql["groupBy"] == [name]
+    assert sql["having"] == [(False, 1, (0, (3, "__all__", False), None), 1.0, 2.0)]
+    assert sql["orderBy"] == ("desc", [(0, age, None)])
+    assert sql["limit"] == 1
+    assert sql["union"] is sql["intersect"] is sql["except"] is None
+
+
+UNPARSEABLE = {
+    "no space around =": "SELECT name FROM singer WHERE age=1",
+    "no space after >=": "SELECT name FROM singer WHERE age >=1",
+    "no space after !=": "SELECT name FROM singer WHERE age !=1",
+    "<>": "SELECT name FROM singer WHERE age <> 1",
+    "alias without AS": "SELECT s.name FROM singer s",
+    "SELECT alias": "SELECT name AS n FROM singer",
+    "LEFT JOIN": "SELECT T1.name FROM singer AS T1 LEFT JOIN concert AS T2 ON T1.singer_id = T2.singer_id",
+    "comma join": "SELECT age FROM singer, concert",
+    "IS NULL": "SELECT name FROM singer WHERE age IS NULL",
+    "brackets": "SELECT name FROM singer WHERE (age > 1 OR age < 3) AND country = 'x'",
+    "T.*": "SELECT T1.* FROM singer AS T1",
+    "column over a sub-query": "SELECT name FROM (SELECT name FROM singer)",
+    "value list": "SELECT name FROM singer WHERE age IN (1, 2)",
+}
+UNREADABLE = {
+    "function": "SELECT upper(name) FROM singer",
+    "CASE": "SELECT CASE WHEN age > 1 THEN 1 ELSE 2 END FROM singer",
+    "EXISTS": "SELECT name FROM singer WHERE EXISTS (SELECT age FROM singer)",
+    "WITH": "WITH x AS (SELECT name FROM singer) SELECT name FROM x",
+    "unknown column": "SELECT shoe FROM singer",
+    "unknown table": "SELECT name FROM band",
+    "no FROM": "SELECT 1",
+    "words": "I do not know",
+    "unbalanced quote": "SELECT name FROM singer WHERE name = 'Ann",
+    "empty": "",
+    "early end": "SELECT name FROM singer WHERE age >",
+    "deep": "SELECT name FROM singer WHERE age = " + "(SELECT age FROM singer WHERE age = " * 500,
+}
+
+
+@pytest.mark.parametrize("name", [*UNPARSEABLE, *UNREADABLE])
+def test_the_official_grammar_refuses(schema, name):
+    sql = (UNPARSEABLE | UNREADABLE)[name]
+    with pytest.raises(SqlParseError):
+        parse_sql(sql, schema)
+    assert not exact_set_match("SELECT name FROM singer", sql, schema, KEYS)
+
+
+@pytest.mark.parametrize("name", UNPARSEABLE)
+def test_the_lenient_mode_reads_more(schema, name):
+    assert parse_sql(UNPARSEABLE[name], schema, mode="lenient")["from"]["table_units"]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_the_lenient_mode_refuses_the_rest(schema, name):
+    with pytest.raises(SqlParseError):
+        parse_sql(UNREADABLE[name], schema, mode="lenient")
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT name FROM singer WHERE age>1",
+        "SELECT name FROM singer WHERE age > = 1 ;",
+        "SELECT name FROM singer UNION SELECT name FROM stadium",
+        "SELECT count(*) FROM (SELECT name FROM singer GROUP BY country)",
+        "SELECT name FROM singer WHERE age IN (SELECT year FROM concert) ; whatever follows",
+    ],
+)
+def test_the_official_grammar_accepts(schema, sql):
+    assert parse_sql(sql, schema) == parse_sql(sql, schema, mode="lenient")
+
+
+JOIN = "SELECT T1.name FROM singer AS T1 JOIN concert AS T2 ON T1.singer_id = T2.singer_id"
+NESTED = "SELECT name FROM singer WHERE age > (SELECT avg(age) FROM singer WHERE {})"
+SIBLING = "SELECT name FROM singer WHERE singer_id IN (SELECT {} FROM concert)"
+
+
+@pytest.mark.parametrize(
+    ("gold", "pred"),
+    [
+        ("SELECT name FROM singer LIMIT 3", "SELECT name FROM singer LIMIT 5"),
+        ("SELECT name, age FROM singer", "SELECT age, name FROM singer"),
+        ("SELECT name FROM singer WHERE age > 3", "SELECT name FROM singer WHERE age > 4"),
+        (
+            "SELECT name FROM singer WHERE age = singer_id",
+            "SELECT name FROM singer WHERE age = country",
+        ),
+        (JOIN, JOIN.replace("ON T1.singer_id", "ON T1.age")),
+        (JOIN, JOIN.replace("T2.singer_id", "T2.host_id")),
+        ("SELECT singer_id FROM concert", "SELECT host_id FROM concert"),
+        ("SELECT DISTINCT name FROM singer", "SELECT name FROM singer"),
+        ("SELECT count(DISTINCT age) FROM singer", "SELECT count(age) FROM singer"),
+        (
+            "SELECT name FROM singer WHERE age = 1 AND age = 2 OR age = 3",
+            "SELECT name FROM singer WHERE age = 1 OR age = 2 AND age = 3",
+        ),
+        (NESTED.format("age > 1"), NESTED.format("age > 2")),
+        (NESTED.format("age > 1 LIMIT 1"), NESTED.format("age > 1 LIMIT 9")),
+        (
+            "SELECT concert_id FROM singer AS T1 JOIN concert AS T2",
+            "SELECT concert_id FROM concert AS T1 JOIN singer AS T2",
+        ),
+        (
+            "SELECT name FROM singer ORDER BY age DESC, singer_id ASC",
+            "SELECT name FROM singer ORDER BY age ASC, singer_id ASC",
+        ),
+        (
+            "SELECT name FROM singer WHERE age BETWEEN 1 AND 2 AND name LIKE 'a'",
+            "SELECT name FROM singer WHERE age BETWEEN 3 AND 4 AND name LIKE 'b'",
+        ),
+        (
+            "SELECT count(*) FROM concert GROUP BY singer_id",
+            "SELECT count(*) FROM concert GROUP BY host_id",
+        ),
+        (
+            "SELECT name FROM singer WHERE name = 'Ann'",
+            'select NAME from SINGER where Name = "Bob" ;',
+        ),
+    ],
+)
+def test_exact_set_match_is_true(schema, gold, pred):
+    assert exact_set_match(gold, pred, schema, KEYS)
+    assert exact_set_match(pred, gold, schema, KEYS)
+    assert set(partial_f1(gold, pred, schema, KEYS).values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("gold", "pred"),
+    [
+        (
+            "SELECT count(*) FROM singer GROUP BY name, age",
+            "SELECT count(*) FROM singer GROUP BY age, name",
+        ),
+        (
+            SIBLING.format("DISTINCT singer_id"),
+            SIBLING.format("singer_id"),
+        ),
+        (SIBLING.format("singer_id"), SIBLING.format("host_id")),
+        (NESTED.format("age > 1 AND name = 'a'"), NESTED.format("name = 'a' AND age > 1")),
+        (
+            "SELECT count(*) FROM (SELECT name FROM singer WHERE age > 1)",
+            "SELECT count(*) FROM (SELECT name FROM singer WHERE age > 2)",
+        ),
+        ("SELECT count(*) FROM singer", "SELECT count(*) FROM concert"),
+        ("SELECT name FROM singer LIMIT 3", "SELECT name FROM singer"),
+        ("SELECT name FROM singer", "SELECT name FROM singer UNION SELECT name FROM stadium"),
+        ("SELECT name FROM singer", None),
+    ],
+)
+def test_exact_set_match_is_false(schema, gold, pred):
+    assert not exact_set_match(gold, pred, schema, KEYS)
+
+
+def test_an_unparseable_gold_query_is_an_error(schema):
+    for judge in (exact_set_match, partial_f1):
+        with pytest.raises(SqlParseError):
+            judge("SELECT", None, schema, KEYS)
+    with pytest.raises(SqlParseError):
+        clause_f1("SELECT", None, schema)
+
+
+def test_partial_f1_of_a_missing_prediction_is_that_of_an_empty_query(schema):
+    scores = partial_f1("SELECT name FROM singer", None, schema, KEYS)
+    assert [name for name, score in scores.items() if score == 0] == ["select", "select(no AGG)"]
+
+
+def test_partial_f1_names_the_wrong_components(schema):
+    gold = "SELECT max(age) FROM singer WHERE age > 1 AND name = 'a'"
+    pred = "SELECT min(age) FROM singer WHERE age < 1 OR name = 'a'"
+    scores = partial_f1(gold, pred, schema, KEYS)
+    wrong = {name for name, score in scores.items() if score == 0}
+    assert wrong == {"select", "where", "and/or", "keywords"}
+
+
+def test_string_match():
+    assert string_match("SELECT  name\nFROM singer ;", "SELECT name FROM singer")
+    assert not string_match("SELECT name FROM singer", "select name FROM singer")
+    assert not string_match("SELECT name FROM singer", None)
+
+
+def test_official_prediction_replaces_value_in_names_too():
+    assert official_prediction("SELECT market_value FROM t") == "SELECT market_1 FROM t"
+
+
+@pytest.mark.parametrize(
+    ("gold", "pred", "score"),
+    [
+        (JOIN, JOIN, 1.0),
+        # aliases, spelling and the side of = do not matter
+        (
+            JOIN,
+            "select s.Name from Singer s inner join concert c on c.singer_id=s.singer_id",
+            1.0,
+        ),
+        ("SELECT name FROM singer", "SELECT singer.name AS n FROM singer", 1.0),
+        # SELECT 2/3, JOIN 1
+        ("SELECT name FROM singer", "SELECT name, age FROM singer", (2 / 3 + 1) / 2),
+        # values count: WHERE 1/2
+        (
+            "SELECT name FROM singer WHERE age > 1 AND country = 'a'",
+            "SELECT name FROM singer WHERE country = 'b' AND age > 1",
+            (1 + 1 / 2 + 1) / 3,
+        ),
+        # GROUP and ORDER are missing
+        (
+            "SELECT country FROM singer GROUP BY country ORDER BY count(*) DESC",
+            "SELECT country FROM singer",
+            2 / 4,
+        ),
+        (
+            "SELECT country FROM singer GROUP BY country ORDER BY count(*) DESC",
+            "SELECT country, count(*) AS c FROM singer GROUP BY country ORDER BY c DESC",
+            (2 / 3 + 3) / 4,
+        ),
+        # SELECT 2/3 and JOIN 2/3: the second half of the set operation is missing
+        (
+            "SELECT name FROM singer EXCEPT SELECT name FROM stadium",
+            "SELECT name FROM singer",
+            2 / 3,
+        ),
+        ("SELECT name FROM singer WHERE name = 'a'", 'SELECT name FROM singer WHERE name = "a"', 1),
+        ("SELECT name FROM singer", "SELECT name FORM singer WHERE", 0.0),
+        ("SELECT name FROM singer", "DROP TABLE singer", 0.0),
+        ("SELECT name FROM singer", None, 0.0),
+    ],
+)
+def test_clause_f1(schema, gold, pred, score):
+    assert clause_f1(gold, pred, schema) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("sql", "level"),
+    [
+        ("SELECT name FROM singer WHERE age > 1", "easy"),
+        ("SELECT name, age FROM singer WHERE age > 1", "medium"),
+        (JOIN + " WHERE age > 1", "medium"),
+        (NESTED.format("age > 1"), "hard"),
+        ("SELECT count(*) FROM (SELECT name FROM singer)", "easy"),  # not counted as nested
+        ("SELECT name FROM singer WHERE age > 1 ORDER BY age LIMIT 1", "hard"),
+        ("SELECT name, age FROM singer WHERE name NOT LIKE 'a' UNION " + JOIN, "extra"),
+    ],
+)
+def test_hardness(schema, sql, level):
+    assert hardness(sql, schema) == level

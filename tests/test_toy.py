@@ -1,0 +1,100 @@
+"""The embedded benchmark: deterministic, in SParC's format, and hard in the ways it claims."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import sqlite3
+from collections import Counter
+
+import pytest
+
+from mtsql.data import toy
+from mtsql.data.datasets import examples, load_dataset
+from mtsql.sql.execute import Executor
+from mtsql.sql.score import Scorer
+
+
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "benchmark"
+    toy.write_benchmark(folder, seed=0)
+    return folder
+
+
+def load(benchmark, split):
+    return load_dataset(benchmark / f"{split}.json", benchmark / "tables.json", benchmark / "database")
+
+
+@pytest.fixture(scope="module")
+def train(benchmark):
+    return load(benchmark, "train")
+
+
+def test_sizes(benchmark, train):
+    assert len({d.db_id for d in train.dialogues}) >= 200
+    assert sum(len(d.turns) for d in train.dialogues) >= 6000
+    assert {len(d.turns) for d in train.dialogues} == {1, 2, 3, 4, 5}
+    for split in ("dev", "test"):
+        unseen = {d.db_id for d in load(benchmark, split).dialogues}
+        assert len(unseen) >= 40
+        assert not unseen & {d.db_id for d in train.dialogues}
+    for schema in train.schemas.values():
+        assert 2 <= len(schema.tables) <= 4
+        assert all(t.primary_keys for t in schema.tables)
+        assert sum(bool(t.foreign_keys) for t in schema.tables) >= 1
+
+
+def test_same_seed_same_bytes_other_seed_others(benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "SPLITS", {"train": (4, 5), "dev": (2, 2)})
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        toy.write_benchmark(tmp_path / name, seed)
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    assert len(files) == 10
+    for file in files:
+        assert filecmp.cmp(tmp_path / "a" / file, tmp_path / "b" / file, shallow=False)
+    assert not filecmp.cmp(tmp_path / "a" / "train.json", tmp_path / "c" / "train.json", shallow=False)
+    with pytest.raises(FileExistsError, match="exists already"):
+        toy.write_benchmark(tmp_path / "a", 1)
+
+
+def test_gold_runs_is_not_empty_and_parses_and_hardness_is_as_sparcs(train):
+    scorer = Scorer(train.schemas, Executor())
+    counts: Counter[str] = Counter()
+    asked = examples(train.dialogues)
+    for example in asked:
+        result = scorer.executor.execute(train.schemas[example.db_id].path, example.gold_sql)
+        assert result.status == "rows", (example.gold_sql, result)
+        assert any(value is not None for row in result.rows for value in row)
+        counts[scorer.hardness(example.db_id, example.gold_sql)] += 1
+    assert sum(scorer.gold_problem(e.db_id, e.gold_sql) is not None for e in asked[:1000]) == 0
+    shares = {h: counts[h] / len(asked) for h in ("easy", "medium", "hard", "extra")}
+    for hardness, sparc in (("easy", 0.40), ("medium", 0.37), ("hard", 0.12), ("extra", 0.11)):
+        assert shares[hardness] == pytest.approx(sparc, abs=0.06), shares
+
+
+def test_every_kind_of_sql_occurs(train):
+    everything = "\n".join(e.gold_sql for e in examples(train.dialogues))
+    for part in (
+        "JOIN", "GROUP BY", "HAVING", "ORDER BY", "LIMIT 1", "NOT IN (SELECT", "> (SELECT avg",
+        "INTERSECT", "EXCEPT", "UNION", "!=",
+    ):  # fmt: skip
+        assert everything.count(part) >= 20, part
+
+
+def test_mistakes_change_the_answer(benchmark, train):
+    wrong = json.loads((benchmark / "scripted_mistakes.json").read_text())
+    assert len(wrong) == len(train.dialogues)
+    kinds: Counter[str] = Counter()
+    for dialogue, turns in list(zip(train.dialogues, wrong, strict=True))[:300]:
+        connection = sqlite3.connect(train.schemas[dialogue.db_id].path)
+        for turn, found in zip(dialogue.turns, turns, strict=True):
+            gold = connection.execute(turn.gold_sql).fetchall()
+            for mistake in found:
+                kinds[mistake["kind"]] += 1
+                try:
+                    assert connection.execute(mistake["query"]).fetchall() != gold
+                except sqlite3.OperationalError as error:
+                    assert "no such column" in str(error)
+        connection.close()
+    assert set(kinds) == {"lost_constraint", "stale_value", "value_form", "look_alike", "misnamed_column"}
