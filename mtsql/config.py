@@ -138,7 +138,7 @@ def _from_toml(path: str | None, section: str, cls: type, hints: dict[str, type]
 
 
 def save_config(config: Any, folder: Path) -> None:
-    """Write config.json: the configuration, the command, and the versions in use."""
+    """Write run.json: the configuration, the command, and the versions in use."""
     names = ("torch", "transformers", "peft", "sqlglot", "numpy")
     content = {
         "config": asdict(config),
@@ -147,4 +147,4 @@ def save_config(config: Any, folder: Path) -> None:
         "versions": {name: importlib.metadata.version(name) for name in names},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(content, indent=1))
+    (folder / "run.json").write_text(json.dumps(content, indent=1))

@@ -66,7 +66,7 @@ def test_missing_options_and_file(capsys):
 
 def test_saved_config_says_what_ran(tmp_path):
     save_config(load("--seed", "7"), tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
+    saved = json.loads((tmp_path / "run.json").read_text())
     assert saved["config"]["seed"] == 7
     assert saved["versions"]["torch"].startswith("2.13")
 

@@ -1,5 +1,6 @@
 """Parsing, exact set match, clause F1 and hardness: sections 2 to 5 and 7 of the notes."""
 
+import random
 import sqlite3
 
 import pytest
@@ -121,6 +122,7 @@ UNREADABLE = {
     "words": "I do not know",
     "unbalanced quote": "SELECT name FROM singer WHERE name = 'Ann",
     "empty": "",
+    "no connector": "SELECT name FROM singer WHERE age = 1 age = 2 AND age = 3",
     "early end": "SELECT name FROM singer WHERE age >",
     "deep": "SELECT name FROM singer WHERE age = " + "(SELECT age FROM singer WHERE age = " * 500,
 }
@@ -315,6 +317,58 @@ def test_official_prediction_replaces_value_in_names_too():
 )
 def test_clause_f1(schema, gold, pred, score):
     assert clause_f1(gold, pred, schema) == pytest.approx(score)
+
+
+def test_clause_f1_of_a_gold_query_with_itself_is_one_whatever_it_holds(schema):
+    for sql in (
+        "WITH x AS (SELECT name AS n FROM singer) SELECT n FROM x",
+        "SELECT t.n FROM (SELECT name AS n FROM singer) AS t WHERE t.n IS NOT NULL",
+        "SELECT upper(name) FROM singer WHERE EXISTS (SELECT 1 FROM concert LIMIT 1)",
+        "SELECT T1.* FROM singer AS T1 JOIN concert USING (singer_id)",
+        "SELECT name FROM singer UNION ALL SELECT name FROM stadium ORDER BY name LIMIT 2",
+    ):
+        assert clause_f1(sql, sql, schema) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "SELECT count(DISTINCT age) AS n FROM singer ORDER BY n",
+            "SELECT count(DISTINCT singer.age) FROM singer ORDER BY count(DISTINCT age)",
+        ),
+        (
+            "SELECT t.n FROM (SELECT name AS n FROM singer) AS t",
+            "SELECT name FROM (SELECT name FROM singer)",
+        ),
+        (
+            "SELECT name FROM singer AS s WHERE age > (SELECT year FROM concert WHERE s.age = year)",
+            "SELECT name FROM singer WHERE age > (SELECT year FROM concert WHERE singer.age = year)",
+        ),
+    ],
+)
+def test_clause_f1_sees_through_names(schema, one, other):
+    assert clause_f1(one, other, schema) == 1.0
+
+
+def test_garbage_is_refused_and_never_crashes(schema):
+    rng = random.Random(0)
+    queries = [*UNPARSEABLE.values(), JOIN, NESTED.format("age > 1"), SIBLING.format("host_id")]
+    extra = "( ) , . ; ' - * and or not in between union select from as null distinct 1 ''".split()
+    for _ in range(400):
+        words = rng.choice(queries).split()
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(words))
+            words[at : at + rng.randint(0, 1)] = [rng.choice(extra)]
+        sql = " ".join(words)
+        assert exact_set_match(JOIN, sql, schema, KEYS) in (True, False)
+        assert set(partial_f1(JOIN, sql, schema, KEYS).values()) <= {0.0, 1.0}
+        assert 0.0 <= clause_f1(JOIN, sql, schema) <= 1.0
+        for mode in ("official", "lenient"):
+            try:
+                assert parse_sql(sql, schema, mode=mode)["from"]
+            except SqlParseError:
+                continue
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,42 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
+GROUPED = "sdpa_grouped_queries"
 BUCKET = 64  # Attention sees a multiple of this many positions.
 TOKENS_PER_FORWARD = 8192  # Prompts and observations go through the model in chunks of this size.
+
+
+def _grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention in the signature of transformers, for queries (rows, heads, tokens, head_dim) against
+    the cache (rows, kv_heads, reach, head_dim); gives (rows, tokens, heads, head_dim).
+
+    The queries that share a key head are laid behind each other as more tokens, so that the cache is
+    read once and not repeated for each of them.
+    """
+    rows, heads, tokens, head_dim = query.shape
+    kv_heads, reach = key.shape[1:3]
+    shared = heads // kv_heads
+    visible = attention_mask.expand(rows, shared, tokens, reach).reshape(rows, 1, shared * tokens, reach)
+    out = nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, kv_heads, shared * tokens, head_dim), key, value, visible, scale=scaling
+    )  # (rows, kv_heads, shared x tokens, head_dim)
+    return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2), None
+
+
+AttentionInterface.register(GROUPED, _grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 @dataclass(eq=False)
@@ -129,7 +160,7 @@ class Generator:
     ) -> None:
         attention = model.config._attn_implementation
         layer_types = set(getattr(model.config, "layer_types", None) or ())
-        if attention != "sdpa":
+        if not attention.startswith("sdpa"):
             raise ValueError(f"The model uses {attention!r} attention; load it with 'sdpa'.")
         if layer_types - {"full_attention"}:
             raise ValueError(f"The model has {sorted(layer_types)}, only full attention is known.")
@@ -142,10 +173,13 @@ class Generator:
 
     def __enter__(self) -> Generator:
         self._training = [m for m in self.model.modules() if m.training]
+        self._attention = self.model.config._attn_implementation
+        self.model.set_attn_implementation(GROUPED)
         self.model.eval()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.model.set_attn_implementation(self._attention)
         for module in self._training:
             module.training = True
         self.rows, self.cache = [], RowCache()

@@ -94,10 +94,9 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
 def scorable(asked: Sequence[Example], scorer: Scorer) -> list[Example]:
     """The questions whose gold SQL runs and parses; how many do not is printed."""
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
-    if len(kept) < len(asked):
-        print(
-            f"left out {len(asked) - len(kept)} of {len(asked)} questions: their gold SQL does not run or parse"
-        )
+    dropped = len(asked) - len(kept)
+    if dropped:
+        print(f"left out {dropped} of {len(asked)} questions: their gold SQL does not run or parse")
     if not kept:
         raise ValueError("no question has a gold SQL that runs and parses")
     return kept

@@ -147,12 +147,12 @@ class _Builder:
             return self.query(node)
         if isinstance(node, exp.Null | exp.Boolean):
             return node.sql().lower()
-        if isinstance(node, exp.Literal) and node.is_string:
+        if node.is_string:
             return f'"{node.this}"'
-        if isinstance(node, exp.Literal):
-            return float(node.this)
         if isinstance(node, exp.Neg) and isinstance(node.this, exp.Literal):
-            return -float(node.this.this)
+            return -_number(node.this)
+        if isinstance(node, exp.Literal):
+            return _number(node)
         return self.column_unit(node)
 
     def value_unit(self, node: exp.Expression) -> tuple:
@@ -173,9 +173,17 @@ class _Builder:
             distinct, node = True, node.expressions[0]
         return aggregate, self.column(node), distinct
 
-    def column(self, node: exp.Expression) -> str:
+    def column(self, node: exp.Expression | None) -> str:
         if isinstance(node, exp.Star) or (isinstance(node, exp.Column) and isinstance(node.this, exp.Star)):
             return ALL_COLUMNS
         if isinstance(node, exp.Column) and node.name in self.schema.tables.get(node.table, ()):
             return column_id(node.table, node.name)
-        raise SqlParseError(f"{node.sql()!r} is no column of the schema")
+        text = node.sql() if node else "nothing"
+        raise SqlParseError(f"{text!r} is no column of the schema")
+
+
+def _number(node: exp.Literal) -> float:
+    try:
+        return float(node.this)
+    except ValueError:
+        raise SqlParseError(f"{node.this!r} is no number") from None

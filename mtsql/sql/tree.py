@@ -6,7 +6,6 @@ import re
 
 import sqlglot
 from sqlglot import exp
-from sqlglot.errors import SqlglotError
 
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
@@ -26,23 +25,28 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
         raise SqlParseError("not a query")
     try:
         tree = sqlglot.parse_one(text, dialect="sqlite")
-        if not isinstance(tree, exp.Query):
-            raise SqlParseError("not a query")
-        selects = list(tree.find_all(exp.Select, bfs=False))
-        if not all(select.expressions for select in selects):
-            raise SqlParseError("SELECT of nothing")
-        scopes = {id(select): _Scope(select, schema) for select in selects}
-        for select in reversed(selects):  # inner queries first
-            scopes[id(select)].add_derived()
-            unknown = [c for c in _own_columns(select) if not _resolve(c, scopes)]
-            for column in unknown:
-                _replace_unknown(column, select)
-        _strip_aliases(tree)
-    except SqlglotError as error:
+    except Exception as error:  # on garbage sqlglot raises more than its own errors
         raise SqlParseError(str(error).split("\n")[0]) from None
+    if not isinstance(tree, exp.Query):
+        raise SqlParseError("not a query")
+    try:
+        _resolve_names(tree, schema)
     except RecursionError:
         raise SqlParseError("nested too deeply") from None
     return tree
+
+
+def _resolve_names(tree: exp.Query, schema: SqlSchema) -> None:
+    selects = list(tree.find_all(exp.Select, bfs=False))
+    if not all(select.expressions for select in selects):
+        raise SqlParseError("SELECT of nothing")
+    scopes = {id(select): _Scope(select, schema) for select in selects}
+    for select in reversed(selects):  # inner queries first
+        scopes[id(select)].add_derived()
+        unknown = [c for c in _own_columns(select) if not _resolve(c, scopes)]
+        for column in unknown:
+            _replace_unknown(column, select)
+    _strip_aliases(tree)
 
 
 def sources(select: exp.Select) -> list[exp.Expression]:
@@ -66,7 +70,6 @@ class _Scope:
         self.tables: dict[str, str] = {}  # name in use -> table, in the order of FROM
         self.columns: dict[str, tuple[str, ...]] = {}  # table -> its columns
         self.derived: dict[str, dict[str, exp.Expression]] = {}  # sub-query -> output -> meaning
-        self.aliases = {item.alias.lower(): item.this for item in select.expressions if item.alias}
         for source in sources(select):
             if isinstance(source, exp.Table):
                 self.tables[source.alias_or_name.lower()] = source.name.lower()
@@ -103,7 +106,7 @@ def _own_columns(select: exp.Select) -> list[exp.Column]:
         part = part.parent
         if part.args.get("order"):
             found += part.args["order"].find_all(exp.Column)
-    return [column for column in found if not isinstance(column.this, exp.Star)]
+    return [column for column in found if isinstance(column.this, exp.Identifier)]
 
 
 def _resolve(column: exp.Column, scopes: dict[int, _Scope]) -> bool:
@@ -154,6 +157,6 @@ def _strip_aliases(tree: exp.Query) -> None:
     for node in list(tree.find_all(exp.Alias)):
         node.replace(node.this)
     for node in list(tree.find_all(exp.Table)):
-        node.replace(exp.to_table(node.name.lower()))
+        node.replace(exp.table_(node.name.lower()))
     for node in tree.find_all(exp.Subquery):
         node.set("alias", None)
