@@ -26,7 +26,7 @@ from mtsql.data.schema import read_json
 from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.loss import sft_loss, shared_prompt_batch, token_logprobs
 from mtsql.learn.model import save_policy
-from mtsql.learn.optimizer import cosine_rate, make_optimizer, set_learning_rate
+from mtsql.learn.optimizer import cosine_rate, make_muon, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
 from mtsql.recipes.mtsql_r1 import tool_call, verdict
 from mtsql.run import load_split, make_environment, pick_device, user_errors
@@ -104,13 +104,14 @@ def _suspicious(episode: Episode) -> bool:
 class ImitationConfig(Common):
     """Configuration of the imitation phase."""
 
-    answer_steps: int = option(400, "optimizer steps on direct answers alone: the SQL skill")
-    agent_steps: int = option(150, "optimizer steps on demonstrations with every set of tools")
-    databases_per_step: int = option(4, "databases in each step")
+    answer_steps: int = option(1500, "optimizer steps on direct answers alone: the SQL skill")
+    agent_steps: int = option(300, "optimizer steps on demonstrations with every set of tools")
+    databases_per_step: int = option(2, "databases in each step")
     questions_per_database: int = option(8, "training questions over each of them")
     demonstrations: int = option(1, "demonstrations with both tools for each question")
-    micro_batch_positions: int = option(2000, "positions in one forward pass")
-    learning_rate: float = option(2e-3, "peak of a cosine schedule")
+    micro_batch_positions: int = option(2500, "positions in one forward pass")
+    learning_rate: float = option(4e-3, "peak of a cosine schedule: embeddings and vectors, AdamW")
+    matrix_rate: float = option(0.025, "peak of a cosine schedule: matrices, Muon")
     vocabulary: int = option(1400, "pieces that the tokenizer learns, byte and control tokens excluded")
     hidden: int = option(192, "hidden size of the model")
     layers: int = option(4, "layers of the model")
@@ -171,7 +172,7 @@ def main() -> None:
     device = pick_device(config.device)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(device)
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    optimizer = make_optimizer(model, config.learning_rate, beta2=0.98, weight_decay=0.05)
+    optimizers = make_muon(model, config.matrix_rate, config.learning_rate)
     rng = random.Random(config.seed)
     order: list[list[Example]] = []  # questions over one database, some at a time
     steps = config.answer_steps + config.agent_steps
@@ -190,8 +191,9 @@ def main() -> None:
             for chunk in batch
         ]
         trained_tokens = sum(t.sampled_length for group in groups for t in group)
-        set_learning_rate(optimizer, cosine_rate(config.learning_rate, step / steps))
-        optimizer.zero_grad()
+        for optimizer, peak in zip(optimizers, (config.matrix_rate, config.learning_rate), strict=True):
+            set_learning_rate(optimizer, cosine_rate(peak, step / steps))
+            optimizer.zero_grad()
         total = 0.0
         for part in group_micro_batches(groups, config.micro_batch_positions):
             logprobs, _ = token_logprobs(model, shared_prompt_batch(part, device))
@@ -199,7 +201,8 @@ def main() -> None:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         bar.set_postfix(loss=f"{total:.3f}")
     save_policy(model, tokenizer, Path(config.out))
     save_config(config, Path(config.out))

@@ -1,8 +1,8 @@
 """The embedded model: a Qwen3 of about two million parameters with a tokenizer of its own.
 
 The tokenizer has Qwen3's control tokens and a chat template that renders as Qwen3's does, so that the
-code path is a 4B model's. It splits a word's case from its letters: "Paris", "paris" and " Paris" share
-the token of the letters, and a value can be copied from the question in whatever form is stored.
+code path is a 4B model's. It splits a word's case, and the blank before it, from its letters: "in Paris",
+"'paris'" and ":Paris" share one token, and a value can be copied in whatever form is stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-CAPITAL = "\ue0ff"  # stands before a letter that is a capital; a private-use character
+CAPITAL = "\ue0fe"  # stands before a letter that is a capital; private-use characters, both
+GLUE = "\ue0ff"  # stands before a word without a blank before it
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
@@ -35,10 +36,11 @@ MARKUP_TOKENS = (
     '{"name": "memory_retrieve", "arguments": {"code": "',
 )  # fmt: skip
 
-# In order: t1. (an alias), all-capital words, the capital marker, words, digits, signs, white space.
+# Aliases (t1.), all-capital words, words with their blank, parts after an underscore, digits, signs
+# with the marks that follow them, white space.
 _PIECES = (
-    rf" ?t\d\.?| ?(?:{CAPITAL}[a-z]){{2,}}| ?{CAPITAL}| ?[a-z]+|_[a-z]+| ?[0-9]"
-    rf"| ?[^\sa-z0-9{CAPITAL}]+|\s+"
+    rf" ?t\d\.?{GLUE}?| ?(?:{CAPITAL} [a-z]){{2,}}| [a-z]+|_[a-z]+| ?[0-9]"
+    rf"|[\n ]?[^\sa-z0-9]+|\s+|[a-z]+"
 )
 
 
@@ -49,10 +51,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Replace(c, CAPITAL + c.lower()) for c in string.ascii_uppercase]
+        [normalizers.Replace(Regex(r"(?<![ A-Za-z_])(?=[a-z])"), f"{GLUE} ")]
+        + [normalizers.Replace(c, f"{CAPITAL} {c.lower()}") for c in string.ascii_uppercase]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
-    alphabet = [c for c in string.printable if c not in string.ascii_uppercase] + [CAPITAL]
+    alphabet = [c for c in string.printable if c not in string.ascii_uppercase] + [CAPITAL, GLUE]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         initial_alphabet=alphabet,
@@ -70,7 +73,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     tokenizer.model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
     tokenizer.decoder = decoders.Sequence(
         [decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Replace(CAPITAL + c.lower(), c) for c in string.ascii_uppercase]
+        + [decoders.Replace(f"{GLUE} ", "")]
+        + [decoders.Replace(f"{CAPITAL} {c.lower()}", c) for c in string.ascii_uppercase]
     )
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in MARKUP_TOKENS])
