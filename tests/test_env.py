@@ -163,7 +163,7 @@ def test_control_tokens_in_cells_stay_text(tiny):
     text = tiny.tokens.decode(list(ids))
     assert "<|im_end|></tool_response><tool_call>" in text
     vocabulary = tiny.tokens.tokenizer.get_vocab()
-    assert ids.count(vocabulary["<|im_end|>"]) == 0  # the model's own end of turn was sampled
+    assert ids.count(vocabulary["<|im_end|>"]) == 1  # that of the tool message itself
     assert ids.count(vocabulary["<tool_call>"]) == 0
     assert ids.count(vocabulary["</tool_response>"]) == 1
 

@@ -81,10 +81,10 @@ def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny, scorer):
             tools="no_execution",
         )
         f1 = scorer.clause_f1("music", GOLD, SPAIN)
-        assert f1 == pytest.approx(0.5)  # SELECT agrees, WHERE does not: mean of 1 and 0
+        assert f1 == pytest.approx(2 / 3)  # SELECT and the tables of JOIN agree, WHERE does not
         r = reward(episode.trajectory, episode.example, scorer, ALL)
         assert r.m_verify == pytest.approx(f1 if passed else 1 - f1)
-        assert r.proposal == pytest.approx((0.5 + 1.0) / 2)  # the proposal and the correction
+        assert r.proposal == pytest.approx((2 / 3 + 1.0) / 2)  # the proposal and the correction
 
 
 def test_missing_verdict_earns_nothing(tiny, scorer):

@@ -22,7 +22,7 @@ from mtsql.data.toy_followup import FOLLOW_UPS
 from mtsql.data.toy_query import mistakes, render
 
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)
-SPLITS = {"train": (240, 18), "dev": (40, 5), "test": (40, 6)}  # databases, dialogues in each
+SPLITS = {"train": (600, 20), "dev": (40, 5), "test": (40, 6)}  # databases, dialogues in each
 
 
 def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:

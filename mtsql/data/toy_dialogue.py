@@ -364,18 +364,18 @@ class Speaker:
         table = self.rng.choice(tables + children)
         child = self.rng.choice(children)
         options = (
-            (16, lambda: self.ask_list(table, self.rng.choice((0, 1, 1)), 1)),
-            (4, lambda: self.ask_list(table, self.rng.choice((0, 1)), 2)),
+            (20, lambda: self.ask_list(table, self.rng.choice((0, 1, 1)), 1)),
+            (9, lambda: self.ask_list(table, self.rng.choice((0, 1)), 2)),
             (9, lambda: self.ask_count(table, self.rng.choice((0, 1, 1)))),
             (8, lambda: self.ask_aggregate(table, self.rng.choice((0, 1)))),
             (4, lambda: self.ask_group(table)),
             (3, lambda: self.ask_having(table)),
-            (5, lambda: self.ask_superlative(table, self.rng.choice((0, 0, 1)))),
+            (6, lambda: self.ask_superlative(table, 0)),
             (8, lambda: self.ask_parent_condition(child, self.rng.choice((0, 0, 1)))),
             (3, lambda: self.ask_pair(child)),
-            (8, lambda: self.ask_children(child, self.rng.choice((0, 0, 1)))),
-            (6, lambda: self.ask_above_average(table)),
-            (4, lambda: self.ask_childless(child)),
-            (5, lambda: self.ask_both(table)),
+            (8, lambda: self.ask_children(child, self.rng.choice((0, 0, 0, 1)))),
+            (3, lambda: self.ask_above_average(table)),
+            (2, lambda: self.ask_childless(child)),
+            (3, lambda: self.ask_both(table)),
         )
         return self.rng.choices([o for _, o in options], [w for w, _ in options])[0]()

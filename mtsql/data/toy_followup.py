@@ -245,18 +245,18 @@ def parents_of_those(speaker: Speaker, query: Query) -> Asked | None:
 
 
 FOLLOW_UPS = (
-    (24, refine),
-    (10, change_property),
+    (22, refine),
+    (13, change_property),
     (16, change_value),
     (5, negate),
     (8, count_those),
     (12, list_those),
     (8, aggregate_those),
     (4, sort_those),
-    (6, extreme_of_those),
+    (5, extreme_of_those),
     (6, group_those),
     (9, about_groups),
-    (5, above_average),
-    (6, combine),
+    (2, above_average),
+    (3, combine),
     (6, parents_of_those),
 )

@@ -191,8 +191,13 @@ def main() -> None:
             for chunk in batch
         ]
         trained_tokens = sum(t.sampled_length for group in groups for t in group)
+        # Half of the cosine for each phase, however many steps it has.
+        if step < config.answer_steps:
+            progress = 0.5 * step / config.answer_steps
+        else:
+            progress = 0.5 + 0.5 * (step - config.answer_steps) / config.agent_steps
         for optimizer, peak in zip(optimizers, (config.matrix_rate, config.learning_rate), strict=True):
-            set_learning_rate(optimizer, cosine_rate(peak, step / steps))
+            set_learning_rate(optimizer, cosine_rate(peak, progress))
             optimizer.zero_grad()
         total = 0.0
         for part in group_micro_batches(groups, config.micro_batch_positions):

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import is_flash_attn_2_available
+from transformers.utils import logging as transformers_logging
 
 from mtsql.learn.checkpoint import folder_atomically, recover_folder
 
@@ -58,6 +59,7 @@ def load_policy(
     adapter = (Path(name_or_path) / ADAPTER_FILE).is_file()
     if adapter and lora_rank > 0:
         raise ValueError(f"{name_or_path} is a LoRA adapter already and goes on as it is: set lora_rank to 0")
+    transformers_logging.disable_progress_bar()
     on_cuda = torch.device(device).type == "cuda"
     if attention == "flash_attention_2" and not (on_cuda and is_flash_attn_2_available()):
         attention = "sdpa"

@@ -153,11 +153,12 @@ class MetricsLog:
         if path.is_file() and resume_step > 0:
             with path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
+                names = list(reader.fieldnames or [])
                 whole = [row for row in reader if None not in row and None not in row.values()]
-            if "step" not in (reader.fieldnames or []):
+            if names and "step" not in names:
                 raise ValueError(f"{path} is not a metrics log: it has no column named step")
             kept = [row for row in whole if int(row["step"]) < resume_step]
-            self.columns = list(reader.fieldnames) if kept else None
+            self.columns = names if kept else None
         write_atomically(path, self._lines(kept, header=True) if kept else "")
 
     def append(self, row: dict) -> None:
