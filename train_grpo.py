@@ -98,6 +98,7 @@ def main() -> None:
     out = Path(config.out)
     checkpoint = out / "checkpoint"
     device = pick_device(config.device)
+    torch.manual_seed(config.seed)  # new LoRA adapters start at random
     start_model = str(checkpoint / "policy") if config.resume else config.model
     tokenizer = load_tokenizer(start_model)
     tokens = ChatTokens(tokenizer, config.thinking)

@@ -79,6 +79,7 @@ def main() -> None:
     config = load_config(SftConfig, "sft", __doc__)
     out = Path(config.out)
     device = pick_device(config.device)
+    torch.manual_seed(config.seed)  # new LoRA adapters start at random
     tokenizer = load_tokenizer(config.model)
     tokens = ChatTokens(tokenizer, config.thinking)
     dataset = load_split(config, "train")
