@@ -44,7 +44,7 @@ from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.checkpoint import load_training_state, save_training_state, write_atomically
 from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.loss import grpo_loss, shared_prompt_batch, token_logprobs
-from mtsql.learn.model import load_policy, load_tokenizer, save_policy
+from mtsql.learn.model import Reference, load_policy, load_tokenizer, restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, set_learning_rate
 from mtsql.recipes.mtsql_r1 import RewardWeights, reward
 from mtsql.report.evaluation import answer_dialogues, scorable, score_records
@@ -99,24 +99,22 @@ def main() -> None:
     checkpoint = out / "checkpoint"
     device = pick_device(config.device)
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    start_model = str(checkpoint / "policy") if config.resume else config.model
-    tokenizer = load_tokenizer(start_model)
+    tokenizer = load_tokenizer(config.model)
     tokens = ChatTokens(tokenizer, config.thinking)
     dataset = load_split(config, "train")
     environment = make_environment(config, dataset, tokens, config.tools)
     scorer = make_scorer(environment)
-    adapters = {} if config.resume else {"lora_rank": config.lora_rank}
     policy = load_policy(
-        start_model,
+        config.model,
         config.dtype,
         device,
+        lora_rank=config.lora_rank,
         gradient_checkpointing=config.gradient_checkpointing,
-        **adapters,
     )
-    reference = None
-    if config.beta:
-        # The policy at the start of RL, adapters of a warm start included.
-        reference = load_policy(config.model, config.dtype, device).requires_grad_(False).eval()
+    # The reference policy is the policy at the start of RL, adapters of a warm start included.
+    reference = Reference(policy) if config.beta else None
+    if config.resume:
+        restore_policy(policy, checkpoint / "policy", config.dtype)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = make_optimizer(policy, config.learning_rate, config.beta2)
     first_step = load_training_state(checkpoint, optimizer, None)[0] if config.resume else 0
@@ -193,8 +191,8 @@ def main() -> None:
                         old_logprobs.append(logprobs.detach())
                     reference_logprobs = None
                     if reference is not None:
-                        with torch.no_grad():
-                            reference_logprobs, _ = token_logprobs(reference, batch, config.temperature)
+                        with torch.no_grad(), reference.policy() as frozen:
+                            reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
                     loss, parts = grpo_loss(
                         logprobs,
                         torch.stack([advantage_of[id(t)] for t in flat]).to(device),

@@ -17,7 +17,6 @@ from mtsql.learn.checkpoint import write_atomically
 from mtsql.report.metrics import paired_difference
 from mtsql.report.plots import plot_arms
 
-CONFIG = "configs/toy.toml"
 ARMS = {  # arm: (phase that made its policy, tools it is evaluated with)
     "imitation": ("imitation", "both"),
     "short_horizon": ("imitation", "none"),
@@ -56,12 +55,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/toy"), help="run folder [runs/toy]")
     parser.add_argument("--seed", type=int, default=0, help="seed of warm start, GRPO and sampling [0]")
     parser.add_argument("--base", type=Path, help="another run folder whose benchmark and tiny model to use")
+    parser.add_argument(
+        "--config", default="configs/toy.toml", help="settings of all phases [configs/toy.toml]"
+    )
     arguments = parser.parse_args()
     out, seed = arguments.out, str(arguments.seed)
     base = arguments.base or out
     data, imitation = base / "benchmark", base / "imitation"
     policies = {"imitation": imitation, "sft": out / "sft" / "policy", "grpo": out / "grpo" / "policy"}
-    shared = ["--config", CONFIG, "--data", str(data)]
+    shared = ["--config", arguments.config, "--data", str(data)]
     _run("benchmark: dialogues over generated databases", ["-m", "mtsql.data.toy", str(data)], data)
     _run(
         "imitation: a tiny model learns from a scripted agent",

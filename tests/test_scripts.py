@@ -38,12 +38,12 @@ def work(tmp_path_factory):
     splits = toy.SPLITS
     toy.SPLITS = {"train": (2, 5), "dev": (3, 2), "test": (3, 2)}
     try:
-        toy.write_benchmark(folder / "data", seed=0)
+        toy.write_benchmark(folder / "benchmark", seed=0)
     finally:
         toy.SPLITS = splits
     run(
-        "-m", "mtsql.learn.imitation", *TOY, "--data", folder / "data", "--out", folder / "base",
-        "--answer-steps", 150, "--agent-steps", 50, "--questions-per-database", 4, "--hidden", 96,
+        "-m", "mtsql.learn.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
+        "--answer-steps", 150, "--agent-steps", 120, "--questions-per-database", 4, "--hidden", 96,
         "--layers", 2,
     )  # fmt: skip
     return folder
@@ -55,10 +55,10 @@ def rows_of(path):
 
 
 def test_recipe_end_to_end(work):
-    data = ["--data", work / "data"]
+    data = ["--data", work / "benchmark"]
     # Without tools the model knows some answers by heart; that makes the collection short.
     out = run(
-        "train_sft.py", *TOY, *data, "--model", work / "base", "--out", work / "sft",
+        "train_sft.py", *TOY, *data, "--model", work / "imitation", "--out", work / "sft",
         "--questions", 20, "--samples-per-question", 4, "--rounds", 2, "--epochs", 1,
         "--learning-rate", 1e-4, "--tools", "none",
     )  # fmt: skip
@@ -91,14 +91,38 @@ def test_recipe_end_to_end(work):
     assert "\x1b[" in shown and "<tool_call>" in shown
 
 
+def test_quickstart_ends_with_its_table(work):
+    small = (ROOT / "configs" / "toy.toml").read_text()
+    for old, new in (
+        ("questions = 800", "questions = 20"),
+        ("samples_per_question = 4", "samples_per_question = 8"),
+        ("steps = 40", "steps = 1"),
+        ("prompts_per_step = 48", "prompts_per_step = 4"),
+    ):
+        assert old in small
+        small = small.replace(old, new)
+    (work / "small.toml").write_text(small)
+    out = run(
+        "-m", "mtsql.quickstart", "--config", work / "small.toml", "--base", work, "--out", work / "quick"
+    )  # fmt: skip
+    assert "rl - warm_start:" in out
+    results = json.loads((work / "quick" / "results.json").read_text())
+    assert [r["arm"] for r in results] == [
+        "imitation", "short_horizon", "warm_start", "rl", "rl_no_execution", "rl_no_memory",
+    ]  # fmt: skip
+    for result in results:
+        assert 0 <= result["ex_low"] <= result["ex"] <= result["ex_high"] <= 1
+        assert result["questions"] > 0 and result["minutes"] >= 0 and "ex_sampled" in result
+
+
 def test_grpo_with_lora_is_resumed_to_the_same_weights(work):
     options = [
-        "train_grpo.py", *TOY, "--data", work / "data", "--model", work / "base", "--prompts-per-step", 3,
-        "--samples-per-prompt", 4, "--steps", 4, "--save-every", 2, "--lora-rank", 4,
-        "--w-proposal", 1.0,
+        "train_grpo.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation",
+        "--prompts-per-step", 3, "--samples-per-prompt", 4, "--steps", 4, "--save-every", 2, "--lora-rank", 4,
+        "--w-proposal", 1.0, "--beta", 0.01,
     ]  # fmt: skip
     run(*options, "--out", work / "unbroken")
-    run(*options[:-2], "--w-proposal", 1.0, "--out", work / "broken", "--steps", 2)
+    run(*options, "--out", work / "broken", "--steps", 2)
     run(*options, "--out", work / "broken", "--resume")
     first, second = (
         (work / name / "policy" / "adapter_model.safetensors").read_bytes() for name in ("unbroken", "broken")
@@ -114,17 +138,17 @@ def test_grpo_with_lora_is_resumed_to_the_same_weights(work):
 
 def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path):
     base = ["evaluate.py", *TOY, "--out", tmp_path / "out"]
-    out = run(*base, "--data", work / "data", "--model", tmp_path / "nowhere", expect=2)
+    out = run(*base, "--data", work / "benchmark", "--model", tmp_path / "nowhere", expect=2)
     assert "is not a folder" in out and "Traceback" not in out
-    out = run(*base, "--data", tmp_path, "--model", work / "base", expect=2)
+    out = run(*base, "--data", tmp_path, "--model", work / "imitation", expect=2)
     assert "has no dev split" in out and "Traceback" not in out
     bare = tmp_path / "bare"
-    tokenizer = AutoTokenizer.from_pretrained(work / "base")
+    tokenizer = AutoTokenizer.from_pretrained(work / "imitation")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(bare)
-    out = run(*base, "--data", work / "data", "--model", bare, expect=2)
+    out = run(*base, "--data", work / "benchmark", "--model", bare, expect=2)
     assert "has no chat template" in out and "Traceback" not in out
-    out = run(*base, "--data", work / "data", "--model", work / "base", "--typo", 1, expect=2)
+    out = run(*base, "--data", work / "benchmark", "--model", work / "imitation", "--typo", 1, expect=2)
     assert "unrecognized arguments: --typo" in out
     assert not (tmp_path / "out").exists()
 
@@ -142,7 +166,7 @@ def test_real_questions_with_the_real_tokenizer_and_the_papers_prompts(dataset, 
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "random")
     tokenizer.save_pretrained(tmp_path / "random")
     real = ["--data", SHARED / dataset / "dev.json", "--databases", SHARED / "database"]
-    for model, wording in ((tmp_path / "random", "paper"), (work / "base", "compact")):
+    for model, wording in ((tmp_path / "random", "paper"), (work / "imitation", "compact")):
         run(
             "evaluate.py", "--model", model, *real, "--wording", wording, "--dialogues", 6,
             "--max-turn-tokens", 40, "--rows", 16, "--out", tmp_path / wording,

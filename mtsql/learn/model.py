@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -113,6 +114,24 @@ def save_policy(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokeniz
         options = {"selected_adapters": ["default"]} if isinstance(model, PeftModel) else {}
         model.save_pretrained(temporary, **options)
         tokenizer.save_pretrained(temporary)
+
+
+def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:
+    """Put the weights that `save_policy` wrote to `folder` into a model of the same kind.
+
+    Raises ValueError if there is none.
+    """
+    _check_exists(folder)
+    if isinstance(model, PeftModel):
+        adapter = folder / "adapter_model.safetensors"
+        if not adapter.is_file():
+            raise ValueError(f"{folder} holds no LoRA adapter; resume with the --lora-rank of the first run")
+        set_peft_model_state_dict(model, load_file(adapter))
+        return
+    saved = load_policy(folder, dtype)
+    if isinstance(saved, PeftModel):
+        raise ValueError(f"{folder} holds a LoRA adapter; resume with the --lora-rank of the first run")
+    model.load_state_dict(saved.state_dict())
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
