@@ -119,7 +119,6 @@ def main() -> None:
             ]
             with tqdm(total=len(episodes), desc=f"round {round_index + 1}: collect") as bar:
                 raw = rollout(policy, tokens, episodes, sampling, config.rows, show(bar))
-                bar.update(len(episodes))
             by_id = {example.id: example for example in remaining}
             verdicts = [reward(t, by_id[t.example_id], scorer, RewardWeights()) for t in raw]
             valid = [t for t, r in zip(raw, verdicts, strict=True) if r.ex and r.em]

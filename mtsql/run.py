@@ -94,6 +94,7 @@ def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:
     """A rollout's `progress` that shows trajectories and tokens per second on a bar."""
 
     def progress(done: int, total: int, stats: dict[str, float]) -> None:
-        bar.set_postfix_str(f"trajectories {done}/{total}, {stats['tokens_per_second']:.0f} tokens/s")
+        bar.total, bar.n = total, done
+        bar.set_postfix_str(f"{stats['tokens_per_second']:.0f} tokens/s")
 
     return progress

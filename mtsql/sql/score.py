@@ -31,6 +31,7 @@ class Scorer:
         try:
             parse_sql(gold, self.schemas[db_id])
             execution_match(self.executor, self.paths[db_id], gold, gold)
+            clause_f1(gold, gold, self.schemas[db_id])
         except (SqlParseError, ValueError) as error:
             return str(error)
         return None
