@@ -22,7 +22,7 @@ from mtsql.data.toy_followup import FOLLOW_UPS
 from mtsql.data.toy_query import mistakes, render
 
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)
-SPLITS = {"train": (600, 20), "dev": (40, 5), "test": (40, 6)}  # databases, dialogues in each
+SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (40, 6)}  # databases, dialogues in each
 
 
 def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
@@ -98,7 +98,7 @@ def _write_split(
     for number in range(databases):
         theme = names[number % len(names)]
         db_id = f"{theme}_{split}_{number:03d}"
-        database = make_database(db_id, theme, rng, unseen=split != "train")
+        database = make_database(db_id, theme, rng)
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
         write_sqlite(database, path)

@@ -30,9 +30,14 @@ def _nouns(column: Column) -> str:
     phrase = column.phrase
     if phrase.startswith("number of"):
         return "numbers of" + phrase.removeprefix("number of")
-    if phrase.endswith("y"):
+    if phrase.endswith("y") and phrase != "pay":
         return phrase[:-1] + "ies"
     return phrase + ("es" if phrase.endswith("s") else "s")
+
+
+def _a(column: Column) -> str:
+    """A column's phrase behind its article."""
+    return ("an " if column.phrase[0] in "aei" else "a ") + column.phrase
 
 
 def extremes(column: Column) -> tuple[str, str]:
@@ -87,7 +92,7 @@ class Speaker:
                 more, less, *_ = words.ADJECTIVES[column.phrase]
                 return f"{more if condition.op == '>' else less} the average"
             side = self.pick("above", "over") if condition.op == ">" else "below"
-            return f"with a {column.phrase} {side} the average"
+            return f"with {_a(column)} {side} the average"
         if isinstance(value, str):
             word = value if column.is_proper else value.lower()
             if condition.op == "!=":
@@ -106,17 +111,13 @@ class Speaker:
         more = condition.op == ">"
         if column.kind == "year":
             when = "after" if more else "before"
-            return (
-                f"from {when} {value}"
-                if column.phrase == "year"
-                else f"with a {column.phrase} {when} {value}"
-            )
+            return f"from {when} {value}" if column.phrase == "year" else f"with {_a(column)} {when} {value}"
         if column.phrase in words.ADJECTIVES and self.rng.random() < 0.7:
             return f"{words.ADJECTIVES[column.phrase][0 if more else 1]} {value}"
         side = (
             self.pick("above", "over", "greater than") if more else self.pick("below", "under", "less than")
         )
-        return f"with a {column.phrase} {side} {value}"
+        return f"with {_a(column)} {side} {value}"
 
     def say_all(self, query: Query) -> str:
         """All conditions of a query, behind a noun, with a leading blank (or "")."""
@@ -152,7 +153,9 @@ class Speaker:
             chosen.append(self.rng.choice([c for c in table.columns if c not in chosen]))
         query = Query(table.name, tuple(("", c) for c in chosen))
         query = self._with_conditions(query, table, conditions)
-        return query and Asked(self.listing(query), query)
+        if query is None or {c.column for c in query.where if c.op == "="} & set(chosen):
+            return None
+        return Asked(self.listing(query), query)
 
     def _with_conditions(self, query: Query, table: Table, count: int) -> Query | None:
         for _ in range(count):

@@ -39,7 +39,7 @@ def change_property(speaker: Speaker, query: Query) -> Asked | None:
     if query.group or query.combined or any(a for a, _ in query.select):
         return None
     table = speaker.database.tables[query.table]
-    shown = [c for _, c in query.select]
+    shown = [c for _, c in query.select] + [c.column for c in query.where if c.op == "="]
     columns = [c for c in table.columns if c not in shown]
     if not columns:
         return None

@@ -5,13 +5,14 @@
 The scripted agent knows the SQL and uses its tools unevenly: its first query is often wrong, in a way
 that the database or the memory reveals, and it notices only sometimes. So its most likely behaviour is
 flawed, as an untrained base model's is, while its SQL skill is not. It plays in the real environment:
-observations, tokens and loss masks are those of the recipe.
+observations, tokens and loss masks are those of the recipe. Beside its demonstrations stand repair
+lessons: what to write once a fault is noticed, without teaching to notice it.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,12 +20,12 @@ from tqdm import tqdm
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Episode
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import Common, load_config, option, save_config
 from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import read_json
 from mtsql.learn.batches import group_micro_batches
-from mtsql.learn.loss import sft_loss, shared_prompt_batch, token_logprobs
+from mtsql.learn.loss import row_batch, sft_loss, shared_prompt_batch, token_logprobs
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, make_muon, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
@@ -41,6 +42,10 @@ class Habits:
     notices_memory: float = 0.35
     false_alarm: float = 0.03
     right_repair: float = 0.8
+    any_mistake: bool = False  # of any kind, not of the likeliest
+
+
+ATTENTIVE = Habits(wrong_first=1, notices_execution=1, notices_memory=1, false_alarm=0, any_mistake=True)
 
 
 # The mistake of each question: the first kind that applies to it.
@@ -53,8 +58,9 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
     Without any tool the agent answers with what it knows, the gold SQL.
     """
     gold, tools = episode.example.gold_sql, episode.tools
-    ordered = sorted(wrong, key=lambda m: MISTAKE_ORDER.index(m["kind"]))
-    likely = [m["query"] for m in ordered if m["kind"] == ordered[0]["kind"]]
+    kinds = sorted({m["kind"] for m in wrong}, key=MISTAKE_ORDER.index)
+    kind = kinds and (rng.choice(kinds) if habits.any_mistake else kinds[0])
+    likely = [m["query"] for m in wrong if m["kind"] == kind]
     sql = gold
     if tools and likely and rng.random() < habits.wrong_first:
         sql = likely[0] if rng.random() < 0.8 else rng.choice(likely)
@@ -100,44 +106,87 @@ def _suspicious(episode: Episode) -> bool:
     return observation.outcome != "ok" or episode.result.rows == ((0,),)
 
 
+def repair_lesson(
+    environments: dict[str, Environment], example: Example, wrong: list[dict], rng: random.Random
+) -> list[Trajectory]:
+    """A demonstration up to its first repair, with loss mask 1 on the repair alone, behind the verdict.
+
+    Empty where there is nothing to repair.
+    """
+    episode = environments["both"].episodes(example, [0])[0]
+    demonstration = demonstrate(episode, wrong, ATTENTIVE, rng)
+    repairs = [a.interaction for a in demonstration.actions if a.passed is False]
+    if not repairs:
+        return []
+    closing = episode.tokens.tokenizer.convert_tokens_to_ids(["</exec_verify>", "</memory_verify>"])
+    last = 2 * min(repairs) + 1  # segments: prompt, message, observation, message, ...
+    segments = [
+        replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in demonstration.segments[: last + 1]
+    ]
+    ids = segments[last].ids
+    behind = next(i for i, token in enumerate(ids) if token in closing) + 1
+    segments[last] = replace(segments[last], loss_mask=tuple(int(i >= behind) for i in range(len(ids))))
+    return [replace(demonstration, segments=segments)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImitationConfig(Common):
     """Configuration of the imitation phase."""
 
+    copying_steps: int = option(150, "optimizer steps on copying random tokens, before all else")
+    copying_length: int = option(32, "random tokens in each exercise, to be copied in pieces")
     answer_steps: int = option(1500, "optimizer steps on direct answers alone: the SQL skill")
     agent_steps: int = option(300, "optimizer steps on demonstrations with every set of tools")
     databases_per_step: int = option(2, "databases in each step")
     questions_per_database: int = option(8, "training questions over each of them")
-    demonstrations: int = option(1, "demonstrations with both tools for each question")
     micro_batch_positions: int = option(2500, "positions in one forward pass")
     learning_rate: float = option(4e-3, "peak of a cosine schedule: embeddings and vectors, AdamW")
     matrix_rate: float = option(0.025, "peak of a cosine schedule: matrices, Muon")
-    vocabulary: int = option(1400, "pieces that the tokenizer learns, byte and control tokens excluded")
+    vocabulary: int = option(1600, "pieces that the tokenizer learns, byte and control tokens excluded")
     hidden: int = option(192, "hidden size of the model")
     layers: int = option(4, "layers of the model")
 
 
 def demonstrations(
+    phase: str,
     environments: dict[str, Environment],
     example: Example,
     wrong: list[dict],
-    count: int,
     rng: random.Random,
 ) -> list[Trajectory]:
-    """Demonstrations of one question: one without tools and, if `count` is not 0, `count` with both
-    and at times one with a single tool, so that the model knows every set of Table 4.
+    """What one question gives to one phase.
+
+    "answers": a direct answer without tools. "agent": a demonstration with both tools, and at times
+    without any or with a single one, so that the model knows every set of Table 4. Repair lessons go
+    with a quarter of the answers and with every demonstration.
     """
-    wanted = {"none": 1}
-    if count:
-        wanted["both"] = count
-        single = rng.choice(("no_execution", "no_memory", None, None))
-        if single:
-            wanted[single] = 1
+    shown = ["none"]
+    if phase == "agent":
+        others = (rng.choice(("none", None)), rng.choice(("no_execution", "no_memory", None, None)))
+        shown = ["both", *filter(None, others)]
+    taught = phase == "agent" or rng.random() < 0.25
+    lessons = repair_lesson(environments, example, wrong, rng) if taught else []
     return [
-        demonstrate(episode, wrong, Habits(), rng)
-        for tools, copies in wanted.items()
-        for episode in environments[tools].episodes(example, [0] * copies)
-    ]
+        demonstrate(environments[tools].episodes(example, [0])[0], wrong, Habits(), rng) for tools in shown
+    ] + lessons
+
+
+def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Trajectory:
+    """`length` random ids, then as many again in pieces copied from them.
+
+    The loss mask leaves out the first token of each piece, which nothing foretells.
+    """
+    source = rng.choices(ids, k=length)
+    copied: list[int] = []
+    loss_mask: list[int] = []
+    while len(copied) < length:
+        size = min(rng.randint(2, 10), length - len(copied))
+        start = rng.randint(0, length - size)
+        copied += source[start : start + size]
+        loss_mask += [0] + [1] * (size - 1)
+    prompt = Segment("prompt", tuple(source), (0,) * length, (0.0,) * length)
+    response = Segment("model", tuple(copied), tuple(loss_mask), (0.0,) * length)
+    return Trajectory("copying", 0, [prompt, response])
 
 
 def by_database(asked: list[Example], size: int, rng: random.Random) -> list[list[Example]]:
@@ -151,6 +200,16 @@ def by_database(asked: list[Example], size: int, rng: random.Random) -> list[lis
         for i in range(0, len(questions) - size + 1, size)
     ]
     return rng.sample(chunks, len(chunks))
+
+
+def _rate(config: ImitationConfig, step: int) -> float:
+    """Learning rate as a share of its peak: warm-up while copying, half of a cosine for each phase then."""
+    if step < config.copying_steps:
+        return min(1.0, (step + 1) / 40)
+    step -= config.copying_steps
+    if step < config.answer_steps:
+        return cosine_rate(1.0, 0.5 * step / config.answer_steps, warmup=0.0)
+    return cosine_rate(1.0, 0.5 + 0.5 * (step - config.answer_steps) / config.agent_steps, warmup=0.0)
 
 
 def main() -> None:
@@ -174,41 +233,44 @@ def main() -> None:
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizers = make_muon(model, config.matrix_rate, config.learning_rate)
     rng = random.Random(config.seed)
+    copyable = sorted(i for piece, i in tokenizer.get_vocab().items() if not piece.startswith("<"))
     order: list[list[Example]] = []  # questions over one database, some at a time
-    steps = config.answer_steps + config.agent_steps
-    bar = tqdm(range(steps), desc="imitation", unit="step", mininterval=5.0)
-    for step in bar:
-        if len(order) < config.databases_per_step:
-            order += by_database(asked, config.questions_per_database, rng)
-        batch, order = order[: config.databases_per_step], order[config.databases_per_step :]
-        count = 0 if step < config.answer_steps else config.demonstrations
-        groups = [
-            [
-                trajectory
-                for example in chunk
-                for trajectory in demonstrations(environments, example, wrong[example.id], count, rng)
-            ]
-            for chunk in batch
-        ]
-        trained_tokens = sum(t.sampled_length for group in groups for t in group)
-        # Half of the cosine for each phase, however many steps it has.
-        if step < config.answer_steps:
-            progress = 0.5 * step / config.answer_steps
+    phases = (
+        ["copying"] * config.copying_steps
+        + ["answers"] * config.answer_steps
+        + ["agent"] * config.agent_steps
+    )
+    bar = tqdm(phases, desc="imitation", unit="step", mininterval=5.0)
+    for step, phase in enumerate(bar):
+        if phase == "copying":
+            groups = [[copying_exercise(copyable, config.copying_length, rng)] for _ in range(16)]
         else:
-            progress = 0.5 + 0.5 * (step - config.answer_steps) / config.agent_steps
+            if len(order) < config.databases_per_step:
+                order += by_database(asked, config.questions_per_database, rng)
+            batch, order = order[: config.databases_per_step], order[config.databases_per_step :]
+            groups = [
+                [t for e in chunk for t in demonstrations(phase, environments, e, wrong[e.id], rng)]
+                for chunk in batch
+            ]
+        trained_tokens = sum(sum(t.loss_mask) for group in groups for t in group)
         for optimizer, peak in zip(optimizers, (config.matrix_rate, config.learning_rate), strict=True):
-            set_learning_rate(optimizer, cosine_rate(peak, progress))
+            set_learning_rate(optimizer, peak * _rate(config, step))
             optimizer.zero_grad()
         total = 0.0
         for part in group_micro_batches(groups, config.micro_batch_positions):
-            logprobs, _ = token_logprobs(model, shared_prompt_batch(part, device))
+            token_batch = (
+                row_batch([t for group in part for t in group], device)
+                if phase == "copying"
+                else shared_prompt_batch(part, device)
+            )
+            logprobs, _ = token_logprobs(model, token_batch)
             loss = sft_loss(logprobs, trained_tokens)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        bar.set_postfix(loss=f"{total:.3f}")
+        bar.set_postfix_str(f"{phase}, loss {total:.3f}", refresh=False)
     save_policy(model, tokenizer, Path(config.out))
     save_config(config, Path(config.out))
 

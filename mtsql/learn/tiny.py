@@ -3,6 +3,9 @@
 The tokenizer has Qwen3's control tokens and a chat template that renders as Qwen3's does, so that the
 code path is a 4B model's. It splits a word's case, and the blank before it, from its letters: "in Paris",
 "'paris'" and ":Paris" share one token, and a value can be copied in whatever form is stored.
+
+A pre-trained model copies from its context; learning that from nothing would take longer than all else.
+So the model starts with the circuit for it: `start_with_copying_heads`.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ MARKUP_TOKENS = (
 # Aliases (t1.), all-capital words, words with their blank, parts after an underscore, digits, signs
 # with the marks that follow them, white space.
 _PIECES = (
-    rf" ?t\d\.?{GLUE}?| ?(?:{CAPITAL} [a-z]){{2,}}| [a-z]+|_[a-z]+| ?[0-9]"
+    rf" ?t\d\.?{GLUE}?| ?(?:{CAPITAL} [a-z]){{2,}}| [a-z]+|_[a-z]+| ?[0-9]{{1,2}}"
     rf"|[\n ]?[^\sa-z0-9]+|\s+|[a-z]+"
 )
 
@@ -89,7 +92,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, seed: int) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 for `tokenizer`, in fp32."""
+    """A Qwen3 for `tokenizer` in fp32, random but for its copying heads."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -99,11 +102,74 @@ def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, see
         num_key_value_heads=hidden // 96,
         head_dim=48,
         max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    start_with_copying_heads(model)
+    return model
+
+
+@torch.no_grad()
+def start_with_copying_heads(model: Qwen3ForCausalLM) -> None:
+    """Set the initial weights so that the model tends to go on as its context went on before.
+
+    Three parts of the induction circuit (Olsson et al., "In-context learning and induction heads"):
+    what a head attends to becomes likelier as output, in every layer (its output matrix is the transpose
+    of its value matrix); head 0 of layer 0 attends to the previous token; head 0 of layer 1 attends to
+    positions whose previous token is the current one. Everything stays trainable.
+    """
+    config, layers = model.config, model.model.layers
+    size, half = config.head_dim, config.head_dim // 2
+    hidden, scale, constant = config.hidden_size, 0.05, 4.0
+    heads_per_value = config.num_attention_heads // config.num_key_value_heads
+
+    def projection() -> torch.Tensor:
+        """(size, hidden): random orthonormal rows, blind to dimension 0."""
+        rows = torch.empty(size, hidden)
+        torch.nn.init.orthogonal_(rows)
+        rows[:, 0] = 0
+        return rows
+
+    # Dimension 0 of every embedding is the same: queries and keys can read a constant from it.
+    model.model.embed_tokens.weight.normal_(0, scale)
+    model.model.embed_tokens.weight[:, 0] = constant * scale
+    for layer in layers:
+        attention = layer.self_attn
+        for head in range(config.num_attention_heads):
+            start = head // heads_per_value * size
+            if head % heads_per_value == 0:
+                attention.v_proj.weight[start : start + size] = projection()
+            value = attention.v_proj.weight[start : start + size]
+            attention.o_proj.weight[:, head * size : (head + 1) * size] = scale * value.T
+
+    # Layer 0: queries lag keys by one position in the fastest rotations, whatever the tokens are.
+    frequency = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+    fast, slow = torch.arange(4), torch.arange(half)[frequency < 0.004]
+    attention, previous = layers[0].self_attn, projection()
+    attention.q_proj.weight[:size] = attention.k_proj.weight[:size] = 0
+    attention.k_proj.weight[fast, 0] = 1.0
+    attention.q_proj.weight[fast, 0] = torch.cos(frequency[fast])
+    attention.q_proj.weight[half + fast, 0] = -torch.sin(frequency[fast])
+    _sharpen(attention, torch.cat([fast, half + fast]))
+    identity = attention.v_proj.weight[:size].clone()
+    attention.o_proj.weight[:, :size] = 1.5 * scale * previous.T
+
+    # Layer 1: queries read the current token, keys the previous one, in the slowest rotations.
+    matched = torch.cat([slow, half + slow])
+    attention = layers[1].self_attn
+    attention.q_proj.weight[:size] = attention.k_proj.weight[:size] = 0
+    attention.q_proj.weight[matched] = identity[: len(matched)]
+    attention.k_proj.weight[matched] = previous[: len(matched)]
+    _sharpen(attention, matched)
+    attention.o_proj.weight[:, :size] *= 3
+
+
+def _sharpen(attention: torch.nn.Module, dimensions: torch.Tensor) -> None:
+    """Double queries and keys in some dimensions: attention scores of up to 28 instead of 7."""
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight[dimensions] = 2.0

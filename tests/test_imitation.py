@@ -1,0 +1,81 @@
+"""The embedded model's start: copying heads, copying exercises, repair lessons."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from conftest import GOLD, make_episode
+from torch import nn
+
+from mtsql.agent.env import TOOL_SETS, Environment
+from mtsql.learn.imitation import copying_exercise, repair_lesson
+from mtsql.learn.tiny import tiny_qwen3
+from mtsql.recipes.mtsql_r1 import MtsqlR1
+
+
+def test_copying_exercise_marks_what_its_context_foretells():
+    exercise = copying_exercise(list(range(1000)), 40, random.Random(0))
+    ids, loss_mask = exercise.ids, exercise.loss_mask
+    assert len(ids) == 80 and sum(loss_mask) > 20 and not any(loss_mask[:40])
+    pairs = set(zip(ids[:39], ids[1:40], strict=True))
+    for place, bit in enumerate(loss_mask):
+        assert not bit or (ids[place - 1], ids[place]) in pairs
+
+
+def test_untrained_model_already_leans_to_copying(tiny):
+    model = tiny_qwen3(tiny.tokens.tokenizer, hidden=192, layers=2, seed=0).eval()
+    generator = torch.Generator().manual_seed(0)
+    once = torch.stack([torch.randperm(256, generator=generator)[:24] for _ in range(8)])  # (8, 24)
+    ids = torch.cat([once, once], dim=1)  # (8, 48): the second half is known from the first
+    with torch.no_grad():
+        logits = model(ids).logits[:, 24:-1]  # (8, 23, vocabulary)
+    right = logits.gather(-1, ids[:, 25:, None])[..., 0]  # (8, 23)
+    better = (logits > right[..., None]).sum(-1).float()  # tokens that are preferred to the right one
+    assert better.mean() < 0.05 * logits.shape[-1]
+    shuffled = logits.gather(-1, ids[:, 25:, None].flip(1))[..., 0]
+    assert (right > shuffled).float().mean() > 0.8
+
+
+def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):
+    episode = make_episode(tiny)
+    environment = Environment(
+        {"music": tiny.schema},
+        MtsqlR1(True, 40),
+        tiny.tokens,
+        tiny.executor,
+        episode.limits,
+        TOOL_SETS["both"],
+    )
+    wrong = [{"kind": "value_form", "query": GOLD.replace("france", "France")}]
+    lessons = [
+        lesson
+        for seed in range(20)
+        for lesson in repair_lesson({"both": environment}, episode.example, wrong, random.Random(seed))
+    ]
+    assert lessons
+    for lesson in lessons:
+        assert [s.role for s in lesson.segments] == ["prompt", "model", "environment", "model"]
+        assert not any(bit for s in lesson.segments[:3] for bit in s.loss_mask)
+        taught = [i for i, bit in zip(lesson.ids, lesson.loss_mask, strict=True) if bit]
+        assert "".join(tiny.tokens.decode(taught).split()) in (
+            "".join(f'<tool_call>{{"name":"exec_sql","arguments":{{"code":"{sql}"}}}}</tool_call>'.split())
+            for sql in (GOLD, wrong[0]["query"])
+        )
+    assert repair_lesson({"both": environment}, episode.example, [], random.Random(0)) == []
+
+
+def test_exercise_is_learned_in_a_few_steps(tiny):
+    model = tiny_qwen3(tiny.tokens.tokenizer, hidden=192, layers=2, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rng, losses = random.Random(0), []
+    for _ in range(40):
+        exercises = [copying_exercise(list(range(200)), 24, rng) for _ in range(8)]
+        ids = torch.tensor([e.ids for e in exercises])
+        trained = torch.tensor([e.loss_mask for e in exercises])[:, 1:].bool()
+        loss = nn.functional.cross_entropy(model(ids).logits[:, :-1][trained], ids[:, 1:][trained])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.4 * losses[0]
