@@ -50,7 +50,7 @@ from mtsql.recipes.mtsql_r1 import RewardWeights, reward
 from mtsql.report.evaluation import answer_dialogues, scorable, score_records
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
-from mtsql.report.viewer import trajectory_record
+from mtsql.report.viewer import drop_later_records, trajectory_record
 from mtsql.run import (
     load_split,
     make_environment,
@@ -126,6 +126,7 @@ def main() -> None:
     save_config(config, out)
     log = MetricsLog(out / "metrics.csv", first_step)
     dev_log = MetricsLog(out / "dev.csv", first_step)
+    drop_later_records(out / "trajectories.jsonl", first_step)
     weights = RewardWeights(config.w_ex, config.w_em, config.w_proposal, config.w_verify)
     sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
     started = time.perf_counter()

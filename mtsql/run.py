@@ -25,8 +25,8 @@ def user_errors(main: Callable[[], None]) -> None:
     try:
         main()
     except (ValueError, FileNotFoundError, FileExistsError) as error:
-        if not isinstance(error, DataError) and type(error) is ValueError and "\n" in str(error):
-            raise
+        if "\n" in str(error) and not isinstance(error, DataError):
+            raise  # many lines: a library's error, not one of our sentences
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

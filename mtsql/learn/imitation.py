@@ -38,18 +38,18 @@ class Habits:
     """Probabilities of the scripted agent."""
 
     wrong_first: float = 0.65
+    wrong_name: float = 0.25  # where the only mistakes at hand are wrong columns
     notices_execution: float = 0.4
     notices_memory: float = 0.35
     false_alarm: float = 0.03
     right_repair: float = 0.8
-    any_mistake: bool = False  # of any kind, not of the likeliest
 
 
-ATTENTIVE = Habits(wrong_first=1, notices_execution=1, notices_memory=1, false_alarm=0, any_mistake=True)
+ATTENTIVE = Habits(wrong_first=1, wrong_name=1, notices_execution=1, notices_memory=1, false_alarm=0)
 
 
-# The mistake of each question: the first kind that applies to it.
-MISTAKE_ORDER = ("lost_constraint", "stale_value", "value_form", "look_alike", "misnamed_column")
+# Mistakes that a tool reveals and a careful second look repairs; wrong columns come where there is none.
+CARELESS = ("lost_constraint", "stale_value", "value_form")
 
 
 def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random.Random) -> Trajectory:
@@ -58,12 +58,12 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
     Without any tool the agent answers with what it knows, the gold SQL.
     """
     gold, tools = episode.example.gold_sql, episode.tools
-    kinds = sorted({m["kind"] for m in wrong}, key=MISTAKE_ORDER.index)
-    kind = kinds and (rng.choice(kinds) if habits.any_mistake else kinds[0])
+    careless = [m for m in wrong if m["kind"] in CARELESS]
+    kind = rng.choice(sorted({m["kind"] for m in careless or wrong}) or [""])
     likely = [m["query"] for m in wrong if m["kind"] == kind]
     sql = gold
-    if tools and likely and rng.random() < habits.wrong_first:
-        sql = likely[0] if rng.random() < 0.8 else rng.choice(likely)
+    if tools and likely and rng.random() < (habits.wrong_first if careless else habits.wrong_name):
+        sql = rng.choice(likely)
 
     def repair() -> str:
         others = [q for q in likely if q != sql]
@@ -137,8 +137,9 @@ class ImitationConfig(Common):
     copying_length: int = option(32, "random tokens in each exercise, to be copied in pieces")
     answer_steps: int = option(1500, "optimizer steps on direct answers alone: the SQL skill")
     agent_steps: int = option(300, "optimizer steps on demonstrations with every set of tools")
-    databases_per_step: int = option(2, "databases in each step")
-    questions_per_database: int = option(8, "training questions over each of them")
+    answer_databases: int = option(2, "databases in each of the former steps")
+    agent_databases: int = option(1, "databases in each of the latter steps")
+    questions_per_database: int = option(8, "training questions over each database of a step")
     micro_batch_positions: int = option(2500, "positions in one forward pass")
     learning_rate: float = option(4e-3, "peak of a cosine schedule: embeddings and vectors, AdamW")
     matrix_rate: float = option(0.025, "peak of a cosine schedule: matrices, Muon")
@@ -157,15 +158,14 @@ def demonstrations(
     """What one question gives to one phase.
 
     "answers": a direct answer without tools. "agent": a demonstration with both tools, and at times
-    without any or with a single one, so that the model knows every set of Table 4. Repair lessons go
-    with a quarter of the answers and with every demonstration.
+    without any or with a single one, so that the model knows every set of Table 4. A repair
+    lesson goes with it.
     """
     shown = ["none"]
     if phase == "agent":
         others = (rng.choice(("none", None)), rng.choice(("no_execution", "no_memory", None, None)))
         shown = ["both", *filter(None, others)]
-    taught = phase == "agent" or rng.random() < 0.25
-    lessons = repair_lesson(environments, example, wrong, rng) if taught else []
+    lessons = repair_lesson(environments, example, wrong, rng) if phase == "agent" else []
     return [
         demonstrate(environments[tools].episodes(example, [0])[0], wrong, Habits(), rng) for tools in shown
     ] + lessons
@@ -245,9 +245,10 @@ def main() -> None:
         if phase == "copying":
             groups = [[copying_exercise(copyable, config.copying_length, rng)] for _ in range(16)]
         else:
-            if len(order) < config.databases_per_step:
+            databases = config.answer_databases if phase == "answers" else config.agent_databases
+            if len(order) < databases:
                 order += by_database(asked, config.questions_per_database, rng)
-            batch, order = order[: config.databases_per_step], order[config.databases_per_step :]
+            batch, order = order[:databases], order[databases:]
             groups = [
                 [t for e in chunk for t in demonstrations(phase, environments, e, wrong[e.id], rng)]
                 for chunk in batch

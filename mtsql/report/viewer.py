@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mtsql.agent.trajectory import Trajectory
+from mtsql.learn.checkpoint import write_atomically
 
 COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
 BOLD, RESET = "\033[1m", "\033[0m"
@@ -44,6 +45,14 @@ def trajectory_record(
             for segment in trajectory.segments
         ],
     }
+
+
+def drop_later_records(path: Path, step: int) -> None:
+    """Keep the rows of steps before `step` of a file of trajectories, as a resumed run needs it."""
+    kept = (
+        [record for record in read_records(path) if record["step"] < step] if step and path.exists() else []
+    )
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_records(path: Path) -> Iterator[dict]:
