@@ -33,7 +33,7 @@ def test_untrained_model_already_leans_to_copying(tiny):
         logits = model(ids).logits[:, 24:-1]  # (8, 23, vocabulary)
     right = logits.gather(-1, ids[:, 25:, None])[..., 0]  # (8, 23)
     better = (logits > right[..., None]).sum(-1).float()  # tokens that are preferred to the right one
-    assert better.mean() < 0.05 * logits.shape[-1]
+    assert better.median() <= 3  # of 451; chance is 225
     shuffled = logits.gather(-1, ids[:, 25:, None].flip(1))[..., 0]
     assert (right > shuffled).float().mean() > 0.8
 

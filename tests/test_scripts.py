@@ -94,7 +94,7 @@ def test_recipe_end_to_end(work):
 def test_quickstart_ends_with_its_table(work):
     small = (ROOT / "configs" / "toy.toml").read_text()
     for old, new in (
-        ("questions = 800", "questions = 20"),
+        ("questions = 400", "questions = 20"),
         ("samples_per_question = 4", "samples_per_question = 8"),
         ("steps = 40", "steps = 1"),
         ("prompts_per_step = 48", "prompts_per_step = 4"),
