@@ -20,7 +20,10 @@ from transformers.masking_utils import sdpa_mask
 
 GROUPED = "sdpa_grouped_queries"
 BUCKET = 64  # Attention sees a multiple of this many positions.
-TOKENS_PER_FORWARD = 8192  # Prompts and observations go through the model in chunks of this size.
+# Prompts and observations go through the model in chunks of rows with about so many tokens: many for a
+# GPU; few for a CPU, where padding costs more than another call.
+TOKENS_PER_FORWARD = {"cpu": 1024}
+TOKENS_PER_FORWARD_ELSEWHERE = 8192
 
 
 def _grouped_attention(
@@ -265,10 +268,11 @@ class Generator:
 
     def _write(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
         """Extend the cache of `rows` by `ids`, in chunks of rows with similar lengths."""
+        size = TOKENS_PER_FORWARD.get(self.model.device.type, TOKENS_PER_FORWARD_ELSEWHERE)
         order = sorted(range(len(rows)), key=lambda i: len(ids[i]))
         while order:
             longest = max(len(ids[order[-1]]), 1)
-            chunk = order[-max(TOKENS_PER_FORWARD // longest, 1) :]
+            chunk = order[-max(size // longest, 1) :]
             del order[-len(chunk) :]
             chunk = [i for i in chunk if ids[i]]
             if chunk:

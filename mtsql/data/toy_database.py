@@ -13,8 +13,6 @@ from pathlib import Path
 
 from mtsql.data import toy_words as words
 
-STYLES = ("title", "lower", "code")
-
 
 @dataclass(frozen=True)
 class Column:
@@ -138,7 +136,7 @@ def make_database(db_id: str, theme: str, rng: random.Random) -> ToyDatabase:
         columns, values = [], []
         for spec in sorted(kept, key=entity.columns.index):
             proper, common = spec.kind in words.PROPER, spec.kind in words.COMMON
-            styles = ("title", "title", "lower", "lower") if proper else (*STYLES, "title", "lower")
+            styles = ("title", "title", "lower", "lower") if proper else (*("title", "lower") * 4, "code")
             name = rng.choice(spec.names) if rng.random() < 0.1 else spec.names[0]
             others = [n for n in (*spec.names, spec.phrases[0]) if n != name and " " not in n]
             column = Column(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mtsql.data.toy_database import STYLES, Column, ToyDatabase
+from mtsql.data.toy_database import Column, ToyDatabase
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,7 @@ def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> lis
     for condition in query.where:
         if isinstance(condition.value, str):
             natural = "title" if condition.column.is_proper else "lower"
-            others = [s for s in STYLES if s != "code" or not condition.column.is_proper]
-            for style in sorted(others, key=lambda s, natural=natural: s != natural):
+            for style in sorted(("title", "lower"), key=lambda s, natural=natural: s != natural):
                 if style != condition.column.style:
                     changed = tuple(replace(c, style=style) if c == condition else c for c in query.where)
                     found.append(("value_form", replace(query, where=changed)))

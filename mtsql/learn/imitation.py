@@ -37,10 +37,10 @@ from mtsql.run import load_split, make_environment, pick_device, user_errors
 class Habits:
     """Probabilities of the scripted agent."""
 
-    wrong_first: float = 0.65
-    wrong_name: float = 0.25  # where the only mistakes at hand are wrong columns
-    notices_execution: float = 0.4
-    notices_memory: float = 0.35
+    wrong_first: float = 0.75
+    wrong_name: float = 0.3  # where the only mistakes at hand are wrong columns
+    notices_execution: float = 0.35
+    notices_memory: float = 0.3
     false_alarm: float = 0.03
     right_repair: float = 0.8
 
@@ -118,13 +118,12 @@ def repair_lesson(
     repairs = [a.interaction for a in demonstration.actions if a.passed is False]
     if not repairs:
         return []
-    closing = episode.tokens.tokenizer.convert_tokens_to_ids(["</exec_verify>", "</memory_verify>"])
     last = 2 * min(repairs) + 1  # segments: prompt, message, observation, message, ...
     segments = [
         replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in demonstration.segments[: last + 1]
     ]
     ids = segments[last].ids
-    behind = next(i for i, token in enumerate(ids) if token in closing) + 1
+    behind = episode.tokens.count(verdict(demonstration.observations[min(repairs)].tool, False) + "\n")
     segments[last] = replace(segments[last], loss_mask=tuple(int(i >= behind) for i in range(len(ids))))
     return [replace(demonstration, segments=segments)]
 
@@ -133,8 +132,9 @@ def repair_lesson(
 class ImitationConfig(Common):
     """Configuration of the imitation phase."""
 
-    copying_steps: int = option(150, "optimizer steps on copying random tokens, before all else")
+    copying_steps: int = option(250, "optimizer steps on copying and repair exercises, before all else")
     copying_length: int = option(32, "random tokens in each exercise, to be copied in pieces")
+    repair_exercises: int = option(4, "repair exercises beside the questions in each later step")
     answer_steps: int = option(1500, "optimizer steps on direct answers alone: the SQL skill")
     agent_steps: int = option(300, "optimizer steps on demonstrations with every set of tools")
     answer_databases: int = option(2, "databases in each of the former steps")
@@ -189,6 +189,40 @@ def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Traject
     return Trajectory("copying", 0, [prompt, response])
 
 
+def repair_exercise(tokens: ChatTokens, words: list[int], length: int, rng: random.Random) -> Trajectory:
+    """A query of random words with one quoted value, a verdict on it, and what a verdict asks for.
+
+    After "pass" the query comes again as it was; after "no_pass" with the value in the other form,
+    capital or not. The loss mask is 1 on that second query. `words` are ids of single words.
+    """
+    query = tokens.tokenizer.decode(rng.choices(words, k=rng.randint(2, length // 2))).strip()
+    rest = tokens.tokenizer.decode(rng.choices(words, k=rng.randint(0, length // 4)))
+    value = tokens.tokenizer.decode(rng.choices(words, k=1)).strip()
+    capital = rng.random() < 0.5
+    passed = rng.random() < 0.5
+
+    def with_value(capital: bool) -> str:
+        return f"{query} = '{value.capitalize() if capital else value}'{rest}"
+
+    asked = tokens.tokenizer.decode(rng.choices(words, k=length))
+    tool = rng.choice((EXEC_SQL, MEMORY_RETRIEVE)) if passed else EXEC_SQL
+    found = rest if passed else rng.choice(("empty", "0"))
+    before = [
+        *tokens.message_ids(asked + tool_call(tool, with_value(capital))),
+        *tokens.observation_suffix(found, True),
+        *tokens.message_ids(verdict(tool, passed) + "\n")[:-1],
+    ]
+    again = with_value(capital == passed)
+    after = tokens.message_ids(
+        rng.choice((tool_call(EXEC_SQL, again), f"<answer_sql>{again}</answer_sql>"))
+        if passed
+        else tool_call(EXEC_SQL, again)
+    )
+    prompt = Segment("prompt", tuple(before), (0,) * len(before), (0.0,) * len(before))
+    response = Segment("model", tuple(after), (1,) * len(after), (0.0,) * len(after))
+    return Trajectory("repair", 0, [prompt, response])
+
+
 def by_database(asked: list[Example], size: int, rng: random.Random) -> list[list[Example]]:
     """All questions in random order, in chunks of `size` over one database each."""
     databases: dict[str, list[Example]] = {}
@@ -233,7 +267,9 @@ def main() -> None:
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizers = make_muon(model, config.matrix_rate, config.learning_rate)
     rng = random.Random(config.seed)
-    copyable = sorted(i for piece, i in tokenizer.get_vocab().items() if not piece.startswith("<"))
+    pieces = tokenizer.get_vocab()
+    copyable = sorted(i for piece, i in pieces.items() if not piece.startswith("<"))
+    words = sorted(i for piece, i in pieces.items() if piece[0] == " " and piece[1:].isalpha())
     order: list[list[Example]] = []  # questions over one database, some at a time
     phases = (
         ["copying"] * config.copying_steps
@@ -243,7 +279,8 @@ def main() -> None:
     bar = tqdm(phases, desc="imitation", unit="step", mininterval=5.0)
     for step, phase in enumerate(bar):
         if phase == "copying":
-            groups = [[copying_exercise(copyable, config.copying_length, rng)] for _ in range(16)]
+            groups = [[copying_exercise(copyable, config.copying_length, rng)] for _ in range(8)]
+            groups += [[repair_exercise(tokens, words, config.copying_length, rng)] for _ in range(8)]
         else:
             databases = config.answer_databases if phase == "answers" else config.agent_databases
             if len(order) < databases:
@@ -252,6 +289,10 @@ def main() -> None:
             groups = [
                 [t for e in chunk for t in demonstrations(phase, environments, e, wrong[e.id], rng)]
                 for chunk in batch
+            ]
+            groups += [
+                [repair_exercise(tokens, words, config.copying_length, rng)]
+                for _ in range(config.repair_exercises)
             ]
         trained_tokens = sum(sum(t.loss_mask) for group in groups for t in group)
         for optimizer, peak in zip(optimizers, (config.matrix_rate, config.learning_rate), strict=True):

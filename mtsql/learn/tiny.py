@@ -37,6 +37,13 @@ MARKUP_TOKENS = (
     "<answer_sql>", "</answer_sql>",
     '{"name": "exec_sql", "arguments": {"code": "', '"}}',
     '{"name": "memory_retrieve", "arguments": {"code": "',
+    # What always stands together, and each verdict, is one token.
+    "<|im_start|>user\n", "<|im_start|>assistant\n",
+    "<|im_start|>user\n<tool_response>\n", "\n</tool_response>",
+    '<tool_call>\n{"name": "exec_sql", "arguments": {"code": "', '"}}\n</tool_call>',
+    '<tool_call>\n{"name": "memory_retrieve", "arguments": {"code": "',
+    "<exec_verify>pass</exec_verify>\n", "<exec_verify>no_pass</exec_verify>\n",
+    "<memory_verify>pass</memory_verify>\n", "<memory_verify>no_pass</memory_verify>\n",
 )  # fmt: skip
 
 # Aliases (t1.), all-capital words, words with their blank, parts after an underscore, digits, signs
