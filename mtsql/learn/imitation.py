@@ -52,6 +52,10 @@ ATTENTIVE = Habits(wrong_first=1, wrong_name=1, notices_execution=1, notices_mem
 CARELESS = ("lost_constraint", "stale_value", "value_form")
 
 
+# What the compact wording adds to a schema and a question, for the tokenizer.
+WORDING = f"now: \ntools: {EXEC_SQL} {MEMORY_RETRIEVE}\n1. SELECT -> 2 ; null empty error ..."
+
+
 def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random.Random) -> Trajectory:
     """Play one episode as the scripted agent; `wrong` are the question's mistakes ({kind, query}).
 
@@ -259,6 +263,7 @@ def main() -> None:
     asked = examples(dataset.dialogues)
     texts = [schema.text(compact=True) for schema in dataset.schemas.values()]
     texts += [text for e in asked for text in (e.question, e.gold_sql)]
+    texts += [WORDING] * len(asked)
     tokenizer = train_tokenizer(texts, config.vocabulary)
     tokens = ChatTokens(tokenizer)
     environments = {name: make_environment(config, dataset, tokens, name) for name in TOOL_SETS}
