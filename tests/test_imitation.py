@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import torch
 from conftest import GOLD, make_episode
 from torch import nn
 
 from mtsql.agent.env import TOOL_SETS, Environment
-from mtsql.learn.imitation import copying_exercise, repair_lesson
+from mtsql.learn.imitation import copying_exercise, repair_exercise, repair_lesson
 from mtsql.learn.tiny import tiny_qwen3
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 
@@ -34,8 +35,31 @@ def test_untrained_model_already_leans_to_copying(tiny):
     right = logits.gather(-1, ids[:, 25:, None])[..., 0]  # (8, 23)
     better = (logits > right[..., None]).sum(-1).float()  # tokens that are preferred to the right one
     assert better.median() <= 3  # of 451; chance is 225
-    shuffled = logits.gather(-1, ids[:, 25:, None].flip(1))[..., 0]
+    shuffled = logits.gather(-1, ids[:, 25:, None].roll(11, dims=1))[..., 0]  # other tokens of the context
     assert (right > shuffled).float().mean() > 0.8
+
+
+def test_repair_exercise_repeats_what_passed_and_changes_what_is_named(tiny):
+    rng = random.Random(0)
+    words = [i for p, i in tiny.tokens.tokenizer.get_vocab().items() if p[0] == " " and p[1:].isalpha()]
+    seen = set()
+    for _ in range(60):
+        exercise = repair_exercise(tiny.tokens, words, 12, rng)
+        before, after = (tiny.tokens.decode(s.ids) for s in exercise.segments)
+        sql = re.compile(r"""code": "(.*)"}}|<answer_sql>(.*)</answer_sql>""")
+        first, again = ("".join(g or "" for g in sql.search(text).groups()) for text in (before, after))
+        passed, error = "no_pass" not in before, re.search(r"column: (?:t\d\.)?(\S+)", before)
+        if error:
+            changed = [(a, b) for a, b in zip(first.split(), again.split(), strict=True) if a != b]
+            assert len(changed) <= 1 and all(a == error.group(1) for a, _ in changed)
+            assert all(b in before.split("<tool_call>")[0].split() for _, b in changed)
+        else:
+            assert (first == again) is passed
+            assert first.lower() == again.lower()
+        lengths = [len(s.ids) for s in exercise.segments]
+        assert exercise.loss_mask == [0] * lengths[0] + [1] * lengths[1]
+        seen.add((passed, bool(error), "<answer_sql>" in after))
+    assert len(seen) == 4 and (False, False, True) not in seen and (False, True, True) not in seen
 
 
 def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):

@@ -39,8 +39,8 @@ class Habits:
 
     wrong_first: float = 0.75
     wrong_name: float = 0.3  # where the only mistakes at hand are wrong columns
-    notices_execution: float = 0.35
-    notices_memory: float = 0.3
+    notices_execution: float = 0.45
+    notices_memory: float = 0.35
     false_alarm: float = 0.03
     right_repair: float = 0.8
 
@@ -118,7 +118,8 @@ def repair_lesson(
     Empty where there is nothing to repair.
     """
     episode = environments["both"].episodes(example, [0])[0]
-    demonstration = demonstrate(episode, wrong, ATTENTIVE, rng)
+    kind = rng.choice(sorted({m["kind"] for m in wrong}) or [""])
+    demonstration = demonstrate(episode, [m for m in wrong if m["kind"] == kind], ATTENTIVE, rng)
     repairs = [a.interaction for a in demonstration.actions if a.passed is False]
     if not repairs:
         return []
@@ -196,32 +197,42 @@ def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Traject
 def repair_exercise(tokens: ChatTokens, words: list[int], length: int, rng: random.Random) -> Trajectory:
     """A query of random words with one quoted value, a verdict on it, and what a verdict asks for.
 
-    After "pass" the query comes again as it was; after "no_pass" with the value in the other form,
-    capital or not. The loss mask is 1 on that second query. `words` are ids of single words.
+    After "pass" the query comes again as it was. After "no_pass" on an empty result it comes with the
+    value in the other form, capital or not; on an error, with the word that the error names changed to
+    the one that stands there in the question. The loss mask is 1 on that second query. `words` are ids
+    of single words.
     """
-    query = tokens.tokenizer.decode(rng.choices(words, k=rng.randint(2, length // 2))).strip()
-    rest = tokens.tokenizer.decode(rng.choices(words, k=rng.randint(0, length // 4)))
-    value = tokens.tokenizer.decode(rng.choices(words, k=1)).strip()
+
+    def some(least: int, most: int) -> list[str]:
+        return [tokens.tokenizer.decode([i]).strip() for i in rng.choices(words, k=rng.randint(least, most))]
+
+    query, (value,) = some(3, length // 2), some(1, 1)
+    place = rng.randint(2, len(query))  # where the value comes
     capital = rng.random() < 0.5
-    passed = rng.random() < 0.5
+    fault = rng.choice(("", "", "form", "name"))
+    wrong, (named,) = list(query), some(1, 1)
+    if fault == "name":
+        wrong[rng.randint(1, len(query) - 1)] = named
 
-    def with_value(capital: bool) -> str:
-        return f"{query} = '{value.capitalize() if capital else value}'{rest}"
+    def sql(words: list[str], capital: bool) -> str:
+        quoted = f"= '{value.capitalize() if capital else value}'"
+        return " ".join([*words[:place], quoted, *words[place:]])
 
-    asked = tokens.tokenizer.decode(rng.choices(words, k=length))
-    tool = rng.choice((EXEC_SQL, MEMORY_RETRIEVE)) if passed else EXEC_SQL
-    found = rest if passed else rng.choice(("empty", "0"))
+    asked = [*some(0, length // 2), *query, *some(0, length // 2)]
+    tool = rng.choice((EXEC_SQL, MEMORY_RETRIEVE)) if not fault else EXEC_SQL
+    found = {
+        "": " ".join(some(1, 6)),
+        "form": rng.choice(("empty", "0", "null")),
+        "name": f"error: no such column: {rng.choice(('', 't1.', 't2.'))}{named}",
+    }[fault]
     before = [
-        *tokens.message_ids(asked + tool_call(tool, with_value(capital))),
+        *tokens.message_ids(" ".join(asked) + tool_call(tool, sql(wrong, capital))),
         *tokens.observation_suffix(found, True),
-        *tokens.message_ids(verdict(tool, passed) + "\n")[:-1],
+        *tokens.message_ids(verdict(tool, not fault) + "\n")[:-1],
     ]
-    again = with_value(capital == passed)
-    after = tokens.message_ids(
-        rng.choice((tool_call(EXEC_SQL, again), f"<answer_sql>{again}</answer_sql>"))
-        if passed
-        else tool_call(EXEC_SQL, again)
-    )
+    again = sql(query, capital != (fault == "form"))
+    answers = [tool_call(EXEC_SQL, again)] + [f"<answer_sql>{again}</answer_sql>"] * (not fault)
+    after = tokens.message_ids(rng.choice(answers))
     prompt = Segment("prompt", tuple(before), (0,) * len(before), (0.0,) * len(before))
     response = Segment("model", tuple(after), (1,) * len(after), (0.0,) * len(after))
     return Trajectory("repair", 0, [prompt, response])
