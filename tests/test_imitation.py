@@ -11,7 +11,8 @@ from conftest import GOLD, make_episode
 from torch import nn
 
 from mtsql.agent.env import TOOL_SETS, Environment
-from mtsql.learn.imitation import copying_exercise, repair_exercise, repair_lesson
+from mtsql.learn.exercises import copying_exercise, repair_exercise
+from mtsql.learn.imitation import repair_lesson
 from mtsql.learn.tiny import tiny_qwen3
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 
