@@ -39,9 +39,9 @@ from mtsql.run import load_split, make_environment, pick_device, user_errors
 class Habits:
     """Probabilities of the scripted agent."""
 
-    wrong_first: float = 0.75
-    wrong_name: float = 0.3  # where the only mistakes at hand are wrong columns
-    notices_execution: float = 0.45
+    wrong_first: float = 0.9
+    wrong_name: float = 0.4  # where the only mistakes at hand are wrong columns
+    notices_execution: float = 0.4
     notices_memory: float = 0.35
     false_alarm: float = 0.03
     right_repair: float = 0.8
