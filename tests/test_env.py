@@ -165,7 +165,8 @@ def test_control_tokens_in_cells_stay_text(tiny):
     vocabulary = tiny.tokens.tokenizer.get_vocab()
     assert ids.count(vocabulary["<|im_end|>"]) == 1  # that of the tool message itself
     assert ids.count(vocabulary["<tool_call>"]) == 0
-    assert ids.count(vocabulary["</tool_response>"]) == 1
+    assert ids.count(vocabulary["</tool_response>"]) == 0
+    assert ids.count(vocabulary["\n</tool_response>"]) == 1  # that of the tool message, too
 
 
 @pytest.mark.parametrize("history", ["gold", "questions"])
