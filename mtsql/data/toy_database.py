@@ -1,7 +1,7 @@
 """Databases of the toy benchmark: two to four linked tables with rows, written as SQLite files.
 
 What makes execution matter: a text column stores its values with a capital, in lower case, or as a
-one-letter code, and the first row, the only one that the schema text shows, often holds a NULL there.
+one-letter code, and the first row, the only one that the schema text shows, usually holds a NULL there.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def make_database(db_id: str, theme: str, rng: random.Random) -> ToyDatabase:
             if column.is_category:
                 words_of[column] = tuple(dict.fromkeys(drawn))
                 drawn = [column.stored(word) for word in drawn]
-                if column.style != "code" and rng.random() < 0.5:
+                if column.style != "code" and rng.random() < 0.8:
                     drawn[0] = None
             columns.append(column)
             values.append(drawn)
