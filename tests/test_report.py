@@ -20,6 +20,7 @@ from mtsql.report.metrics import (
 )
 from mtsql.report.plots import plot_arms, plot_training
 from mtsql.report.viewer import main, render, trajectory_record
+from mtsql.sql.score import FURTHER_METRICS
 
 GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"
 
@@ -75,6 +76,9 @@ def make_record(dialogue: object, turn: int, ex: int, em: int, **changes) -> dic
         "hardness": "easy",
         "ex": ex,
         "em": em,
+        **dict.fromkeys(FURTHER_METRICS, ex),
+        "predicted": "SELECT 1",
+        "pred_parses": dialogue == "a",
         "status": "answered",
         "interactions": 2,
         "tool_calls": {"exec_sql": 1},
@@ -106,6 +110,8 @@ def test_summary_by_hand():
     assert set(summary["status"]) == {str(s) for s in Status}
     assert (summary["status"]["answered"], summary["status"]["out_of_tokens"]) == (0.75, 0.25)
     assert summary["tool_calls"] == {"exec_sql": 0.75}
+    assert summary["further"]["ex_bird"] == 0.75
+    assert (summary["official_grammar_cannot_read"], summary["answers"]) == (2, 4)
     assert (summary["interactions"], summary["sampled_tokens"]) == (2.5, 10.0)
     assert json.loads(json.dumps(summary)) == summary
     with pytest.raises(ValueError, match="nothing to summarise"):

@@ -12,7 +12,7 @@ from mtsql.agent.env import Environment
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, examples, with_predicted_history
-from mtsql.sql.score import Scorer
+from mtsql.sql.score import FURTHER_METRICS, Scorer
 
 
 def answer_dialogues(
@@ -68,6 +68,7 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
         problem = scorer.gold_problem(example.db_id, example.gold_sql)
         right = trajectory.status is Status.ANSWERED and problem is None
         answer = trajectory.answer_sql
+        further = scorer.further(example.db_id, example.gold_sql, answer) if right else {}
         records.append(
             {
                 "example_id": example.id,
@@ -80,6 +81,8 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
                 "predicted": answer,
                 "ex": int(right and scorer.ex(example.db_id, example.gold_sql, answer)),
                 "em": int(right and scorer.em(example.db_id, example.gold_sql, answer)),
+                **{metric: further.get(metric, 0) for metric in FURTHER_METRICS},
+                "pred_parses": scorer.readable(example.db_id, answer),
                 "status": str(trajectory.status),
                 "interactions": trajectory.interactions,
                 "off_protocol": trajectory.off_protocol,

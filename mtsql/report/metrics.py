@@ -12,6 +12,7 @@ import numpy as np
 
 from mtsql.agent.trajectory import Status
 from mtsql.learn.checkpoint import write_atomically
+from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
@@ -65,7 +66,8 @@ def summarise(records: Sequence[dict]) -> dict:
     """All numbers of an evaluation.
 
     Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, ex, em
-    (0 or 1), status, interactions, tool_calls (tool -> count), sampled_tokens and response_tokens.
+    and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, interactions, tool_calls (tool ->
+    count), sampled_tokens and response_tokens.
     Shares are fractions; the mean over no question is None. Raises ValueError without records.
     """
     if not records:
@@ -85,10 +87,16 @@ def summarise(records: Sequence[dict]) -> dict:
             "low": low,
             "high": high,
             "interaction_match": _mean(right),
-            "by_turn": {t: _mean(r[metric] for r in records if _turn(r["turn_index"]) == t) for t in TURNS},
+            "by_turn": {
+                t: _mean(r[metric] for r in records if turn_name(r["turn_index"]) == t) for t in TURNS
+            },
             "by_hardness": {h: _mean(r[metric] for r in records if r["hardness"] == h) for h in hardness},
         }
-    summary["questions_by_turn"] = {t: sum(_turn(r["turn_index"]) == t for r in records) for t in TURNS}
+    summary["further"] = {metric: _mean(r[metric] for r in records) for metric in FURTHER_METRICS}
+    answers = [r for r in records if r["predicted"] is not None]
+    summary["answers"] = len(answers)
+    summary["official_grammar_cannot_read"] = sum(not r["pred_parses"] for r in answers)
+    summary["questions_by_turn"] = {t: sum(turn_name(r["turn_index"]) == t for r in records) for t in TURNS}
     summary["questions_by_hardness"] = {h: sum(r["hardness"] == h for r in records) for h in hardness}
     summary["status"] = {str(s): _mean(r["status"] == s for r in records) for s in Status}
     summary["tool_calls"] = {tool: _mean(r["tool_calls"].get(tool, 0) for r in records) for tool in tools}
@@ -97,7 +105,8 @@ def summarise(records: Sequence[dict]) -> dict:
     return summary
 
 
-def _turn(index: int) -> str:
+def turn_name(index: int) -> str:
+    """The bucket of a turn that counts from 0."""
     return TURNS[min(index, len(TURNS) - 1)]
 
 
@@ -125,6 +134,9 @@ def format_summary(summary: dict) -> str:
             lines.append(f"{label:<22}{count:>10}{values}")
     matches = _percent(ex["interaction_match"]) + _percent(em["interaction_match"])
     lines += [f"{'whole dialogues':<22}{summary['dialogues']:>10}{matches}", ""]
+    lines += [f"{FURTHER_METRICS[m]:<32}{_percent(mean)} %" for m, mean in summary["further"].items()]
+    unread, answers = summary["official_grammar_cannot_read"], summary["answers"]
+    lines += [f"the official grammar cannot read {unread} of {answers} answers", ""]
     lines += [f"{status:<32}{_percent(share)} %" for status, share in summary["status"].items()]
     lines.append("")
     per_answer = {f"{tool} calls": mean for tool, mean in summary["tool_calls"].items()}

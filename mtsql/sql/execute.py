@@ -1,7 +1,12 @@
 """Runs SQL from a model without risk, and compares results as the official evaluation does.
 
-Design invariant 10: read-only, with a time and a row limit that really stop the statement. The
-comparison is section 6 of the notes on the official evaluation, which has neither safeguard.
+Design invariant 10: read-only (URI mode, authorizer and query_only), with limits on time, rows, memory
+and the size of a cell that really stop the statement. The comparison is section 6 of the notes on the
+official evaluation, which has no such safeguard.
+
+SQLite looks at the clock between the rounds of a loop (progress handler) and, while it prepares a
+statement, at every name it meets (authorizer). What runs in between is kept short by the limits on cells,
+patterns, function calls and the statement's length; what grows in between is stopped by the heap limit.
 """
 
 from __future__ import annotations
@@ -9,9 +14,12 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,19 +27,28 @@ from pathlib import Path
 from mtsql.sql.compare import results_equal
 from mtsql.sql.text import join_operators, without_distinct
 
-__all__ = ["ExecutionResult", "Executor", "execution_match", "results_equal"]
+__all__ = ["ExecutionResult", "Executor", "as_executed", "execution_match", "results_equal", "set_match"]
 
-ALLOWED_ACTIONS = frozenset(
-    {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-)
+ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
 ALLOWED_PRAGMAS = frozenset(
     "table_info table_xinfo table_list index_list index_info index_xinfo foreign_key_list".split()
 )
 DENIED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
-PROGRESS_STEPS = 1_000  # virtual-machine instructions between two looks at the clock
-MAX_CELL_BYTES = 1_000_000
-MAX_RESULT_BYTES = 50_000_000
-MAX_CACHED_ROWS = 500_000  # in all results of the cache together
+PREPARED_TABLES = (  # table-valued functions; their first use looks like a CREATE to the authorizer
+    *(f"pragma_{name}" for name in sorted(ALLOWED_PRAGMAS)),
+    "json_each",
+    "json_tree",
+)
+LONG_FORMAT = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
+DENIED_TABLES = frozenset({"sqlite_dbpage", "dbstat"})  # raw pages of the file
+PROGRESS_STEPS = 100  # virtual-machine instructions between two looks at the clock
+MAX_SQL_BYTES = 100_000
+MAX_CELL_BYTES = 150_000
+MAX_PATTERN_BYTES = 250  # of LIKE and GLOB
+MAX_FUNCTION_CALLS = 50  # written in one statement
+MAX_HEAP_BYTES = 80_000_000  # SQLite's own memory, in the whole process
+MAX_RESULT_BYTES = 64_000_000  # one result, as Python objects
+MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_ROWS = 1_000_000
 CONNECTIONS_PER_THREAD = 16
 
@@ -45,6 +62,7 @@ class ExecutionResult:
     rows: tuple[tuple, ...] = ()
     truncated: bool = False
     message: str = ""
+    bytes: int = 0  # of memory that the rows take
 
     @property
     def ok(self) -> bool:
@@ -59,29 +77,54 @@ class _Connection:
         self.deadline = 0.0
         self.timed_out = False
         self.refused = False
+        self.functions = 0
         uri = Path(path).absolute().as_uri() + "?mode=ro"
         self.sqlite = sqlite3.connect(uri, uri=True, isolation_level=None)
         self.sqlite.text_factory = lambda raw: raw.decode(errors="ignore")
         self.sqlite.execute("PRAGMA query_only = ON")
+        self.sqlite.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP_BYTES}")
         self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
+        self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_BYTES)
+        self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN_BYTES)
+        self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        for name in PREPARED_TABLES:
+            self.sqlite.execute(f"SELECT 1 FROM {name}").fetchone()
+        self.formatter = sqlite3.connect(":memory:", check_same_thread=False)
+        self.formatter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
+        for name in ("printf", "format"):
+            self.sqlite.create_function(name, -1, self._printf, deterministic=True)
         self.sqlite.set_progress_handler(self._out_of_time, PROGRESS_STEPS)
         self.sqlite.set_authorizer(self._authorize)
+
+    def _printf(self, *arguments: object) -> str | None:
+        """SQLite's own printf, which would write a width of a billion character by character."""
+        if arguments and LONG_FORMAT.search(str(arguments[0])):
+            raise ValueError("the width is too large")
+        places = ", ".join("?" * len(arguments))
+        return self.formatter.execute(f"SELECT printf({places})", arguments).fetchone()[0]
 
     def _out_of_time(self) -> bool:
         self.timed_out = time.monotonic() > self.deadline
         return self.timed_out
 
     def _authorize(self, action: int, name: str | None, detail: str | None, *_: object) -> int:
-        allowed = action in ALLOWED_ACTIONS or (
-            action == sqlite3.SQLITE_PRAGMA and (name or "").lower() in ALLOWED_PRAGMAS
-        )
-        if action == sqlite3.SQLITE_FUNCTION and (detail or "").lower() in DENIED_FUNCTIONS:
-            allowed = False
+        if self._out_of_time():
+            return sqlite3.SQLITE_DENY
+        if action == sqlite3.SQLITE_FUNCTION:
+            self.functions += 1
+            allowed = self.functions <= MAX_FUNCTION_CALLS and (detail or "").lower() not in DENIED_FUNCTIONS
+        elif action == sqlite3.SQLITE_READ:
+            allowed = (name or "").lower() not in DENIED_TABLES
+        elif action == sqlite3.SQLITE_PRAGMA:
+            allowed = (name or "").lower() in ALLOWED_PRAGMAS
+        else:
+            allowed = action in ALLOWED_ACTIONS
         self.refused |= not allowed
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
     def run(self, sql: str, seconds: float, max_rows: int) -> ExecutionResult:
         self.timed_out = self.refused = False
+        self.functions = 0
         self.deadline = time.monotonic() + seconds
         cursor = self.sqlite.cursor()
         try:
@@ -89,22 +132,24 @@ class _Connection:
             if cursor.description is None:
                 return ExecutionResult("error", message="the query holds no statement")
             columns = tuple(column[0] for column in cursor.description)
-            rows, truncated = self._fetch(cursor, max_rows)
+            rows, truncated, size = self._fetch(cursor, max_rows)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             return self._failure(str(error), seconds)
+        except MemoryError:
+            return ExecutionResult("error", message="the query needs more memory than it may have")
         finally:
             cursor.close()
-        return ExecutionResult("rows" if rows else "empty", columns, rows, truncated)
+        return ExecutionResult("rows" if rows else "empty", columns, rows, truncated, bytes=size)
 
-    def _fetch(self, cursor: sqlite3.Cursor, max_rows: int) -> tuple[tuple[tuple, ...], bool]:
+    def _fetch(self, cursor: sqlite3.Cursor, max_rows: int) -> tuple[tuple[tuple, ...], bool, int]:
         rows: list[tuple] = []
         size = 0
         for row in cursor:
-            size += sum(len(cell) for cell in row if isinstance(cell, str | bytes))
+            size += sys.getsizeof(row) + sum(map(sys.getsizeof, row))
             if len(rows) == max_rows or size > MAX_RESULT_BYTES:
-                return tuple(rows), True
+                return tuple(rows), True, size
             rows.append(row)
-        return tuple(rows), False
+        return tuple(rows), False, size
 
     def _failure(self, message: str, seconds: float) -> ExecutionResult:
         if self.timed_out:
@@ -115,22 +160,26 @@ class _Connection:
 
 
 class Executor:
-    """Runs one statement at a time per thread; results are cached while the file is unchanged.
+    """Runs statements, one at a time in a thread; results are cached while the file is unchanged.
 
-    A built-in function that runs long inside one instruction is stopped only after it; the limit of
-    1 MB a cell keeps that short.
+    A file counts as changed if its inode, its size or its time of modification or change is another.
     """
 
     def __init__(
-        self, timeout_seconds: float = 5.0, max_rows: int = 10_000, cache_size: int = 50_000
+        self,
+        timeout_seconds: float = 5.0,
+        max_rows: int = 10_000,
+        cache_size: int = 50_000,
+        threads: int = 4,
     ) -> None:
         self.timeout_seconds = timeout_seconds
         self.max_rows = max_rows
         self.cache_size = cache_size
         self._cache: OrderedDict[tuple, ExecutionResult] = OrderedDict()
-        self._cached_rows = 0
+        self._cached_bytes = 0
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sql")
 
     def execute(self, db_path: str | Path, sql: str) -> ExecutionResult:
         """The result of `sql`; errors of the statement are results, not exceptions.
@@ -138,6 +187,10 @@ class Executor:
         Raises FileNotFoundError if there is no such database.
         """
         return self._execute(db_path, sql, self.max_rows)
+
+    def execute_many(self, requests: Iterable[tuple[str | Path, str]]) -> list[ExecutionResult]:
+        """`execute` of every (database, SQL), several at once, in the order of the requests."""
+        return list(self._pool.map(lambda request: self.execute(*request), requests))
 
     def gold_rows(self, db_path: str | Path, sql: str) -> tuple[tuple, ...]:
         """All rows of a gold query, beyond the row limit.
@@ -160,13 +213,14 @@ class Executor:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"The database file {path} does not exist.")
         stat = os.stat(path)
-        version = (path, stat.st_mtime_ns, stat.st_size)
+        version = (path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         key = (*version, sql)
         with self._lock:
             result = self._cache.get(key)
             if result is not None:
                 self._cache.move_to_end(key)
-        if result is None or (result.truncated and len(result.rows) < max_rows):
+        too_few = result is not None and result.truncated and len(result.rows) < max_rows
+        if result is None or (too_few and result.bytes <= MAX_RESULT_BYTES):
             result = self._connection(version).run(sql, self.timeout_seconds, max_rows)
             self._remember(key, result)
         if len(result.rows) > max_rows:  # it was run with a higher limit
@@ -176,13 +230,13 @@ class Executor:
     def _remember(self, key: tuple, result: ExecutionResult) -> None:
         with self._lock:
             if key in self._cache:
-                self._cached_rows -= len(self._cache.pop(key).rows)
+                self._cached_bytes -= self._cache.pop(key).bytes
             self._cache[key] = result
-            self._cached_rows += len(result.rows)
-            while len(self._cache) > self.cache_size or self._cached_rows > MAX_CACHED_ROWS:
-                self._cached_rows -= len(self._cache.popitem(last=False)[1].rows)
+            self._cached_bytes += result.bytes
+            while len(self._cache) > self.cache_size or self._cached_bytes > MAX_CACHED_BYTES:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].bytes
 
-    def _connection(self, version: tuple[str, int, int]) -> _Connection:
+    def _connection(self, version: tuple[str, int, int, int, int]) -> _Connection:
         if not hasattr(self._local, "connections"):
             self._local.connections = OrderedDict()
         connections = self._local.connections
@@ -198,7 +252,7 @@ CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)", re.IGNORECASE)
 
 
 @lru_cache(maxsize=100_000)
-def _normalised(sql: str, keep_distinct: bool) -> str:
+def as_executed(sql: str, keep_distinct: bool) -> str:
     """`sql` as the official evaluation runs it.
 
     Repairs split operators and the year function; unless `keep_distinct`, drops every DISTINCT and
@@ -220,11 +274,27 @@ def execution_match(
     Unlike there, a timeout or an empty prediction is wrong, even if the gold result is empty.
     Raises ValueError if the gold query fails, FileNotFoundError if the database is missing.
     """
-    gold = _normalised(gold_sql, keep_distinct)
+    gold = as_executed(gold_sql, keep_distinct)
     gold_rows = executor.gold_rows(db_path, gold)
     if pred_sql is None or not pred_sql.strip():
         return False
-    pred_rows = executor.predicted_rows(db_path, _normalised(pred_sql, keep_distinct), len(gold_rows))
+    pred_rows = executor.predicted_rows(db_path, as_executed(pred_sql, keep_distinct), len(gold_rows))
     if pred_rows is None:
         return False
     return results_equal(gold_rows, pred_rows, "order by" in gold.lower())
+
+
+def set_match(executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: str | None) -> bool:
+    """BIRD's EX, section 8 of the notes: equal sets of rows, in the order of the columns.
+
+    Both queries run as they are written. Wrong if either fails, as in BIRD's evaluation.
+    Raises FileNotFoundError if the database is missing.
+    """
+    if pred_sql is None or not pred_sql.strip():
+        return False
+    try:
+        gold_rows = executor.gold_rows(db_path, gold_sql)
+    except ValueError:
+        return False
+    pred_rows = executor.predicted_rows(db_path, pred_sql, MAX_GOLD_ROWS)
+    return pred_rows is not None and set(gold_rows) == set(pred_rows)

@@ -57,11 +57,14 @@ def tokens(sql: str) -> list[str]:
     return words
 
 
-def official_structure(sql: str, schema: SqlSchema) -> dict:
-    """The Spider structure of `sql`. Raises SqlParseError where the official parser fails."""
+def official_structure(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
+    """The Spider structure of `sql`. Raises SqlParseError where the official parser fails.
+
+    LIMIT is 1 whatever it says, unless `keep_limit`.
+    """
     words = tokens(sql)
     try:
-        return _Reader(words, _table_names(words, schema), schema).query()
+        return _Reader(words, _table_names(words, schema), schema, keep_limit).query()
     except RecursionError:
         raise SqlParseError("nested too deeply") from None
 
@@ -84,10 +87,13 @@ def _table_names(words: list[str], schema: SqlSchema) -> dict[str, str]:
 class _Reader:
     """A cursor over the words; each method reads one construct and moves past it."""
 
-    def __init__(self, words: list[str], names: dict[str, str], schema: SqlSchema) -> None:
+    def __init__(
+        self, words: list[str], names: dict[str, str], schema: SqlSchema, keep_limit: bool = False
+    ) -> None:
         self.words = words
         self.names = names
         self.schema = schema
+        self.keep_limit = keep_limit
         self.at = 0
 
     @property
@@ -209,8 +215,13 @@ class _Reader:
         return direction, units
 
     def limit_clause(self) -> int:
-        self.take()  # whatever it says, the official parser reads 1
-        return 1
+        word = self.take()
+        if not self.keep_limit:
+            return 1
+        try:
+            return int(word)
+        except ValueError:
+            raise SqlParseError(f"LIMIT {word!r} is no number") from None
 
     def conditions(self, tables: list[str]) -> list:
         found: list = []

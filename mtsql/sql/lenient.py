@@ -36,30 +36,38 @@ SET_NODES = {exp.Intersect: "intersect", exp.Union: "union", exp.Except: "except
 def lenient_structure(sql: str, schema: SqlSchema) -> dict:
     """The structure of `sql`; kinds of joins, brackets in conditions and aliases disappear.
 
-    Raises SqlParseError for what has no place in it: other functions, CASE, WITH, EXISTS.
+    What has no place in it (CASE, other functions, window functions, names that the schema lacks)
+    stands as its text where a column would; a query of WITH counts among the tables.
+    Raises SqlParseError for what sqlglot cannot read.
     """
-    return _Builder(schema).query(canonical_tree(sql, schema))
+    try:
+        return _Builder().query(canonical_tree(sql, schema))
+    except RecursionError:
+        raise SqlParseError("nested too deeply") from None
 
 
 class _Builder:
-    def __init__(self, schema: SqlSchema) -> None:
-        self.schema = schema
+    """One method for each part of the structure."""
 
     def query(self, node: exp.Expression) -> dict:
-        if node.args.get("with_"):
-            raise SqlParseError("WITH has no place in the structure")
+        made = self.body(node)
+        with_clause = node.args.get("with_")
+        for named in with_clause.expressions if with_clause else []:
+            made["from"]["table_units"].append(("sql", self.query(named.this)))
+        return made
+
+    def body(self, node: exp.Expression) -> dict:
         if isinstance(node, exp.Subquery):
             return self.query(node.this)
         if isinstance(node, exp.SetOperation):
             return self.set_operation(node)
-        if not isinstance(node, exp.Select):
-            raise SqlParseError(f"{node.key} has no place in the structure")
         args = node.args
-        if not sources(node):
-            raise SqlParseError("no FROM")
+        selected, origin = [node], {"table_units": [], "conds": []}
+        if isinstance(node, exp.Select):
+            selected, origin = node.expressions, self.from_clause(node)
         return {
-            "select": (bool(args.get("distinct")), [self.selected(e) for e in node.expressions]),
-            "from": self.from_clause(node),
+            "select": (bool(args.get("distinct")), [self.selected(e) for e in selected]),
+            "from": origin,
             "where": self.conditions(args["where"].this) if args.get("where") else [],
             "groupBy": [self.column_unit(e) for e in args["group"].expressions] if args.get("group") else [],
             "having": self.conditions(args["having"].this) if args.get("having") else [],
@@ -90,8 +98,6 @@ class _Builder:
         conditions: list = []
         for source in sources(select):
             if isinstance(source, exp.Table):
-                if source.name not in self.schema.tables:
-                    raise SqlParseError(f"unknown table {source.name!r}")
                 units.append(("table_unit", f"__{source.name}__"))
             else:
                 units.append(("sql", self.query(source)))
@@ -120,24 +126,25 @@ class _Builder:
             node = node.this
         if isinstance(node, exp.Not):
             return self.condition(node.this, not negated)
-        low: object
+        unit = node.this
+        low: object = None
         high: object = None
         if isinstance(node, exp.Between):
             word, low, high = "between", self.value(node.args["low"]), self.value(node.args["high"])
-        elif isinstance(node, exp.In):
+        elif isinstance(node, exp.In) and (node.args.get("query") or node.expressions):
             word, low = "in", self.members(node)
+        elif isinstance(node, exp.Exists):
+            word, unit, low = "exists", exp.Star(), self.value(node.this)
         elif type(node) in COMPARISON_NODES:
             word, low = COMPARISON_NODES[type(node)], self.value(node.expression)
         else:
-            raise SqlParseError(f"{node.key} has no place in a condition")
-        return negated, COMPARISONS.index(word), self.value_unit(node.this), low, high
+            word, unit = "not", node  # a truth value without a comparison
+        return negated, COMPARISONS.index(word), self.value_unit(unit), low, high
 
     def members(self, node: exp.In) -> object:
         if node.args.get("query"):
             return self.query(node.args["query"])
         values = tuple(self.value(item) for item in node.expressions)
-        if not values:
-            raise SqlParseError("IN without values")
         return values if len(values) > 1 else values[0]
 
     def value(self, node: exp.Expression) -> object:
@@ -149,10 +156,12 @@ class _Builder:
             return node.sql().lower()
         if node.is_string:
             return f'"{node.this}"'
-        if isinstance(node, exp.Neg) and isinstance(node.this, exp.Literal):
-            return -_number(node.this)
-        if isinstance(node, exp.Literal):
-            return _number(node)
+        number = node.this if isinstance(node, exp.Neg) else node
+        if isinstance(number, exp.Literal):
+            try:
+                return float(number.this) * (-1 if node is not number else 1)
+            except ValueError:
+                return number.this
         return self.column_unit(node)
 
     def value_unit(self, node: exp.Expression) -> tuple:
@@ -176,14 +185,6 @@ class _Builder:
     def column(self, node: exp.Expression | None) -> str:
         if isinstance(node, exp.Star) or (isinstance(node, exp.Column) and isinstance(node.this, exp.Star)):
             return ALL_COLUMNS
-        if isinstance(node, exp.Column) and node.name in self.schema.tables.get(node.table, ()):
+        if isinstance(node, exp.Column) and node.table:
             return column_id(node.table, node.name)
-        text = node.sql() if node else "nothing"
-        raise SqlParseError(f"{text!r} is no column of the schema")
-
-
-def _number(node: exp.Literal) -> float:
-    try:
-        return float(node.this)
-    except ValueError:
-        raise SqlParseError(f"{node.this!r} is no number") from None
+        return node.sql(dialect="sqlite") if node else ""

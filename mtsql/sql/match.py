@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from mtsql.sql.clauses import clause_f1
-from mtsql.sql.parse import SqlParseError, SqlSchema, official_prediction, parse_sql
+from mtsql.sql.clauses import clause_f1, whole_clause_f1
+from mtsql.sql.parse import Mode, SqlParseError, SqlSchema, official_prediction, parse_sql
 from mtsql.sql.structure import COMPARISONS, SET_OPERATORS
 
-__all__ = ["clause_f1", "exact_set_match", "official_prediction", "partial_f1", "string_match"]
+__all__ = [
+    "clause_f1",
+    "exact_set_match",
+    "official_prediction",
+    "partial_f1",
+    "partial_sizes",
+    "string_match",
+    "whole_clause_f1",
+]
 
 EMPTY = {
     "select": (False, ()),
@@ -33,19 +41,23 @@ def _plain(sql: str) -> str:
 
 
 def exact_set_match(
-    gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
+    gold_sql: str,
+    pred_sql: str | None,
+    schema: SqlSchema,
+    foreign_keys: dict[str, str],
+    mode: Mode = "official",
 ) -> bool:
     """Exact set match (EM): all components and the tables equal; values and join keys ignored.
 
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
-    query does not parse.
+    query does not parse. With `mode` "lenient" both queries are read leniently.
     """
     keys = tuple(foreign_keys.items())
-    gold = _normalised(gold_sql, schema, keys)
+    gold = _normalised(gold_sql, schema, keys, mode)
     if pred_sql is None:
         return False
     try:
-        pred = _normalised(pred_sql, schema, keys)
+        pred = _normalised(pred_sql, schema, keys, mode)
     except SqlParseError:
         return False
     return _exact(gold, pred)
@@ -59,18 +71,41 @@ def partial_f1(
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    keys = tuple(foreign_keys.items())
-    gold = _normalised(gold_sql, schema, keys)
-    try:
-        pred = EMPTY if pred_sql is None else _normalised(pred_sql, schema, keys)
-    except SqlParseError:
-        pred = EMPTY
+    gold, pred = _both(gold_sql, pred_sql, schema, foreign_keys)
     return {name: float(same(gold, pred)) for name, same in COMPONENTS.items()}
 
 
+def partial_sizes(
+    gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
+) -> dict[str, tuple[int, int]]:
+    """(elements in the prediction, elements in the gold query) of each component.
+
+    The official table takes accuracy over the questions whose prediction has the component, recall
+    over those whose gold query has it. Errors as `partial_f1`.
+    """
+    gold, pred = _both(gold_sql, pred_sql, schema, foreign_keys)
+    sizes = {name: (size(pred), size(gold)) for name, size in SIZES.items()}
+    # The official code swaps the two here, and counts one element where both agree, even on none.
+    sizes["and/or"] = (1, 1) if _same_connectors(gold, pred) else sizes["and/or"][::-1]
+    return sizes
+
+
+def _both(
+    gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
+) -> tuple[dict, dict]:
+    keys = tuple(foreign_keys.items())
+    gold = _normalised(gold_sql, schema, keys)
+    try:
+        return gold, EMPTY if pred_sql is None else _normalised(pred_sql, schema, keys)
+    except SqlParseError:
+        return gold, EMPTY
+
+
 @lru_cache(maxsize=50_000)
-def _normalised(sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...]) -> dict:
-    structure = parse_sql(sql, schema)
+def _normalised(
+    sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], mode: Mode = "official"
+) -> dict:
+    structure = parse_sql(sql, schema, mode)
     tables = {unit for kind, unit in structure["from"]["table_units"] if kind == "table_unit"}
     renamed = {
         column: representative
@@ -221,4 +256,17 @@ COMPONENTS: dict[str, Callable[[dict, dict], bool]] = {
     "and/or": _same_connectors,
     "IUEN": _same_set_operations,
     "keywords": lambda g, p: _keywords(g) == _keywords(p),
+}
+
+SIZES: dict[str, Callable[[dict], int]] = {
+    "select": lambda sql: len(_select(sql)),
+    "select(no AGG)": lambda sql: len(_select(sql)),
+    "where": lambda sql: len(sql["where"][::2]),
+    "where(no OP)": lambda sql: len(sql["where"][::2]),
+    "group(no Having)": lambda sql: len(sql["groupBy"]),
+    "group": lambda sql: int(bool(sql["groupBy"])),
+    "order": lambda sql: int(bool(sql["orderBy"])),
+    "and/or": lambda sql: len(set(sql["where"][1::2])),
+    "IUEN": lambda sql: sum(sql[operator] is not None for operator in SET_OPERATORS),
+    "keywords": lambda sql: len(_keywords(sql)),
 }

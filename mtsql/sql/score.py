@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mtsql.data.schema import Schema
-from mtsql.sql.execute import Executor, execution_match
+from mtsql.sql.execute import Executor, execution_match, set_match
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import clause_f1, exact_set_match
+from mtsql.sql.match import clause_f1, exact_set_match, string_match
 from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, parse_sql
+
+FURTHER_METRICS = {
+    "ex_keep_distinct": "EX, DISTINCT kept",
+    "ex_bird": "EX of BIRD (set of rows)",
+    "em_lenient": "EM, read leniently",
+    "em_string": "EM, strict string",
+}
+
+
+def readable(sql: str | None, schema: SqlSchema) -> bool:
+    """Whether the official grammar reads it."""
+    try:
+        return sql is not None and bool(parse_sql(sql, schema))
+    except SqlParseError:
+        return False
+
+
+def further_verdicts(
+    executor: Executor,
+    db_path: str | Path,
+    schema: SqlSchema,
+    foreign_keys: dict[str, str],
+    gold: str,
+    predicted: str | None,
+) -> dict[str, int]:
+    """FURTHER_METRICS of one prediction, 0 or 1 each.
+
+    The lenient EM is 1 where the official EM is 1, or where both queries read leniently are equal.
+    A gold query that does not run or cannot be read makes the metric 0.
+    """
+
+    def verdict(check: object, *arguments: object) -> int:
+        try:
+            return int(check(*arguments))
+        except ValueError:
+            return 0
+
+    keys = (gold, predicted, schema, foreign_keys)
+    return {
+        "ex_keep_distinct": verdict(execution_match, executor, db_path, gold, predicted, True),
+        "ex_bird": verdict(set_match, executor, db_path, gold, predicted),
+        "em_lenient": verdict(exact_set_match, *keys) or verdict(exact_set_match, *keys, "lenient"),
+        "em_string": int(string_match(gold, predicted)),
+    }
 
 
 class Scorer:
@@ -25,6 +71,15 @@ class Scorer:
     def em(self, db_id: str, gold: str, predicted: str | None) -> bool:
         """Exact set match: the official EM, which the authors' code also rewards."""
         return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id])
+
+    def further(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
+        """FURTHER_METRICS of one prediction, 0 or 1 each."""
+        schema, keys = self.schemas[db_id], self.foreign_keys[db_id]
+        return further_verdicts(self.executor, self.paths[db_id], schema, keys, gold, predicted)
+
+    def readable(self, db_id: str, predicted: str | None) -> bool:
+        """Whether the official grammar reads it."""
+        return readable(predicted, self.schemas[db_id])
 
     def gold_problem(self, db_id: str, gold: str) -> str | None:
         """Why a gold SQL cannot be scored against (it does not run, or does not parse), or None."""

@@ -1,0 +1,361 @@
+"""Prediction files in the official formats, scored and shown as the official evaluation does.
+
+Rules: section 1 (files), 3 to 6 (verdicts) of the notes on the official evaluation. Departures: a missing
+or misplaced line is an error (there it is dropped), a query past the executor's limits is wrong and is
+listed (there it may hang), a gold query that fails or cannot be read counts as wrong and is listed (there
+the evaluation aborts).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtsql.data.schema import DataError, read_json
+from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, paired_difference, turn_name
+from mtsql.sql.execute import Executor, as_executed, execution_match
+from mtsql.sql.hardness import hardness
+from mtsql.sql.match import exact_set_match, partial_f1, partial_sizes
+from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, official_prediction
+from mtsql.sql.plug import with_gold_values
+from mtsql.sql.score import FURTHER_METRICS, further_verdicts, readable
+
+COMPONENTS = (
+    "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
+    "IUEN", "keywords",
+)  # fmt: skip
+
+PARTIAL_TABLES = {
+    "\n---------------------PARTIAL MATCHING ACCURACY----------------------": "acc",
+    "---------------------- PARTIAL MATCHING RECALL ----------------------": "rec",
+    "---------------------- PARTIAL MATCHING F1 --------------------------": "f1",
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A gold line with its prediction; `line` counts from 1, `turn` from 0."""
+
+    line: int
+    interaction: int
+    turn: int
+    db_id: str
+    gold: str
+    predicted: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is evaluated: `etype` is all, exec or match."""
+
+    etype: str = "all"
+    plug_value: bool = False
+    keep_distinct: bool = False
+
+
+def read_pairs(gold: Path, pred: Path) -> list[Pair]:
+    """The lines of a gold and a prediction file, side by side.
+
+    Raises DataError naming the first line that is missing, too much, or at another place.
+    """
+    gold_blocks, pred_blocks = _blocks(gold), _blocks(pred)
+    if not gold_blocks:
+        raise DataError(f"{gold} holds no query")
+    known = {cells[1].strip() for block in gold_blocks for _, cells in block if len(cells) > 1}
+    pairs = []
+    for number, gold_block in enumerate(gold_blocks):
+        pred_block = pred_blocks[number] if number < len(pred_blocks) else []
+        for turn, (line, cells) in enumerate(gold_block):
+            if len(cells) != 2:
+                raise DataError(f"{gold}, line {line}: expected SQL, a tab and the name of a database")
+            if turn >= len(pred_block):
+                raise DataError(
+                    f"{gold}, line {line} has no prediction: interaction {number + 1} has {len(gold_block)} "
+                    f"lines there and {len(pred_block)} in {pred} (write an empty prediction as none)"
+                )
+            pred_line, pred_cells = pred_block[turn]
+            db_id = cells[1].strip()
+            named = pred_cells[-1].strip() if len(pred_cells) > 1 else db_id
+            if named in known and named != db_id:
+                raise DataError(
+                    f"{pred}, line {pred_line} is for database {named}, but {gold}, line {line} asks {db_id}"
+                )
+            pairs.append(Pair(line, number, turn, db_id, cells[0], pred_cells[0]))
+        if len(pred_block) > len(gold_block):
+            raise DataError(f"{pred}, line {pred_block[len(gold_block)][0]} has no gold query in {gold}")
+    if len(pred_blocks) > len(gold_blocks):
+        raise DataError(f"{pred}, line {pred_blocks[len(gold_blocks)][0][0]} has no gold query in {gold}")
+    return pairs
+
+
+def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
+    """(line number, cells) of each line; blank lines part the interactions."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error})") from None
+    blocks: list[list[tuple[int, list[str]]]] = [[]]
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            blocks[-1].append((number, line.strip().split("\t")))
+        elif blocks[-1]:
+            blocks.append([])
+    return blocks if blocks[-1] else blocks[:-1]
+
+
+class _Databases:
+    """Files, schemas and foreign keys by db_id."""
+
+    def __init__(self, folder: Path, tables: Path | None, wanted: Iterable[Pair], gold: Path) -> None:
+        entries = {entry["db_id"]: entry for entry in read_json(tables)} if tables else {}
+        self.main: dict[str, Path] = {}
+        self.all: dict[str, list[Path]] = {}
+        self.schemas: dict[str, SqlSchema] = {}
+        self.keys: dict[str, dict[str, str]] = {}
+        for pair in wanted:
+            name = pair.db_id
+            if name in self.main:
+                continue
+            path = folder / name / f"{name}.sqlite"
+            if not path.is_file():
+                raise DataError(f"{gold}, line {pair.line}: there is no database {path}")
+            if tables and name not in entries:
+                raise DataError(f"{gold}, line {pair.line}: {tables} has no database {name}")
+            self.main[name] = path
+            self.all[name] = sorted(path.parent.glob("*.sqlite"))
+            self.schemas[name] = SqlSchema.from_database(path)
+            self.keys[name] = foreign_key_map(entries[name]) if tables else {}
+
+
+def score_pairs(
+    pairs: Sequence[Pair],
+    databases: Path,
+    tables: Path | None,
+    rules: Rules,
+    executor: Executor,
+    gold_file: Path,
+    threads: int = 2,
+) -> list[dict]:
+    """One object a pair: hardness, em, ex, partial_f1, pred_parses, status and FURTHER_METRICS.
+
+    `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
+    or "gold unreadable". `ex` is None with etype match, `em` and `partial_f1` with exec. Every *.sqlite
+    file of a database's folder must agree (a test suite). Raises DataError for an unknown database.
+    """
+    known = _Databases(databases, tables, pairs, gold_file)
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda pair: _score(pair, known, rules, executor), pairs))
+
+
+def _score(pair: Pair, known: _Databases, rules: Rules, executor: Executor) -> dict:
+    name = pair.db_id
+    path, schema, keys = known.main[name], known.schemas[name], known.keys[name]
+    predicted = official_prediction(pair.predicted)
+    executed = as_executed(predicted, rules.keep_distinct)
+    item: dict = {
+        "line": pair.line, "interaction": pair.interaction, "turn": pair.turn, "db_id": name,
+        "gold": pair.gold, "predicted": pair.predicted,
+        "hardness": None, "em": None, "ex": None, "partial_f1": None, "partial_sizes": None,
+        "pred_parses": readable(predicted, schema), "status": executor.execute(path, executed).status,
+    }  # fmt: skip
+    try:
+        item["hardness"] = hardness(pair.gold, schema)
+        if rules.etype != "exec":
+            item["em"] = int(exact_set_match(pair.gold, predicted, schema, keys))
+            item["partial_f1"] = partial_f1(pair.gold, predicted, schema, keys)
+            item["partial_sizes"] = partial_sizes(pair.gold, predicted, schema, keys)
+    except SqlParseError:
+        item["status"] = "gold unreadable"
+        item["em"] = 0 if rules.etype != "exec" else None
+    if rules.etype != "match":
+        tried = with_gold_values(pair.gold, predicted) if rules.plug_value else iter((predicted,))
+        try:
+            item["ex"] = int(_matches(tried, pair.gold, known.all[name], rules.keep_distinct, executor))
+        except ValueError:
+            item["status"], item["ex"] = "gold failed", 0
+    further = further_verdicts(executor, path, schema, keys, pair.gold, pair.predicted)
+    skipped = {"exec": "em_", "match": "ex_", "all": "-"}[rules.etype]
+    return item | {key: verdict for key, verdict in further.items() if not key.startswith(skipped)}
+
+
+def _matches(
+    tried: Iterator[str], gold: str, paths: list[Path], keep_distinct: bool, executor: Executor
+) -> bool:
+    return any(
+        all(execution_match(executor, path, gold, candidate, keep_distinct) for path in paths)
+        for candidate in tried
+    )
+
+
+def summarise_items(items: Sequence[dict], etype: str) -> dict:
+    """The official tables' numbers, with 95 % intervals and what the executor's limits touched."""
+    summary: dict = {"questions": len(items), "interactions": len(by_interaction(items))}
+    summary["official_grammar_cannot_read"] = sum(not item["pred_parses"] for item in items)
+    summary["status"] = {
+        s: sum(i["status"] == s for i in items) for s in sorted({i["status"] for i in items})
+    }
+    for metric in metrics_of(items):
+        values = by_dialogue(items, metric)
+        low, high = bootstrap_interval(values)
+        summary[metric] = {"mean": _mean(v for block in values for v in block), "low": low, "high": high}
+    levels = {level: [i for i in items if i["hardness"] == level] for level in HARDNESS} | {
+        "all": list(items)
+    }
+    turns = {turn: [i for i in items if turn_name(i["turn"]) == turn] for turn in TURNS}
+    summary["levels"] = {name: _scores(group, etype) for name, group in levels.items()}
+    summary["turns"] = {name: _scores(group, etype, partial=False) for name, group in turns.items()}
+    blocks = by_interaction(items)
+    summary["joint_all"] = {"count": len(blocks)} | {
+        metric: _mean(all(item[metric] for item in block) for block in blocks) for metric in _measured(etype)
+    }
+    return summary
+
+
+def _measured(etype: str) -> tuple[str, ...]:
+    return {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}[etype]
+
+
+def _scores(group: list[dict], etype: str, partial: bool = True) -> dict:
+    scores: dict = {"count": len(group)}
+    scores |= {metric: _mean(item[metric] for item in group) for metric in _measured(etype)}
+    if partial and "em" in scores:
+        scores["partial"] = {name: _component(group, name) for name in COMPONENTS}
+    return scores
+
+
+def _component(group: list[dict], name: str) -> dict[str, float]:
+    """Accuracy over the predictions that have it, recall over the gold queries; F1 of those two."""
+    read = [(i["partial_f1"][name], *i["partial_sizes"][name]) for i in group if i["partial_f1"]]
+    accuracy = _mean(score for score, in_pred, _ in read if in_pred)
+    recall = _mean(score for score, _, in_gold in read if in_gold)
+    f1 = 2 * accuracy * recall / (accuracy + recall) if accuracy + recall else 1.0
+    return {"acc": accuracy, "rec": recall, "f1": f1}
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def metrics_of(items: Sequence[dict]) -> list[str]:
+    """The 0/1 metrics that the items carry."""
+    return [m for m in ("ex", "em", *FURTHER_METRICS) if items[0].get(m) is not None]
+
+
+def by_interaction(items: Sequence[dict]) -> list[list[dict]]:
+    """The items grouped by interaction, in order."""
+    groups: dict[object, list[dict]] = {}
+    for item in items:
+        groups.setdefault(item["interaction"], []).append(item)
+    return list(groups.values())
+
+
+def by_dialogue(items: Sequence[dict], metric: str) -> list[list[float]]:
+    """A metric by interaction; in a file of single questions each is a dialogue of its own."""
+    groups = by_interaction(items)
+    if len(groups) == 1:
+        return [[item[metric]] for item in items]
+    return [[item[metric] for item in group] for group in groups]
+
+
+def format_tables(summary: dict, etype: str) -> str:
+    """The official tables; "joint_all" is interaction match. Turns only where there are dialogues."""
+    dialogues = summary["interactions"] > 1
+    levels = [*summary["levels"], *(["joint_all"] if dialogues else [])]
+    scores = summary["levels"] | {"joint_all": summary["joint_all"]}
+    lines = [_row("", levels), _row("count", [scores[level]["count"] for level in levels])]
+    if etype != "match":
+        lines.append("=====================   EXECUTION ACCURACY     =====================")
+        lines.append(_row("execution", [scores[level]["ex"] for level in levels]))
+    if etype != "exec":
+        lines.append("\n====================== EXACT MATCHING ACCURACY =====================")
+        lines.append(_row("exact match", [scores[level]["em"] for level in levels]))
+        graded = [level for level in levels if "partial" in scores[level]]
+        for title, key in PARTIAL_TABLES.items():
+            lines.append(title)
+            lines += [_row(n, [scores[level]["partial"][n][key] for level in graded]) for n in COMPONENTS]
+    if dialogues:
+        turns = summary["turns"]
+        lines += ["", _row("", [f"turn {t}" if t[0] != ">" else "turn > 4" for t in turns])]
+        lines.append(_row("count", [turns[t]["count"] for t in turns]))
+        for metric, title, name in (
+            ("ex", "EXECUTION", "execution"),
+            ("em", "EXACT MATCHING", "exact match"),
+        ):
+            if metric in _measured(etype):
+                lines.append(f"=====================   TURN {title} ACCURACY     =====================")
+                lines.append(_row(name, [turns[t][metric] for t in turns]))
+    return "\n".join(lines)
+
+
+def _row(name: str, cells: Sequence[object]) -> str:
+    shown = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+    return f"{name:20} " + " ".join(f"{cell:<20}" for cell in shown)
+
+
+def format_further(summary: dict, items: Sequence[dict]) -> str:
+    """What the official tool does not print: intervals, further metrics, and the lines to look at."""
+    names = {"ex": "EX", "em": "EM (exact set match)"} | FURTHER_METRICS
+    lines = [f"{'':32}{'mean %':>9}{'95 % interval':>18}"]
+    for metric in metrics_of(items):
+        s = summary[metric]
+        interval = f"[{100 * s['low']:.1f}, {100 * s['high']:.1f}]"
+        lines.append(f"{names[metric]:32}{100 * s['mean']:>9.1f}{interval:>18}")
+    unread = summary["official_grammar_cannot_read"]
+    lines.append(f"the official grammar cannot read {unread} of {summary['questions']} predictions")
+    for status in ("timeout", "refused", "gold failed", "gold unreadable"):
+        at = [str(item["line"]) for item in items if item["status"] == status]
+        if at:
+            more = f" and {len(at) - 20} more" if len(at) > 20 else ""
+            lines.append(f"{status}: gold line {', '.join(at[:20])}{more}")
+    return "\n".join(lines)
+
+
+def read_items(path: Path) -> list[dict]:
+    """The items of an earlier evaluation: OUT.json of prediction files, or a run's predictions.jsonl.
+
+    Raises DataError if it is neither.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            records = [json.loads(line) for line in text.splitlines()]
+            items = [r | {"interaction": r["dialogue_id"], "turn": r["turn_index"]} for r in records]
+        else:
+            items = json.loads(text)["per_item"]
+        if all({"interaction", "turn", "gold"} <= item.keys() for item in items) and items:
+            return items
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        pass
+    raise DataError(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds")
+
+
+def compare(a: Path, b: Path) -> str:
+    """Two evaluations of the same questions: means, paired difference with interval, McNemar's p.
+
+    Raises DataError unless both hold the same questions.
+    """
+    ours, theirs = read_items(a), read_items(b)
+    if len(ours) != len(theirs):
+        raise DataError(f"{a} holds {len(ours)} questions and {b} {len(theirs)}; compare the same questions")
+    for number, (x, y) in enumerate(zip(ours, theirs, strict=True), start=1):
+        if (x["interaction"], x["turn"], x["gold"]) != (y["interaction"], y["turn"], y["gold"]):
+            raise DataError(f"question {number} is not the same in {a} and {b}")
+    lines = [f"A = {a}", f"B = {b}", f"{len(ours)} questions in {len(by_interaction(ours))} interactions"]
+    lines.append(f"{'':20}{'A %':>8}{'B %':>8}{'A - B':>9}{'95 % interval':>18}{'McNemar p':>12}")
+    for metric in [m for m in metrics_of(ours) if m in metrics_of(theirs)]:
+        left, right = by_dialogue(ours, metric), by_dialogue(theirs, metric)
+        difference, low, high, p = paired_difference(left, right)
+        means = [100 * _mean(v for block in side for v in block) for side in (left, right)]
+        interval = f"[{100 * low:+.1f}, {100 * high:+.1f}]"
+        lines.append(
+            f"{metric:20}{means[0]:>8.1f}{means[1]:>8.1f}{100 * difference:>+9.1f}{interval:>18}{p:>12.2g}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,330 @@
+"""Statements that would hang, bloat or damage a careless executor: (kind, SQL, statuses that are right).
+
+They run on the database that `make_database` writes. tests/test_hostile.py runs all of them, and
+bench/hostile.py writes the table of docs/results/hostile.md from them.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtsql.sql.execute import Executor
+
+STOPPED = frozenset({"timeout"})
+REFUSED = frozenset({"refused"})
+ERROR = frozenset({"error"})
+SAFE = frozenset({"rows", "empty"})
+BOUNDED = frozenset({"rows", "empty", "error", "timeout"})  # any of these, within the limits
+DENIED = REFUSED | ERROR
+
+
+def make_database(path: Path) -> None:
+    """A database of 3 singers, 2,000 numbers, 500 texts, a view and a trigger."""
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        """
+        CREATE TABLE singer (singer_id INTEGER PRIMARY KEY, name TEXT, country TEXT, age INTEGER);
+        INSERT INTO singer VALUES (1, 'Ann', 'France', 30), (2, 'Bob', 'France', 25), (3, 'Cy', NULL, 30);
+        CREATE TABLE number (n INTEGER);
+        CREATE TABLE words (w TEXT);
+        CREATE VIEW pairs AS SELECT a.n AS x, b.n AS y FROM number a, number b;
+        CREATE TRIGGER guard AFTER DELETE ON singer BEGIN DELETE FROM number; END;
+        """
+    )
+    connection.executemany("INSERT INTO number VALUES (?)", [(i,) for i in range(2_000)])
+    connection.executemany("INSERT INTO words VALUES (?)", [("ab" * (i % 50),) for i in range(500)])
+    connection.commit()
+    connection.close()
+
+
+ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT {} FROM r"
+LONG = "replace(hex(zeroblob(70000)), '00', 'a')"
+THOUSANDS = "number a, number b, number c, number d"
+
+
+def _chain(depth: int, body: str) -> str:
+    """CTEs that each name the one before twice, so that expanding them doubles at every step."""
+    steps = ", ".join(f"c{i} AS ({body.format(p=f'c{i - 1}')})" for i in range(1, depth))
+    return f"WITH c0 AS (SELECT 1 AS x), {steps} SELECT count(*) FROM c{depth - 1}"
+
+
+def _statements() -> list[tuple[str, str, frozenset[str]]]:
+    found: list[tuple[str, str, frozenset[str]]] = []
+
+    def add(kind: str, right: frozenset[str], *statements: str) -> None:
+        found.extend((kind, sql, right) for sql in statements)
+
+    add("unbounded recursion", STOPPED, *(ENDLESS.format(what) for what in (
+        "count(*)", "max(x)", "sum(x * x)", "group_concat(x) IS NULL AND count(*)", "avg(x)", "min(x) + max(x)",
+        "total(x)", "count(DISTINCT x)",
+    )))  # fmt: skip
+    add(
+        "unbounded recursion",
+        BOUNDED,
+        ENDLESS.format("x"),
+        ENDLESS.format("x") + " ORDER BY x DESC",
+        ENDLESS.format("DISTINCT x % 7"),
+        ENDLESS.format("x") + " WHERE x < 0",
+        ENDLESS.format("x") + " LIMIT 5 OFFSET 1000000000",
+        ENDLESS.format("x || x") + " GROUP BY x % 100003",
+        "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM r) SELECT x FROM r",
+        "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM r) SELECT max(length(x)) FROM r",
+        "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x FROM r) SELECT count(*) FROM r",
+        "WITH RECURSIVE r(x) AS (SELECT 1 UNION SELECT x + 1 FROM r) SELECT count(*) FROM r",
+        "WITH RECURSIVE r(x, y) AS (SELECT 1, 1 UNION ALL SELECT y, x + y FROM r) SELECT max(x) FROM r",
+        "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + n FROM r, number) SELECT count(*) FROM r",
+        "WITH RECURSIVE r(x) AS (SELECT zeroblob(1000) UNION ALL SELECT x FROM r) SELECT x FROM r ORDER BY 1",
+    )
+    add("cross join", STOPPED, *(f"SELECT {what} FROM {THOUSANDS}" for what in (
+        "count(*)", "sum(a.n * b.n)", "max(a.n + d.n)", "avg(b.n)", "count(DISTINCT a.n + b.n + c.n)",
+    )))  # fmt: skip
+    add(
+        "cross join",
+        STOPPED,
+        f"SELECT a.n FROM {THOUSANDS} WHERE a.n < 0 OR d.n < 0",
+        f"SELECT a.n FROM {THOUSANDS} ORDER BY a.n * b.n + c.n",
+        f"SELECT a.n, count(*) FROM {THOUSANDS} GROUP BY a.n + b.n",
+        f"SELECT DISTINCT a.n + b.n + c.n > 100000 FROM {THOUSANDS} ORDER BY 1",
+        "SELECT count(*) FROM pairs p, pairs q",
+        "SELECT count(*) FROM pairs p JOIN pairs q ON p.x <> q.y",
+        "SELECT count(*) FROM number a LEFT JOIN number b ON a.n <> b.n LEFT JOIN number c ON b.n <> c.n",
+        "SELECT count(*) FROM number a NATURAL JOIN singer b, number c, number d",
+        "SELECT count(*) FROM number WHERE EXISTS (SELECT 1 FROM pairs, number c WHERE x + y + c.n < 0)",
+        "SELECT count(*) FROM number a WHERE (SELECT count(*) FROM pairs WHERE x <> a.n) > 0",
+        "SELECT (SELECT count(*) FROM pairs p, number q) FROM number",
+        "SELECT count(*) FROM number a WHERE a.n IN (SELECT b.n + c.n FROM number b, number c, number d)",
+        "SELECT count(*) FROM pairs, number UNION SELECT count(*) FROM pairs, number c",
+        "SELECT count(*) FROM (SELECT x, y FROM pairs EXCEPT SELECT y, x FROM pairs), number",
+    )
+    add("cross join", BOUNDED, f"SELECT * FROM {THOUSANDS}", "SELECT x, y FROM pairs ORDER BY y, x DESC")
+    add(
+        "cross join of sixty tables",
+        BOUNDED,
+        "SELECT count(*) FROM " + ", ".join(f"number t{i}" for i in range(60)),
+        "SELECT count(*) FROM " + ", ".join(f"number t{i}" for i in range(70)),
+        "SELECT count(*) FROM " + " JOIN ".join(f"number t{i}" for i in range(40)) + " WHERE "
+        + " AND ".join(f"t{i}.n = t{j}.n" for i in range(40) for j in range(i)),
+        "SELECT count(*) FROM " + " NATURAL JOIN ".join(f"singer t{i}" for i in range(60)),
+    )  # fmt: skip
+    add("windows over everything", BOUNDED, *(f"SELECT {what} FROM pairs" for what in (
+        "sum(x) OVER (ORDER BY y)", "row_number() OVER (ORDER BY x * y)", "rank() OVER (PARTITION BY x ORDER BY y)",
+        "ntile(7) OVER (ORDER BY y)", "lag(x, 1000) OVER (ORDER BY y)", "group_concat(x) OVER (ORDER BY y)",
+        "max(x) OVER (ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING)",
+        "sum(x) OVER (ORDER BY y ROWS BETWEEN 1000 PRECEDING AND 1000 FOLLOWING)",
+        "sum(x) OVER (ORDER BY y RANGE BETWEEN 1000 PRECEDING AND 1000 FOLLOWING)",
+        "nth_value(x, 2) OVER (ORDER BY x, y GROUPS 5 PRECEDING)",
+    )))  # fmt: skip
+    add("cell bomb", ERROR, *(f"SELECT {what}" for what in (
+        "zeroblob(1000000000)", "randomblob(1000000000)", "hex(zeroblob(100000000))", "format('%' || '1000000000' || 'd', 1)",
+        "printf('%.*c', 1000000000, 'x')", "replace(hex(zeroblob(60000)), '0', hex(zeroblob(60000)))",
+        f"{LONG} || {LONG} || {LONG}", "length(zeroblob(2000000000))", "quote(zeroblob(149000))",
+        "replace(replace(replace('aaaaaaaaaa', 'a', hex(zeroblob(999))), '0', hex(zeroblob(999))), '0', 'xxxxxxxxxx')",
+        f"json_array({LONG}, {LONG}, {LONG})", "hex(randomblob(100000))", "char(1) || zeroblob(200000)",
+        "upper(hex(zeroblob(75001)))", "CAST(zeroblob(150001) AS TEXT)", "printf('%s%s', zeroblob(9), hex(zeroblob(90000)))",
+    )))  # fmt: skip
+    add(
+        "cell bomb",
+        BOUNDED,
+        "SELECT group_concat(w) FROM words, number",
+        "SELECT group_concat(w, hex(zeroblob(10000))) FROM words",
+        "SELECT json_group_array(n) FROM number, singer, words",
+        "SELECT json_group_object(w, w) FROM words, number",
+        f"SELECT {LONG} FROM pairs",
+        "SELECT zeroblob(140000) FROM pairs",
+        "SELECT zeroblob(140000) FROM pairs ORDER BY x + y",
+        "SELECT DISTINCT randomblob(100000) FROM pairs",
+        f"SELECT count(DISTINCT {LONG} || x || y) FROM pairs",
+        "SELECT max(randomblob(100000)) FROM pairs",
+        f"SELECT {LONG} || n FROM number UNION SELECT {LONG} || x FROM pairs",
+        "SELECT randomblob(1000), randomblob(1000), randomblob(1000) FROM pairs GROUP BY 1, 2, 3",
+        "SELECT sum(length(randomblob(n * 10))) FROM pairs, number",
+        "SELECT total_changes(), hex(randomblob(70000)) FROM pairs",
+    )
+    add("slow built-in function", BOUNDED, *(f"SELECT {what}" for what in (
+        f"instr({LONG}, substr({LONG}, 1, 35000) || 'b')",
+        f"replace({LONG}, substr({LONG}, 1, 35000) || 'b', 'x')",
+        f"trim({LONG}, substr({LONG}, 1, 60000))",
+        f"rtrim({LONG}, {LONG}) || ltrim({LONG}, {LONG})",
+        " + ".join(f"instr({LONG}, substr({LONG}, {i + 1}, 35000) || 'b')" for i in range(5)),
+        f"sum(instr({LONG}, substr({LONG}, 1, 35000) || x || 'b')) FROM pairs",
+        f"sum(length(replace({LONG}, substr({LONG}, 1, 30000) || x || 'b', 'y'))) FROM pairs",
+        f"sum(unicode(substr({LONG}, x))) FROM pairs",
+        f"count(*) FROM pairs WHERE {LONG} || x < {LONG} || y AND instr({LONG} || x, y || 'b') > 0",
+        f"json_valid(replace({LONG}, 'a', '['))", f"json_extract(replace({LONG}, 'a', '['), '$[0]')",
+        "count(*) FROM pairs, json_each('[1,2,3]')", "count(*) FROM pairs WHERE sin(x) + exp(y) > 5",
+    )))  # fmt: skip
+    add("fifty functions and more", REFUSED | ERROR, *(
+        "SELECT " + ", ".join([what] * count) for what, count in (
+            (f"instr({LONG}, 'b')", 51), ("abs(1)", 60), ("w LIKE '%a' FROM words UNION SELECT w LIKE '%b'", 60),
+            ("length('a')", 1000),
+        )
+    ))  # fmt: skip
+    patterns = ("%a" * 100, "%a_" * 80, "%_" * 110 + "b", "_%" * 110, "%" * 240, "%a%b" * 60)
+    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} LIKE '{p}b'" for p in patterns))
+    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} || n LIKE '{p}b' FROM number" for p in patterns))
+    globs = ("*a" * 100, "*[a]" * 60, "*[!b]" * 48, "*?" * 110, "*" + "a" * 240, "[a-z]*" * 40)
+    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} GLOB '{p}b'" for p in globs))
+    add(
+        "exploding pattern",
+        BOUNDED,
+        *(f"SELECT count(*) FROM pairs WHERE {LONG} || x GLOB '{p}b*'" for p in globs),
+    )
+    add("exploding pattern", ERROR, *(f"SELECT 'a' LIKE '{'%a' * n}'" for n in (200, 20_000)))
+    add("exploding pattern", ERROR, f"SELECT 'a' GLOB '{'*a' * 20_000}'", "SELECT 'a' REGEXP '(a+)+$'")
+    add("doubling CTEs", BOUNDED, *(_chain(40, body) for body in (
+        "SELECT 1 AS x FROM {p} p, {p} q", "SELECT (SELECT x FROM {p}) + (SELECT x FROM {p}) AS x",
+        "SELECT x FROM {p} UNION ALL SELECT x FROM {p}", "SELECT 1 AS x WHERE 1 IN (SELECT x FROM {p}) OR 2 IN {p}",
+        "SELECT x FROM {p} EXCEPT SELECT x + 1 FROM {p}", "SELECT p.x FROM {p} p LEFT JOIN {p} q ON p.x = q.x",
+    )))  # fmt: skip
+    add(
+        "deep nesting",
+        BOUNDED,
+        "SELECT " + "(" * 900 + "1" + ")" * 900,
+        "SELECT " + "(" * 49_000 + "1" + ")" * 49_000,
+        "SELECT " + "-" * 50_000 + "1",
+        "SELECT " + "NOT " * 20_000 + "1",
+        "SELECT " + "abs(" * 5_000 + "1" + ")" * 5_000,
+        "SELECT * FROM " + "(SELECT * FROM " * 500 + "singer" + ")" * 500,
+        "SELECT 1" + " + 1" * 20_000,
+        "SELECT 'a'" + " || 'a'" * 10_000,
+        "SELECT 1 WHERE 1" + " AND 1 = 1" * 9_000,
+        "SELECT 1 WHERE 1" + " OR 1 = 0" * 10_000,
+        "SELECT " + "CASE WHEN 1 THEN " * 3_000 + "1" + " END" * 3_000,
+        "SELECT 1" + " UNION ALL SELECT 1" * 4_000,
+        "SELECT 1" + " UNION SELECT n FROM number" * 450,
+        "SELECT 1 IN (" + ", ".join(["1"] * 30_000) + ")",
+        "SELECT " + ", ".join(["1"] * 1_999),
+        "SELECT " + ", ".join(["1"] * 3_000),
+        "SELECT " + ", ".join(["a.*"] * 1_000) + " FROM singer a",
+        "SELECT json('" + "[" * 40_000 + "]" * 40_000 + "')",
+    )
+    add(
+        "long statement",
+        ERROR,
+        "SELECT '" + "x" * 1_000_000 + "'",
+        "SELECT 1 " + " " * 1_000_000,
+        "SELECT 1 -- " + "x" * 1_000_000,
+        "SELECT " + "x" * 1_000_000,
+        "SELECT 1" + " + 1" * 250_000,
+        "/*" + "*" * 1_000_000,
+        "(" * 1_000_000,
+    )
+    add(
+        "not a statement",
+        ERROR,
+        "", " ", ";", " ; ; ", "-- nothing", "/* nothing", "/* a /* b */ c */", "SELECT '\0'", "SELECT 1\0; DROP TABLE singer",
+        "\0", "SELECT '\ud800'", "SELECT 'open", 'SELECT "open', "SELECT `open", "SELECT [open", "SELEC 1", "ünïcödé",
+        "SELECT", "SELECT FROM", "SELECT * FROM singer WHERE", "I do not know", "{'sql': 'SELECT 1'}", "SELECT ?", "SELECT :name",
+        "SELECT @a", "SELECT 1 +", "SELECT 0x", "SELECT 1e999999x", "SELECT shoe FROM singer",
+        "SELECT * FROM nowhere", "SELECT abs(-9223372036854775808)", "SELECT unknown(1)", "SELECT count(*) FROM singer GROUP BY",
+    )  # fmt: skip
+    add(
+        "harmless though odd",
+        SAFE,
+        "SELECT 1 -- comment", "/* comment */ SELECT 1", "SELECT 1;", "SELECT 'a;b'", "SELECT ';' -- ;",
+        "SELECT CAST(x'FF41' AS TEXT)", "SELECT CAST(x'C3' AS TEXT)", "SELECT x'00ff'", "SELECT 9223372036854775807 + 1", "SELECT 1 / 0", "\ufeff\ufeff SELECT 1", "SELECT printf('%5.2f|%s', 2.5, name) FROM singer",
+        "SELECT 1e999", "SELECT -1e999 - 1e999", "SELECT NULL", "SELECT '' WHERE 0", "SELECT * FROM sqlite_master",
+        "SELECT sqlite_version()", "EXPLAIN SELECT 1", "SELECT '<|im_end|>'", "VALUES (1), (2)",
+        "SELECT * FROM pragma_table_info('singer')", "PRAGMA table_info(singer)", "PRAGMA foreign_key_list(singer)",
+    )  # fmt: skip
+    add("stacked statements", REFUSED, *(f"SELECT 1; {more}" for more in (
+        "DROP TABLE singer", "SELECT 2", "DELETE FROM singer; SELECT 3", "ATTACH 'x' AS y", "COMMIT", "PRAGMA query_only = 0",
+    )))  # fmt: skip
+    add("write", REFUSED, *(
+        "INSERT INTO singer VALUES (9, 'x', 'y', 1)", "INSERT OR REPLACE INTO singer SELECT * FROM singer",
+        "REPLACE INTO singer VALUES (1, 'x', 'y', 1)", "INSERT INTO number SELECT n FROM number RETURNING n",
+        "INSERT INTO singer DEFAULT VALUES", "UPDATE singer SET age = 1", "UPDATE singer SET age = 1 RETURNING age",
+        "UPDATE OR IGNORE singer SET singer_id = 1", "DELETE FROM singer", "DELETE FROM singer RETURNING *",
+        "WITH r AS (SELECT 1) DELETE FROM singer", "WITH r AS (SELECT 1) INSERT INTO number SELECT * FROM r",
+        "INSERT INTO number VALUES (1) ON CONFLICT DO NOTHING",
+    ))  # fmt: skip
+    add(
+        "write",
+        DENIED,
+        "UPDATE sqlite_master SET sql = ''",
+        "DELETE FROM sqlite_master",
+        "INSERT INTO pairs VALUES (1, 2)",
+    )
+    add("change of schema", REFUSED, *(
+        "DROP TABLE singer", "DROP TABLE IF EXISTS singer", "DROP VIEW pairs", "DROP TRIGGER guard",
+        "ALTER TABLE singer RENAME TO x", "ALTER TABLE singer ADD COLUMN x", "ALTER TABLE singer DROP COLUMN age",
+        "ALTER TABLE singer RENAME COLUMN age TO x", "CREATE TABLE x (a)", "CREATE TABLE x AS SELECT * FROM singer",
+        "CREATE INDEX i ON singer (age)", "CREATE UNIQUE INDEX i ON number (n)", "CREATE VIEW v AS SELECT 1",
+        "CREATE TRIGGER t AFTER INSERT ON number BEGIN SELECT 1; END", "ANALYZE", "VACUUM", "VACUUM INTO 'copy.sqlite'",
+        "VACUUM main INTO '/tmp/mtsql-copy.sqlite'",
+    ))  # fmt: skip
+    add("change of schema", DENIED, "REINDEX", "REINDEX singer")
+    add("temporary table", REFUSED, *(
+        "CREATE TEMP TABLE x (a)", "CREATE TEMPORARY TABLE x AS SELECT * FROM pairs", "CREATE TABLE temp.x (a)",
+        "CREATE TEMP VIEW v AS SELECT 1", "CREATE TEMP TRIGGER t AFTER INSERT ON number BEGIN SELECT 1; END",
+    ))  # fmt: skip
+    add("virtual table", DENIED, *(f"CREATE VIRTUAL TABLE x USING {module}" for module in (
+        "fts3(a)", "fts4(a)", "fts5(a)", "rtree(id, a, b)", "dbstat", "geopoly(a)", "csv(filename='/etc/passwd')", "fts4aux(x)",
+    )))  # fmt: skip
+    add("virtual table", DENIED, *(f"SELECT * FROM {table}" for table in (
+        "dbstat", "sqlite_dbpage", "sqlite_dbdata", "fsdir('/')", "sqlite_stmt", "completion('x')",
+    )))  # fmt: skip
+    add("other file", REFUSED, *(
+        "ATTACH 'other.sqlite' AS other", "ATTACH DATABASE ':memory:' AS m", "ATTACH 'file:x?mode=rwc' AS y", "DETACH main",
+        "ATTACH '' AS t",
+    ))  # fmt: skip
+    add("file function", DENIED, *(f"SELECT {what}" for what in (
+        "load_extension('x')", "load_extension('x', 'y')", "readfile('/etc/passwd')", "writefile('x', 'y')", "edit('x')",
+        "fts3_tokenizer('simple')", "fts3_tokenizer('simple', x'00')", "system('true')", "shell('true')", "eval('DROP TABLE singer')",
+    )))  # fmt: skip
+    add("pragma", REFUSED, *(f"PRAGMA {what}" for what in (
+        "writable_schema = 1", "writable_schema = ON", "query_only = 0", "journal_mode = WAL", "journal_mode", "synchronous = 0",
+        "user_version = 7", "application_id = 7", "schema_version = 1", "temp_store_directory = '/tmp'", "wal_checkpoint",
+        "cache_size = 100000000", "mmap_size = 100000000000", "page_size = 512", "temp_store = MEMORY", "integrity_check",
+        "quick_check", "optimize", "incremental_vacuum", "hard_heap_limit = 1", "soft_heap_limit = 1", "threads = 64",
+        "busy_timeout = 100000", "locking_mode = EXCLUSIVE", "foreign_keys = ON", "recursive_triggers = 1", "trusted_schema = 1",
+        "database_list", "compile_options", "data_version", "encoding = 'UTF-16'", "auto_vacuum = 1", "case_sensitive_like = 1",
+    )))  # fmt: skip
+    add(
+        "transaction",
+        REFUSED,
+        "BEGIN",
+        "BEGIN IMMEDIATE",
+        "BEGIN EXCLUSIVE",
+        "COMMIT",
+        "ROLLBACK",
+        "SAVEPOINT s",
+        "END",
+    )
+    return found
+
+
+STATEMENTS = _statements()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one statement; `resident` is the process's memory after it, in bytes."""
+
+    kind: str
+    sql: str
+    right: frozenset[str]
+    status: str
+    message: str
+    seconds: float
+    resident: int
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is in use (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_all(executor: Executor, database: Path) -> list[Outcome]:
+    """Every statement once, one after the other."""
+    outcomes = []
+    for kind, sql, right in STATEMENTS:
+        start = time.monotonic()
+        result = executor.execute(database, sql)
+        seconds = time.monotonic() - start
+        outcomes.append(Outcome(kind, sql, right, result.status, result.message, seconds, resident_bytes()))
+    return outcomes

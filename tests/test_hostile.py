@@ -1,0 +1,100 @@
+"""Hostile SQL: files unchanged, limits kept, memory bounded, every result of the right type."""
+
+import hashlib
+import time
+
+import pytest
+from hostile import STATEMENTS, make_database, resident_bytes, run_all
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtsql.sql.execute import Executor, execution_match, set_match
+from mtsql.sql.match import clause_f1, exact_set_match, partial_f1, whole_clause_f1
+from mtsql.sql.parse import SqlParseError, SqlSchema, parse_sql
+from mtsql.sql.plug import with_gold_values
+
+SECONDS = 0.2
+GOLD = "SELECT name FROM singer WHERE age > 20 ORDER BY name LIMIT 3"
+SEEDS = (
+    GOLD,
+    "SELECT T1.name, count(*) FROM singer AS T1 JOIN number AS T2 ON T1.age = T2.n GROUP BY T1.name HAVING count(*) > 1",
+    "SELECT DISTINCT country FROM singer WHERE name LIKE '%a%' UNION SELECT w FROM words",
+    "WITH x AS (SELECT n FROM number) SELECT max(n) OVER (ORDER BY n) FROM x WHERE n NOT IN (SELECT age FROM singer)",
+    "SELECT CASE WHEN age BETWEEN 1 AND 3 THEN 'a' ELSE NULL END FROM singer WHERE country IS NOT NULL OR age <> 3",
+)
+WORDS = sorted(
+    {word for seed in SEEDS for word in seed.split()} | set("( ) , ; ' \" -- /* */ * . = AS ON \0".split(" "))
+)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hostile") / "concerts.sqlite"
+    make_database(path)
+    return path
+
+
+def test_the_hostile_suite(database, monkeypatch):
+    monkeypatch.chdir(database.parent)
+    before, start = hashlib.sha256(database.read_bytes()).digest(), resident_bytes()
+    outcomes = run_all(Executor(timeout_seconds=SECONDS), database)
+    assert len(outcomes) >= 200
+    wrong = [(o.kind, o.sql[:100], o.status, o.message[:100]) for o in outcomes if o.status not in o.right]
+    assert not wrong
+    assert [(o.kind, o.sql[:100], o.seconds) for o in outcomes if o.seconds > SECONDS + 1] == []
+    assert max(o.resident for o in outcomes) - start < 200_000_000
+    assert hashlib.sha256(database.read_bytes()).digest() == before
+    assert list(database.parent.iterdir()) == [database]
+    assert [o for o in outcomes if str(database.parent) in o.message] == []
+
+
+def test_hostile_statements_at_once(database):
+    executor = Executor(timeout_seconds=SECONDS, threads=4)
+    start = resident_bytes()
+    some = [sql for kind, sql, _ in STATEMENTS if kind in ("unbounded recursion", "cell bomb", "cross join")]
+    results = executor.execute_many([(database, sql) for sql in some])
+    assert len(results) == len(some) and {r.status for r in results} <= {"rows", "empty", "error", "timeout"}
+    assert resident_bytes() - start < 200_000_000
+    assert executor.execute(database, "SELECT count(*) FROM singer").rows == ((3,),)
+
+
+texts = st.one_of(
+    st.text(max_size=60),
+    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
+    st.builds(
+        lambda seed, at, length, new: seed[:at] + new + seed[at + length :],
+        st.sampled_from(SEEDS),
+        st.integers(0, 120),
+        st.integers(0, 20),
+        st.one_of(st.sampled_from(WORDS), st.text(max_size=5)),
+    ),
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(sql=texts)
+def test_fuzzed_sql_is_run_read_and_scored(database, fuzz_executor, sql):
+    schema = SqlSchema.from_database(database)
+    begin = time.monotonic()
+    result = fuzz_executor.execute(database, sql)
+    assert result.status in ("rows", "empty", "error", "timeout", "refused")
+    assert time.monotonic() - begin < SECONDS + 1
+    for mode in ("official", "authors", "lenient"):
+        try:
+            parse_sql(sql, schema, mode)
+        except SqlParseError:
+            continue
+        assert exact_set_match(sql, sql, schema, {}, mode if mode == "lenient" else "official")
+    assert set(partial_f1(GOLD, sql, schema, {}).values()) <= {0.0, 1.0}
+    assert 0.0 <= clause_f1(GOLD, sql, schema) <= 1.0
+    assert 0.0 <= whole_clause_f1(GOLD, sql, schema) <= 1.0
+    for candidate in with_gold_values(GOLD, sql):
+        assert execution_match(fuzz_executor, database, GOLD, candidate) in (True, False)
+    assert set_match(fuzz_executor, database, GOLD, sql) in (True, False)
+
+
+@pytest.fixture(scope="module")
+def fuzz_executor(database):
+    before = hashlib.sha256(database.read_bytes()).digest()
+    yield Executor(timeout_seconds=SECONDS)
+    assert hashlib.sha256(database.read_bytes()).digest() == before
