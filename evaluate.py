@@ -30,14 +30,10 @@ from statistics import fmean
 
 from tqdm import tqdm
 
-from mtsql.agent.rollout import Sampling
-from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
-from mtsql.config import Common, load_config, option, save_config
+from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example
 from mtsql.learn.checkpoint import write_atomically
-from mtsql.learn.model import load_policy, load_tokenizer
-from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.official import (
     Rules,
@@ -49,15 +45,6 @@ from mtsql.report.official import (
     summarise_items,
 )
 from mtsql.report.viewer import trajectory_record
-from mtsql.run import (
-    load_split,
-    make_environment,
-    make_scorer,
-    pick_device,
-    show,
-    trajectory_seed,
-    user_errors,
-)
 from mtsql.sql.execute import Executor
 
 
@@ -127,6 +114,13 @@ def evaluate_files() -> None:
 
 def evaluate_policy() -> None:
     """The evaluation protocol."""
+    # Here, because they take seconds to import, which the scoring of files can do without.
+    from mtsql.agent.rollout import Sampling
+    from mtsql.agent.tokens import ChatTokens
+    from mtsql.learn.model import load_policy, load_tokenizer
+    from mtsql.report.evaluation import answer_dialogues, score_records
+    from mtsql.run import load_split, make_environment, make_scorer, pick_device, show, trajectory_seed
+
     config = load_config(EvaluateConfig, "evaluate", __doc__)
     out = Path(config.out)
     device = pick_device(config.device)
@@ -143,7 +137,15 @@ def evaluate_policy() -> None:
         seed = trajectory_seed(config.seed, run)
         with tqdm(desc=f"evaluate at temperature {temperature:g}") as bar:
             return answer_dialogues(
-                policy, environment, dialogues, config.history, sampling, seed, config.rows, show(bar)
+                policy,
+                environment,
+                dialogues,
+                config.history,
+                sampling,
+                seed,
+                config.rows,
+                show(bar),
+                config.cache_gib,
             )
 
     answered = answer(0.0, 0)

@@ -37,7 +37,7 @@ from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.config import Common, load_config, option, save_config
+from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import examples
 from mtsql.learn.advantages import group_advantages
 from mtsql.learn.batches import group_micro_batches
@@ -57,7 +57,6 @@ from mtsql.run import (
     make_scorer,
     pick_device,
     trajectory_seed,
-    user_errors,
 )
 
 
@@ -158,7 +157,9 @@ def main() -> None:
                     f"{config.max_prompt_tokens}"
                 )
             began = time.perf_counter()
-            trajectories = rollout(policy, tokens, episodes, sampling, config.rows)
+            trajectories = rollout(
+                policy, tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
+            )
             rollout_seconds = time.perf_counter() - began
 
             # Reward each trajectory; normalise within each group.
@@ -268,6 +269,7 @@ def main() -> None:
                     Sampling(0.0, max_turn_tokens=config.max_turn_tokens),
                     config.seed,
                     config.rows,
+                    cache_gib=config.cache_gib,
                 )
                 records = score_records(answered, dev_scorer)
                 dev_log.append({"step": step, **{k: fmean(r[k] for r in records) for k in ("ex", "em")}})

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
-from mtsql.config import Common, load_config, option, save_config
+from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import examples
 from mtsql.learn.batches import row_micro_batches
 from mtsql.learn.checkpoint import write_atomically
@@ -52,7 +52,6 @@ from mtsql.run import (
     pick_device,
     show,
     trajectory_seed,
-    user_errors,
 )
 
 
@@ -118,7 +117,7 @@ def main() -> None:
                 if episode.trajectory.status is None
             ]
             with tqdm(total=len(episodes), desc=f"round {round_index + 1}: collect") as bar:
-                raw = rollout(policy, tokens, episodes, sampling, config.rows, show(bar))
+                raw = rollout(policy, tokens, episodes, sampling, config.rows, show(bar), config.cache_gib)
             by_id = {example.id: example for example in remaining}
             verdicts = [reward(t, by_id[t.example_id], scorer, RewardWeights()) for t in raw]
             valid = [t for t, r in zip(raw, verdicts, strict=True) if r.ex and r.em]

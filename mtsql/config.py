@@ -12,9 +12,12 @@ import json
 import platform
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+
+from mtsql.data.schema import DataError
 
 SECTIONS = ("common", "imitation", "sft", "grpo", "evaluate")
 
@@ -50,7 +53,11 @@ class Common:
     max_response_tokens: int = option(8000, "longest response, observations counted (paper: 8000)")
     max_turn_tokens: int = option(4000, "longest model message")
     max_tool_tokens: int = option(2000, "longest tool response")
+    max_sequence_tokens: int = option(40960, "longest prompt and response together")
     rows: int = option(256, "trajectories that are sampled at once")
+    cache_gib: float = option(
+        0.0, "memory of the key/value cache in GiB, beyond which rows wait; 0: no limit"
+    )
     sql_timeout: float = option(5.0, "seconds before a query is stopped")
     dtype: str = option("float32", "weights: float32, bfloat16")
     device: str = option("auto", "auto, cpu, cuda")
@@ -148,3 +155,14 @@ def save_config(config: Any, folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(content, indent=1))
+
+
+def user_errors(main: Callable[[], None]) -> None:
+    """Run a script's main; wrong input becomes one sentence on stderr and exit code 2."""
+    try:
+        main()
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        if "\n" in str(error) and not isinstance(error, DataError):
+            raise  # many lines: a library's error, not one of our sentences
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

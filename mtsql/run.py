@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,17 +17,6 @@ from mtsql.data.schema import DataError
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
-
-
-def user_errors(main: Callable[[], None]) -> None:
-    """Run a script's main; wrong input becomes one sentence on stderr and exit code 2."""
-    try:
-        main()
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
-        if "\n" in str(error) and not isinstance(error, DataError):
-            raise  # many lines: a library's error, not one of our sentences
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def find_split(data: str, split: str) -> Path:
@@ -65,6 +53,7 @@ def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools
         config.max_response_tokens,
         config.max_turn_tokens,
         config.max_tool_tokens,
+        config.max_sequence_tokens,
     )
     recipe = MtsqlR1(config.wording == "compact", config.result_characters)
     executor = Executor(timeout_seconds=config.sql_timeout)
@@ -91,10 +80,13 @@ def trajectory_seed(*numbers: int) -> int:
 
 
 def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:
-    """A rollout's `progress` that shows trajectories and tokens per second on a bar."""
+    """A rollout's `progress` that shows trajectories, tokens/s, use of the slots and interactions."""
 
     def progress(done: int, total: int, stats: dict[str, float]) -> None:
         bar.total, bar.n = total, done
-        bar.set_postfix_str(f"{stats['tokens_per_second']:.0f} tokens/s")
+        bar.set_postfix_str(
+            f"{stats['tokens_per_second']:.0f} tokens/s, {stats['slots_in_use']:.0%} of slots in use, "
+            f"{stats['interactions']:.1f} interactions"
+        )
 
     return progress

@@ -10,6 +10,7 @@ import pytest
 
 from mtsql.agent.env import TOOL_SETS, Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
 from mtsql.learn.tiny import train_tokenizer
@@ -84,4 +85,4 @@ def make_episode(
 def say(episode: Episode, text: str) -> bool:
     """Send one whole message; whether the episode goes on."""
     ids = episode.tokens.message_ids(text)
-    return episode.step(ids, [-0.5] * len(ids), ended=True) is not None
+    return episode.step(ids, [-0.5] * len(ids), stop=Stop.END_OF_TURN) is not None

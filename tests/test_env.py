@@ -8,7 +8,7 @@ import pytest
 from conftest import QUESTION, make_episode, say
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Limits, next_action
-from mtsql.agent.trajectory import ActionType, Status
+from mtsql.agent.trajectory import ActionType, Status, Stop
 from mtsql.recipes.mtsql_r1 import tool_call, verdict
 
 BOTH = TOOL_SETS["both"]
@@ -116,7 +116,7 @@ def test_out_of_interactions(tiny):
 def test_out_of_tokens_in_a_message_in_an_observation_and_in_the_prompt(tiny):
     episode = make_episode(tiny)
     ids = tiny.tokens.message_ids("SELECT")[:-1]
-    assert episode.step(ids, [0.0] * len(ids), ended=False) is None
+    assert episode.step(ids, [0.0] * len(ids), stop=Stop.LIMIT) is None
     assert episode.trajectory.status is Status.OUT_OF_TOKENS
     call = tool_call(EXEC_SQL, GOOD)
     room = len(tiny.tokens.message_ids(call)) + 5

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
+    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from mtsql.agent.generator import Generator
+from mtsql.agent.generator import Generator, RowCache, _inverse_cdf, cache_bytes_per_token, rows_within
 from mtsql.agent.rollout import Sampling, rollout
-from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.agent.trajectory import Segment, Stop, Trajectory
 
 VOCABULARY, END = 97, 3
 TOKENS = SimpleNamespace(end_of_turn_ids=(END,))
@@ -35,12 +41,33 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
-def model(request) -> PreTrainedModel:
+@pytest.fixture(
+    scope="module", params=["qwen3", "qwen2", "llama", "smollm", "qwen3 with LoRA", "llama in 4 bits"]
+)
+def model(request, tmp_path_factory) -> PreTrainedModel:
+    """Every kind of decoder that the project is for, small and random."""
     torch.manual_seed(1)
     if request.param == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **SIZES))
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    if request.param == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
+    if request.param == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SIZES))
+    if request.param == "smollm":  # three query heads for one key head, tied, as SmolLM2-135M
+        sizes = SIZES | {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4}
+        return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, rope_theta=100_000.0, **sizes))
+    if request.param == "qwen3 with LoRA":
+        base = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+        adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return adapted
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return LlamaForCausalLM.from_pretrained(folder, quantization_config=four_bits, dtype=torch.float32)
 
 
 class ScriptedEpisode:
@@ -49,15 +76,15 @@ class ScriptedEpisode:
     def __init__(self, seed: int, prompt: list[int], messages: int = 3) -> None:
         self.trajectory = Trajectory(str(seed), seed, [Segment.given("prompt", prompt)])
         self.messages_left = messages
-        self.ended: list[bool] = []
+        self.stops: list[Stop] = []
         self.environment = np.random.default_rng(seed)
 
     def remaining_tokens(self) -> int:
         return 60 - self.trajectory.response_length
 
-    def step(self, ids: list[int], logprobs: list[float], ended: bool) -> list[int] | None:
+    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
         self.trajectory.segments.append(Segment.sampled(ids, logprobs))
-        self.ended.append(ended)
+        self.stops.append(stop)
         self.messages_left -= 1
         answer = self.environment.integers(4, VOCABULARY, self.environment.integers(1, 9)).tolist()
         if not self.messages_left or self.remaining_tokens() <= len(answer):
@@ -118,13 +145,12 @@ def test_greedy_equals_generate_with_full_reprefill(model):
 
 def test_messages_stop_at_an_end_of_turn_or_at_their_limit(model):
     episodes = play(model, list(range(12)), temperature=1.0).values()
-    flags = [flag for e in episodes for flag in e.ended]
-    assert True in flags and False in flags
+    assert {stop for e in episodes for stop in e.stops} == {Stop.END_OF_TURN, Stop.LIMIT}
     for episode in episodes:
         messages = [s.ids for s in episode.trajectory.segments if s.role == "model"]
-        for ids, ended in zip(messages, episode.ended, strict=True):
+        for ids, stop in zip(messages, episode.stops, strict=True):
             assert END not in ids[:-1]
-            assert (ids[-1] == END) == ended
+            assert (ids[-1] == END) == (stop is Stop.END_OF_TURN)
             assert len(ids) <= 20
         assert episode.trajectory.response_length <= 60
 
@@ -153,12 +179,14 @@ def test_seeds_matter(model):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_plain_forward(model, temperature):
+    # On a CPU bitsandbytes multiplies in bfloat16, where a last bit may fall either way.
+    tolerance = 0.1 if getattr(model, "is_loaded_in_4bit", False) else 1e-4
     for episode in play(model, list(range(12)), temperature, max_rows=7).values():
         trajectory = episode.trajectory
         loss_mask = np.array(trajectory.loss_mask, dtype=bool)
         recorded = torch.tensor(trajectory.logprobs)[loss_mask]  # (sampled tokens,)
         expected = reference_logprobs(model, trajectory, temperature)
-        assert torch.allclose(recorded, expected, atol=1e-4, rtol=0)
+        assert (recorded - expected).abs().max() < tolerance
 
 
 def test_shared_prompts_equal_separate_ones_and_are_computed_once(model):
@@ -265,11 +293,13 @@ def test_progress_counts_to_the_end(model):
     )
     assert seen[-1][:2] == (5, 5)
     assert seen[-1][2]["tokens_per_second"] > 0
+    assert 0.5 < seen[-1][2]["slots_in_use"] <= 1.0
+    assert seen[-1][2]["interactions"] == 1.0
 
 
 def test_errors_of_the_environment_reach_the_caller(model):
     episode = ScriptedEpisode(0, [5, 6])
-    episode.step = lambda ids, logprobs, ended: 1 / 0
+    episode.step = lambda ids, logprobs, stop: 1 / 0
     with pytest.raises(ZeroDivisionError):
         rollout(model, TOKENS, [episode], Sampling(max_turn_tokens=3))
 
@@ -280,14 +310,159 @@ def test_sliding_window_models_are_refused():
         Generator(Qwen3ForCausalLM(config), (END,))
 
 
-def test_attention_without_an_explicit_mask_is_refused(model):
-    config = type(model.config)(**{**SIZES, "attn_implementation": "eager"})
+def test_attention_without_an_explicit_mask_is_refused():
+    config = Qwen3Config(**{**SIZES, "attn_implementation": "eager"})
     with pytest.raises(ValueError, match="load it with 'sdpa'"):
-        Generator(type(model)(config), (END,))
+        Generator(Qwen3ForCausalLM(config), (END,))
 
 
-def test_bfloat16_runs(model):
-    half = type(model)(model.config).to(torch.bfloat16)
+def test_bfloat16_runs():
+    half = Qwen3ForCausalLM(Qwen3Config(**SIZES)).to(torch.bfloat16)
     episodes = [ScriptedEpisode(seed, [5, 6, 7]) for seed in range(3)]
     for trajectory in rollout(half, TOKENS, episodes, Sampling(max_turn_tokens=5)):
         assert all(np.isfinite(trajectory.logprobs))
+
+
+def greedy(model: PreTrainedModel, static_shapes: bool) -> list[list[int]]:
+    """First and second messages of seven rows."""
+    with Generator(model, (END,), temperature=0, static_shapes=static_shapes) as generator:
+        rows = generator.start(prompts(7), list(range(7)), [9] * 7)
+        while any(row.decoding for row in rows):
+            generator.step()
+        first = [row.ids for row in rows]
+        generator.release([rows[1], rows[4]])
+        rest = [rows[i] for i in (0, 2, 3, 5, 6)]
+        generator.append(rest, [[7, 8]] * 5, [9] * 5)
+        while any(row.decoding for row in rest):
+            generator.step()
+    return first + [row.ids for row in rest]
+
+
+def test_static_shapes_change_nothing(model):
+    assert greedy(model, static_shapes=True) == greedy(model, static_shapes=False)
+
+
+def test_the_decode_step_has_few_static_shapes(model):
+    shapes = set()
+    with Generator(model, (), temperature=0, static_shapes=True) as generator:
+        original = generator._compute
+
+        def counted(input_ids, positions, reach):
+            if input_ids.shape[1] == 1:
+                shapes.add((len(input_ids), reach))
+            return original(input_ids, positions, reach)
+
+        generator._compute = counted
+        generator.start([[5] * 30] * 13, list(range(13)), [300] * 13)
+        for count in range(290):
+            generator.step()
+            if count % 25 == 24:
+                generator.release([generator.rows[-1]])
+    assert shapes <= {(slots, reach) for slots in (16, 8, 4, 2) for reach in (256, 512)}
+
+
+def test_a_cache_that_is_too_small_makes_rows_wait(model):
+    free = ids_by_seed(play(model, list(range(12)), 1.0))
+    all_prompts = prompts(12)
+    episodes = [ScriptedEpisode(seed, all_prompts[seed]) for seed in range(12)]
+    per_token = cache_bytes_per_token(model)
+    longest = max(map(len, all_prompts)) + 60
+    gib = 3 * -(-longest // 64) * 64 * per_token / 2**30  # three rows of the longest
+    assert rows_within(model, gib, longest) == 3
+    sampling, seen = Sampling(temperature=1.0, max_turn_tokens=20), []
+    original = RowCache.reserve
+
+    def watched(self, slots, reach):
+        original(self, slots, reach)
+        seen.append(self.slots_reserved * self.capacity * per_token / 2**30)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCache, "reserve", watched)
+        rollout(model, TOKENS, episodes, sampling, max_rows=64, cache_gib=gib)
+    assert max(seen) <= gib * 1.0001
+    assert {e.trajectory.seed: e.trajectory.ids for e in episodes} == free
+    with pytest.raises(ValueError, match="raise --cache-gib"):
+        rollout(model, TOKENS, [ScriptedEpisode(0, all_prompts[1])], sampling, cache_gib=gib / 30)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.6), (7, 0.6)])
+def test_top_k_and_top_p_equal_those_of_transformers(top_k, top_p):
+    torch.manual_seed(0)
+    scores = torch.randn(40, VOCABULARY) * 3  # (rows, vocabulary)
+    warped = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
+    allowed = warped > -torch.inf  # (rows, vocabulary)
+    drawn = torch.zeros_like(allowed)
+    for uniform in np.linspace(0, 0.9999, 400):
+        uniforms = torch.full((40, 1), float(uniform), dtype=torch.float64)
+        drawn.scatter_(1, _inverse_cdf(scores.softmax(-1), uniforms, top_p, top_k), True)
+    assert not (drawn & ~allowed).any()
+    likely = allowed & (warped.softmax(-1) > 0.01)
+    assert (drawn | ~likely).all()
+
+
+def test_stop_strings_end_a_message(model):
+    letters = SimpleNamespace(end_of_turn_ids=(END,), decode=lambda ids: "".join(chr(40 + i) for i in ids))
+    free = ScriptedEpisode(3, [5, 6, 7], messages=1)
+    rollout(model, letters, [free], Sampling(max_turn_tokens=20))
+    written = free.trajectory.segments[1].ids
+    wanted = letters.decode(written[4:6])
+    stopped = ScriptedEpisode(3, [5, 6, 7], messages=1)
+    rollout(model, letters, [stopped], Sampling(max_turn_tokens=20, stop_strings=("no such", wanted)))
+    first = letters.decode(written).index(wanted) + 2
+    assert stopped.trajectory.segments[1].ids == written[:first]
+    assert stopped.stops == [Stop.STOP_STRING]
+
+
+def test_weights_changed_in_place_are_used_and_no_cache_survives(model):
+    before = ids_by_seed(play(model, [0, 1, 2], 0.0))
+    norm = next(m for name, m in model.named_modules() if name.endswith("model.norm"))
+    kept = norm.weight.detach().clone()
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-2, 2, len(kept)))
+    changed = ids_by_seed(play(model, [0, 1, 2], 0.0))
+    with torch.no_grad():
+        norm.weight.copy_(kept)
+    assert changed != before
+    assert ids_by_seed(play(model, [0, 1, 2], 0.0)) == before
+
+
+class UnevenEpisode(ScriptedEpisode):
+    """Random lengths, failures (over at once) and slow answers."""
+
+    def remaining_tokens(self) -> int:
+        return 20 + self.trajectory.seed % 41 - self.trajectory.response_length
+
+    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
+        if self.trajectory.seed % 97 == 0:
+            time.sleep(0.02)  # a query that runs into its time limit
+        answer = super().step(ids, logprobs, stop)
+        return None if self.trajectory.seed % 13 == 0 else answer
+
+
+def test_two_thousand_uneven_episodes_leak_nothing():
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": 1}))
+    draw = np.random.default_rng(0)
+    starts = [draw.integers(4, VOCABULARY, draw.integers(1, 60)).tolist() for _ in range(250)]
+    sampling = Sampling(max_turn_tokens=12)
+
+    def run(seeds: list[int], rows: int) -> dict[int, list[int]]:
+        episodes = [UnevenEpisode(seed, starts[seed // 8], 1 + seed % 4) for seed in seeds]
+        caches: list[int] = []
+        original = Generator.release
+
+        def watched(self, gone):
+            original(self, gone)
+            assert sorted(row.slot for row in self.rows) == list(range(len(self.rows)))
+            caches.append(self.cache.slots_reserved * self.cache.capacity)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Generator, "release", watched)
+            rollout(model, TOKENS, episodes, sampling, rows)
+        assert max(caches) <= rows * 128 + 128  # memory is flat: slots x the longest row
+        return {e.trajectory.seed: e.trajectory.ids for e in episodes}
+
+    together = run(list(range(2_000)), 96)
+    alone = run(list(range(0, 2_000, 16)), 1)
+    assert alone == {seed: together[seed] for seed in alone}

@@ -1,20 +1,22 @@
 """Prediction files in the official formats: tables by hand, misaligned lines, comparison, gold values."""
 
+import io
 import json
 import sqlite3
-import subprocess
 import sys
-from pathlib import Path
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 
+import evaluate as evaluate_script
+from mtsql.config import user_errors
 from mtsql.data.schema import DataError
 from mtsql.report.official import compare, read_pairs
 from mtsql.sql.match import whole_clause_f1
 from mtsql.sql.parse import SqlSchema
 from mtsql.sql.plug import with_gold_values
 
-ROOT = Path(__file__).parents[1]
 GOLD = """SELECT name FROM singer\tmusic
 SELECT name FROM singer WHERE age > 20 AND country = 'France'\tmusic
 
@@ -54,8 +56,16 @@ def files(tmp_path):
 
 
 def evaluate(folder, *options):
-    command = [sys.executable, str(ROOT / "evaluate.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    """evaluate.py in this process: what it prints and its exit code."""
+    out, err, returncode = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["evaluate.py", *options])
+        try:
+            user_errors(evaluate_script.main)
+        except SystemExit as error:
+            returncode = error.code
+    return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue(), returncode=returncode)
 
 
 def evaluate_files(folder, *options, gold="gold.txt", pred="pred.txt"):

@@ -106,7 +106,7 @@ def test_row_and_size_limits(executor, database):
     assert result.ok and result.truncated and len(result.rows) == 100
     assert executor.execute(database, "SELECT zeroblob(200000)").status == "error"
     wide = Executor(max_rows=2_000).execute(database, "SELECT zeroblob(140000) FROM number")
-    assert wide.truncated and 0 < len(wide.rows) < 500 and wide.bytes < 65_000_000
+    assert wide.truncated and 0 < len(wide.rows) < 120 and wide.bytes < 17_000_000
 
 
 def test_broken_text_is_decoded_without_the_bad_bytes(executor, database):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from mtsql.agent.memory import MemoryEntry, recall
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Action, ActionType, Observation, Segment, Status, Trajectory
+from mtsql.agent.trajectory import Action, ActionType, Observation, Segment, Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult, Executor
@@ -35,6 +35,7 @@ class Limits:
     max_response_tokens: int = 8000
     max_turn_tokens: int = 4000
     max_tool_tokens: int = 2000
+    max_sequence_tokens: int = 40_960
 
 
 @dataclass(frozen=True)
@@ -137,23 +138,25 @@ class Episode:
         self.candidate: str | None = None
         self.result: ExecutionResult | None = None
         self.pending_tool: str | None = None
-        if len(prompt_ids) > limits.max_prompt_tokens:
+        if len(prompt_ids) > limits.max_prompt_tokens or self.remaining_tokens() < 1:
             self.trajectory.status = Status.OUT_OF_TOKENS
 
     def remaining_tokens(self) -> int:
-        """Tokens that the response may still take."""
-        return self.limits.max_response_tokens - self.trajectory.response_length
+        """Tokens that the response may still take, by its own limit and that of the sequence."""
+        response = self.trajectory.response_length
+        whole = self.trajectory.prompt_length + response
+        return min(self.limits.max_response_tokens - response, self.limits.max_sequence_tokens - whole)
 
-    def step(self, ids: list[int], logprobs: list[float], ended: bool) -> list[int] | None:
+    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
         """Take one sampled message; return the ids to append, or None when the episode is over.
 
-        `ended` tells whether the message ends with a sampled end-of-turn token. A message cut by a
-        limit ends the episode: what it holds is not read.
+        A message cut by a limit ends the episode: what it holds is not read. After a stop string the
+        end of turn is appended, with loss mask 0.
         """
         trajectory = self.trajectory
         trajectory.segments.append(Segment.sampled(ids, logprobs))
         trajectory.interactions += 1
-        if not ended:
+        if stop is Stop.LIMIT:
             return self._end(Status.OUT_OF_TOKENS)
         message = self.recipe.read(self.tokens.decode(ids), self.tools)
         self._record(message)
@@ -164,7 +167,7 @@ class Episode:
             return self._end(Status.ANSWERED)
         if trajectory.interactions == self.limits.max_interactions:
             return self._end(Status.OUT_OF_INTERACTIONS)
-        suffix = self.tokens.observation_suffix(self._cut(self._observe(message)), ended)
+        suffix = self.tokens.observation_suffix(self._cut(self._observe(message)), stop is Stop.END_OF_TURN)
         if len(suffix) >= self.remaining_tokens():
             return self._end(Status.OUT_OF_TOKENS)
         trajectory.segments.append(Segment.given("environment", suffix))

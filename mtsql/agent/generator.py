@@ -9,7 +9,7 @@ head on them, and sampling happens in one place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from mtsql.agent.trajectory import Stop
+
 GROUPED = "sdpa_grouped_queries"
-BUCKET = 64  # Attention sees a multiple of this many positions.
+BUCKET = 64  # Attention sees a multiple of this many positions,
+STATIC_BUCKET = 256  # or of this many where each multiple has a captured graph.
 # Prompts and observations go through the model in chunks of rows with about so many tokens: many for a
 # GPU; few for a CPU, where padding costs more than another call.
 TOKENS_PER_FORWARD = {"cpu": 1024}
@@ -66,15 +69,18 @@ class Row:
     length: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    decoding: bool = True
-    ended: bool = False
+    stop: Stop | None = None
 
     def begin(self, limit: int) -> None:
         """Start a message of at most `limit` tokens."""
         if limit < 1:
             raise ValueError(f"A message needs room for at least one token, not {limit}.")
-        self.limit, self.ids, self.logprobs = limit, [], []
-        self.decoding, self.ended = True, False
+        self.limit, self.ids, self.logprobs, self.stop = limit, [], [], None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its message is not over."""
+        return self.stop is None
 
 
 class RowCache:
@@ -82,9 +88,13 @@ class RowCache:
 
     Passed to the model as `past_key_values`. `aim` says where the next forward writes and what it
     attends to. Memory is touched only as far as it is used, which is what costs time on a CPU.
+    Capacity grows by half as needed, up to `longest` positions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int | None = None, bucket: int = BUCKET) -> None:
+        self.longest = longest
+        self.bucket = bucket
+        self.moves = 0  # times that the storage moved, which makes captured graphs worthless
         self.layers: list[list[Tensor]] = []
         self.slots_reserved = 0
         self.capacity = 0
@@ -95,8 +105,10 @@ class RowCache:
         masked attention to NaN would still be NaN."""
         if slots > self.slots_reserved or reach > self.capacity:
             self.slots_reserved = max(slots, self.slots_reserved)
+            self.moves += 1
             if reach > self.capacity:
-                self.capacity = -(-reach * 3 // (2 * BUCKET)) * BUCKET
+                roomy = max(reach, min(reach * 3 // 2, self.longest or reach * 3 // 2))
+                self.capacity = -(-roomy // self.bucket) * self.bucket
             for layer in self.layers:
                 for i, old in enumerate(layer):
                     layer[i] = self._allocate(old)
@@ -110,7 +122,7 @@ class RowCache:
         """Next forward: row i is slot `slots[i]` (or i, for a count of slots), its tokens are
         written at `positions` (rows, tokens), and it attends to the first `reach` positions,
         rounded up to a bucket. Returns the rounded number."""
-        reach = -(-reach // BUCKET) * BUCKET
+        reach = -(-reach // self.bucket) * self.bucket
         self.reserve(0, reach)
         self._gather = None if isinstance(slots, int) else slots.to(positions.device)  # (rows,)
         everywhere = torch.arange(slots) if isinstance(slots, int) else slots  # (rows,)
@@ -150,8 +162,12 @@ class Generator:
     `rows[i]` lives in slot i of the cache. Each row draws its uniforms from its own generator, for
     its own tokens only, so a trajectory does not depend on the batch it is in (up to the rounding
     of matrix products of different sizes). At temperature 0 decoding is greedy. Log-probabilities
-    are those of softmax(logits / temperature), at temperature 1 when greedy; top_p narrows the
-    choice but not the log-probability.
+    are those of softmax(logits / temperature), at temperature 1 when greedy; top_k and top_p (in
+    this order) narrow the choice but not the log-probability.
+
+    `stops(ids)` says whether a message that ends with `ids` is over, for stop strings. With
+    `static_shapes` (the default on a GPU) the decode step has one of few shapes, and on a GPU each
+    of them is captured as a CUDA graph. `longest` bounds the positions of a row in the cache.
     """
 
     def __init__(
@@ -160,6 +176,10 @@ class Generator:
         end_of_turn_ids: Sequence[int],
         temperature: float = 1.0,
         top_p: float = 1.0,
+        top_k: int = 0,
+        stops: Callable[[list[int]], bool] | None = None,
+        longest: int | None = None,
+        static_shapes: bool | None = None,
     ) -> None:
         attention = model.config._attn_implementation
         layer_types = set(getattr(model.config, "layer_types", None) or ())
@@ -171,8 +191,17 @@ class Generator:
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature = temperature
         self.top_p = top_p
+        self.top_k = top_k
+        self.stops = stops
+        on_gpu = model.device.type == "cuda"
+        self.static_shapes = on_gpu if static_shapes is None else static_shapes
+        self.graphs = DecodeGraphs() if on_gpu and self.static_shapes else None
+        self.longest = longest
         self.rows: list[Row] = []
-        self.cache = RowCache()
+        self.cache = self._new_cache()
+
+    def _new_cache(self) -> RowCache:
+        return RowCache(self.longest, STATIC_BUCKET if self.static_shapes else BUCKET)
 
     def __enter__(self) -> Generator:
         self._training = [m for m in self.model.modules() if m.training]
@@ -185,7 +214,8 @@ class Generator:
         self.model.set_attn_implementation(self._attention)
         for module in self._training:
             module.training = True
-        self.rows, self.cache = [], RowCache()
+        self.rows, self.cache = [], self._new_cache()
+        self.graphs = DecodeGraphs() if self.graphs else None
 
     @torch.inference_mode()
     def start(
@@ -233,10 +263,12 @@ class Generator:
         if not decoding:
             return []
         # Rows that wait for an observation go along: this writes their pending token in place.
-        logits = self._forward(
-            len(self.rows), [[row.pending] for row in self.rows], [row.length for row in self.rows]
-        )[:, -1]  # (slots, vocabulary)
-        if len(decoding) < len(self.rows):
+        spare = _power_of_two(len(self.rows)) - len(self.rows) if self.static_shapes else 0
+        pending = [[row.pending] for row in self.rows] + [[0]] * spare
+        lengths = [row.length for row in self.rows] + [0] * spare
+        self.cache.reserve(len(pending), 0)
+        logits = self._forward(len(pending), pending, lengths)[:, -1]  # (slots, vocabulary)
+        if len(decoding) < len(pending):
             logits = logits[[row.slot for row in decoding]]  # (decoding rows, vocabulary)
         ids, logprobs = self._sample(logits, [row.rng for row in decoding])
         complete = []
@@ -245,9 +277,13 @@ class Generator:
             row.pending = token
             row.ids.append(token)
             row.logprobs.append(logprob)
-            row.ended = token in self.end_of_turn_ids
-            if row.ended or len(row.ids) == row.limit:
-                row.decoding = False
+            if token in self.end_of_turn_ids:
+                row.stop = Stop.END_OF_TURN
+            elif self.stops is not None and self.stops(row.ids):
+                row.stop = Stop.STOP_STRING
+            elif len(row.ids) == row.limit:
+                row.stop = Stop.LIMIT
+            if row.stop is not None:
                 complete.append(row)
         return complete
 
@@ -292,11 +328,19 @@ class Generator:
         input_ids = torch.tensor(padded, device=device)  # (rows, width)
         start = torch.tensor(lengths, device=device)[:, None]  # (rows, 1)
         positions = start + torch.arange(width, device=device)  # (rows, width)
-        reach = self.cache.aim(slots, positions, max(lengths) + width)
-        visible = torch.arange(reach, device=device) <= positions[..., None]  # (rows, width, reach)
+        reach = max(lengths) + width
+        if self.graphs is not None and isinstance(slots, int):
+            return self.graphs.run(self._compute, self.cache, slots, input_ids, positions, reach)
+        return self._compute(input_ids, positions, self.cache.aim(slots, positions, reach))
+
+    def _compute(self, input_ids: Tensor, positions: Tensor, reach: int) -> Tensor:
+        """Logits (rows, 1, vocabulary) of the last column of `input_ids` (rows, tokens), once aimed."""
+        visible = (
+            torch.arange(reach, device=positions.device) <= positions[..., None]
+        )  # (rows, tokens, reach)
         return self.model(
             input_ids=input_ids,
-            attention_mask=visible[:, None],  # (rows, 1, width, reach)
+            attention_mask=visible[:, None],  # (rows, 1, tokens, reach)
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
@@ -311,7 +355,7 @@ class Generator:
         logprobs = scores.log_softmax(-1)  # (rows, vocabulary)
         if self.temperature > 0:
             uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)
-            chosen = _inverse_cdf(logprobs.exp(), uniforms.to(logits.device), self.top_p)
+            chosen = _inverse_cdf(logprobs.exp(), uniforms.to(logits.device), self.top_p, self.top_k)
         else:
             chosen = logprobs.argmax(-1, keepdim=True)  # (rows, 1)
         picked = logprobs.gather(-1, chosen)[:, 0].tolist()
@@ -320,13 +364,90 @@ class Generator:
         return chosen[:, 0].tolist(), picked
 
 
-def _inverse_cdf(probs: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
+class DecodeGraphs:
+    """The decode step as CUDA graphs, one for each number of slots and reach, captured on first use.
+
+    A graph reads and writes the same memory at every replay: its own inputs, the weights (so that an
+    update in place is seen) and the cache (so that all graphs are dropped when its storage moves).
+    """
+
+    def __init__(self) -> None:
+        self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self.moves = 0
+
+    def run(
+        self,
+        compute: Callable[[Tensor, Tensor, int], Tensor],
+        cache: RowCache,
+        slots: int,
+        input_ids: Tensor,
+        positions: Tensor,
+        reach: int,
+    ) -> Tensor:
+        """`compute` over `input_ids` and `positions` (slots, 1), replayed; logits (slots, 1, vocabulary)."""
+        reach = cache.aim(slots, positions, reach)
+        if cache.moves != self.moves:
+            self.captured, self.moves = {}, cache.moves
+        if (slots, reach) not in self.captured:
+            own_ids, own_positions = input_ids.clone(), positions.clone()
+            cache.aim(slots, own_positions, reach)
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):  # one run outside the graph, as capturing asks for
+                compute(own_ids, own_positions, reach)
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = compute(own_ids, own_positions, reach)
+            self.captured[slots, reach] = (graph, own_ids, own_positions, logits)
+        graph, own_ids, own_positions, logits = self.captured[slots, reach]
+        own_ids.copy_(input_ids)
+        own_positions.copy_(positions)
+        graph.replay()
+        return logits
+
+
+def rows_within(model: PreTrainedModel, gib: float, longest: int) -> int:
+    """How many rows of `longest` positions a cache of `gib` GiB holds.
+
+    Raises ValueError if it does not hold one.
+    """
+    on_gpu = model.device.type == "cuda"
+    bucket = STATIC_BUCKET if on_gpu else BUCKET
+    held = int(gib * 2**30 / cache_bytes_per_token(model))
+    rows = held // (-(-longest // bucket) * bucket)
+    if rows < 1:
+        raise ValueError(
+            f"a cache of {gib:g} GiB holds {held} tokens, but a trajectory may take {longest}; "
+            "raise --cache-gib or lower --max-response-tokens"
+        )
+    return 1 << (rows.bit_length() - 1) if on_gpu else rows
+
+
+def cache_bytes_per_token(model: PreTrainedModel) -> int:
+    """Memory of one position of one row in the cache, over all layers."""
+    config = model.config
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _inverse_cdf(probs: Tensor, uniforms: Tensor, top_p: float, top_k: int) -> Tensor:
     """Sample ids (rows, 1) from `probs` (rows, vocabulary) with one uniform (rows, 1) each.
 
-    With `top_p` below 1, only the most probable tokens that together reach `top_p` are drawn.
+    With `top_k` above 0, only the `top_k` most probable tokens are drawn; with `top_p` below 1, of
+    these only the most probable that together reach `top_p` of their sum.
     """
-    if top_p < 1:
+    if top_p < 1 or top_k:
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)  # (rows, vocabulary)
+        if top_k:
+            ordered[:, top_k:] = 0
+            ordered = ordered / ordered.sum(-1, keepdim=True)
         before = ordered.cumsum(-1) - ordered  # (rows, vocabulary)
         probs = probs.scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
     cdf = probs.cumsum(-1, dtype=torch.float64)  # (rows, vocabulary)

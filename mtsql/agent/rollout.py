@@ -11,9 +11,9 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from mtsql.agent.generator import Generator, Row
+from mtsql.agent.generator import Generator, Row, rows_within
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Stop, Trajectory
 
 ENVIRONMENT_THREADS = 8
 REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free,
@@ -22,11 +22,16 @@ ANSWER_SHARE = 0.125  # observations are appended when this share of the live ro
 
 @dataclass(frozen=True)
 class Sampling:
-    """How messages are sampled. `temperature` 0 is greedy."""
+    """How messages are sampled. `temperature` 0 is greedy, `top_k` 0 is off.
+
+    A message is over after an end of turn, after one of the `stop_strings`, or at `max_turn_tokens`.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_turn_tokens: int = 512
+    top_k: int = 0
+    stop_strings: tuple[str, ...] = ()
 
 
 class Episode(Protocol):
@@ -37,10 +42,10 @@ class Episode(Protocol):
     def remaining_tokens(self) -> int:
         """Tokens of the response still allowed; at least 1 while the episode goes on."""
 
-    def step(self, ids: list[int], logprobs: list[float], ended: bool) -> list[int] | None:
+    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
         """Take a sampled message; return the ids that the environment appended, None at the end.
 
-        `ended` says whether the last id is a sampled end of turn. Called from a worker thread.
+        `stop` says why the message is over. Called from a worker thread.
         """
 
 
@@ -51,23 +56,37 @@ def rollout(
     sampling: Sampling,
     max_rows: int = 256,
     progress: Callable[[int, int, dict[str, float]], None] | None = None,
+    cache_gib: float = 0.0,
 ) -> list[Trajectory]:
     """Play all episodes to their ends, at most `max_rows` at once; trajectories in the same order.
 
-    When something is appended or started depends on the tokens alone and never on the clock, so
-    that a run repeats bit for bit. `progress(done, total, stats)` is called as episodes finish.
+    With `cache_gib` above 0, no more rows are played at once than its memory holds when each grows as
+    long as its episode may; the others wait. When something is appended or started depends on the
+    tokens alone and never on the clock, so that a run repeats bit for bit. `progress(done, total,
+    stats)` is called as episodes finish. Raises ValueError if the memory does not hold one row.
     """
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}
     waiting: list[tuple[Row, Future[list[int] | None]]] = []
-    started_at, sampled, done = time.perf_counter(), 0, 0
+    started_at, sampled, done, steps, busy, interactions = time.perf_counter(), 0, 0, 0, 0, 0
+    longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
+    if cache_gib > 0:
+        max_rows = min(max_rows, rows_within(model, cache_gib, longest))
 
     def limit(episode: Episode) -> int:
         return min(sampling.max_turn_tokens, episode.remaining_tokens())
 
     with (
         ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool,
-        Generator(model, tokens.end_of_turn_ids, sampling.temperature, sampling.top_p) as generator,
+        Generator(
+            model,
+            tokens.end_of_turn_ids,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            _stops(tokens, sampling.stop_strings),
+            longest,
+        ) as generator,
     ):
         while queue or playing:
             free = max_rows - len(playing)
@@ -80,10 +99,13 @@ def rollout(
                 )
                 playing.update(zip(rows, fresh, strict=True))
 
+            steps += 1
+            busy += len(playing) - len(waiting)
             for row in generator.step():
                 sampled += len(row.ids)
+                interactions += 1
                 step = playing[row].step
-                waiting.append((row, pool.submit(step, row.ids, row.logprobs, row.ended)))
+                waiting.append((row, pool.submit(step, row.ids, row.logprobs, row.stop)))
 
             if waiting and len(waiting) >= ANSWER_SHARE * len(playing):
                 answers = [(row, future.result()) for row, future in waiting]
@@ -101,6 +123,24 @@ def rollout(
                 done += len(finished)
                 if progress is not None and finished:
                     seconds = time.perf_counter() - started_at
-                    stats = {"sampled_tokens": sampled, "tokens_per_second": sampled / seconds}
+                    stats = {
+                        "sampled_tokens": sampled,
+                        "tokens_per_second": sampled / seconds,
+                        "slots_in_use": busy / (steps * min(max_rows, len(episodes))),
+                        "interactions": interactions / (done + len(playing)),
+                    }
                     progress(done, len(episodes), stats)
     return [episode.trajectory for episode in episodes]
+
+
+def _stops(tokens: ChatTokens, strings: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
+    """Whether the end of a message holds one of `strings`; a token is at least one byte of text."""
+    if not strings:
+        return None
+    reach = max(len(string.encode()) for string in strings)
+
+    def stops(ids: list[int]) -> bool:
+        tail = tokens.decode(ids[-reach:])
+        return any(string in tail for string in strings)
+
+    return stops

@@ -21,6 +21,14 @@ class ActionType(StrEnum):
     FINALIZE = "finalize"
 
 
+class Stop(StrEnum):
+    """Why a sampled message is over."""
+
+    END_OF_TURN = "end_of_turn"  # sampled by the model
+    STOP_STRING = "stop_string"
+    LIMIT = "limit"  # cut off: what it holds is not read
+
+
 class Status(StrEnum):
     """How an episode ended. Only ANSWERED carries a final SQL."""
 

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Episode
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Trajectory
-from mtsql.config import Common, load_config, option, save_config
+from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import read_json
 from mtsql.learn.batches import group_micro_batches
@@ -32,7 +32,7 @@ from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, make_muon, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
 from mtsql.recipes.mtsql_r1 import tool_call, verdict
-from mtsql.run import load_split, make_environment, pick_device, user_errors
+from mtsql.run import load_split, make_environment, pick_device
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
     def say(text: str) -> bool:
         """Send one message; whether the episode goes on."""
         ids = episode.tokens.message_ids(text)
-        return episode.step(ids, [0.0] * len(ids), ended=True) is not None
+        return episode.step(ids, [0.0] * len(ids), stop=Stop.END_OF_TURN) is not None
 
     has_memory = MEMORY_RETRIEVE in tools and bool(episode.example.history)
     verdicts = ""

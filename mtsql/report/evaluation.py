@@ -24,6 +24,7 @@ def answer_dialogues(
     seed: int,
     rows: int,
     progress: Callable | None = None,
+    cache_gib: float = 0.0,
 ) -> list[tuple[Example, Trajectory]]:
     """One trajectory a question, ordered by dialogue and turn.
 
@@ -46,7 +47,7 @@ def answer_dialogues(
         ]
         episodes = [environment.episodes(example, [_seed(seed, example)])[0] for example in asked]
         open_episodes = [e for e in episodes if e.trajectory.status is None]
-        rollout(model, environment.tokens, open_episodes, sampling, rows, progress)
+        rollout(model, environment.tokens, open_episodes, sampling, rows, progress, cache_gib)
         for (name, _), example, episode in zip(batch, asked, episodes, strict=True):
             answers[name].append(episode.trajectory.answer_sql)
             done.append((example, episode.trajectory))

@@ -47,7 +47,8 @@ MAX_CELL_BYTES = 150_000
 MAX_PATTERN_BYTES = 250  # of LIKE and GLOB
 MAX_FUNCTION_CALLS = 50  # written in one statement
 MAX_HEAP_BYTES = 80_000_000  # SQLite's own memory, in the whole process
-MAX_RESULT_BYTES = 64_000_000  # one result, as Python objects
+MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
+MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_ROWS = 1_000_000
 CONNECTIONS_PER_THREAD = 16
@@ -122,7 +123,7 @@ class _Connection:
         self.refused |= not allowed
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
-    def run(self, sql: str, seconds: float, max_rows: int) -> ExecutionResult:
+    def run(self, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
         self.timed_out = self.refused = False
         self.functions = 0
         self.deadline = time.monotonic() + seconds
@@ -132,7 +133,7 @@ class _Connection:
             if cursor.description is None:
                 return ExecutionResult("error", message="the query holds no statement")
             columns = tuple(column[0] for column in cursor.description)
-            rows, truncated, size = self._fetch(cursor, max_rows)
+            rows, truncated, size = self._fetch(cursor, max_rows, max_bytes)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             return self._failure(str(error), seconds)
         except MemoryError:
@@ -141,12 +142,14 @@ class _Connection:
             cursor.close()
         return ExecutionResult("rows" if rows else "empty", columns, rows, truncated, bytes=size)
 
-    def _fetch(self, cursor: sqlite3.Cursor, max_rows: int) -> tuple[tuple[tuple, ...], bool, int]:
+    def _fetch(
+        self, cursor: sqlite3.Cursor, max_rows: int, max_bytes: int
+    ) -> tuple[tuple[tuple, ...], bool, int]:
         rows: list[tuple] = []
         size = 0
         for row in cursor:
             size += sys.getsizeof(row) + sum(map(sys.getsizeof, row))
-            if len(rows) == max_rows or size > MAX_RESULT_BYTES:
+            if len(rows) == max_rows or size > max_bytes:
                 return tuple(rows), True, size
             rows.append(row)
         return tuple(rows), False, size
@@ -186,7 +189,7 @@ class Executor:
 
         Raises FileNotFoundError if there is no such database.
         """
-        return self._execute(db_path, sql, self.max_rows)
+        return self._execute(db_path, sql, self.max_rows, MAX_RESULT_BYTES)
 
     def execute_many(self, requests: Iterable[tuple[str | Path, str]]) -> list[ExecutionResult]:
         """`execute` of every (database, SQL), several at once, in the order of the requests."""
@@ -197,7 +200,7 @@ class Executor:
 
         Raises ValueError naming the query if it fails, FileNotFoundError as `execute`.
         """
-        result = self._execute(db_path, sql, MAX_GOLD_ROWS)
+        result = self._execute(db_path, sql, MAX_GOLD_ROWS, MAX_SCORED_BYTES)
         if not result.ok or result.truncated:
             reason = result.message or f"more than {MAX_GOLD_ROWS} rows"
             raise ValueError(f"the gold query failed ({reason}): {sql}")
@@ -205,10 +208,10 @@ class Executor:
 
     def predicted_rows(self, db_path: str | Path, sql: str, wanted: int) -> tuple[tuple, ...] | None:
         """All rows of a predicted query, or None if it fails or has more than `wanted` rows."""
-        result = self._execute(db_path, sql, wanted)
+        result = self._execute(db_path, sql, wanted, MAX_SCORED_BYTES)
         return result.rows if result.ok and not result.truncated else None
 
-    def _execute(self, db_path: str | Path, sql: str, max_rows: int) -> ExecutionResult:
+    def _execute(self, db_path: str | Path, sql: str, max_rows: int, max_bytes: int) -> ExecutionResult:
         path = os.fspath(db_path)
         if not os.path.isfile(path):
             raise FileNotFoundError(f"The database file {path} does not exist.")
@@ -220,8 +223,8 @@ class Executor:
             if result is not None:
                 self._cache.move_to_end(key)
         too_few = result is not None and result.truncated and len(result.rows) < max_rows
-        if result is None or (too_few and result.bytes <= MAX_RESULT_BYTES):
-            result = self._connection(version).run(sql, self.timeout_seconds, max_rows)
+        if result is None or (too_few and result.bytes <= max_bytes):
+            result = self._connection(version).run(sql, self.timeout_seconds, max_rows, max_bytes)
             self._remember(key, result)
         if len(result.rows) > max_rows:  # it was run with a higher limit
             result = replace(result, rows=result.rows[:max_rows], truncated=True)

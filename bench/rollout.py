@@ -1,0 +1,306 @@
+"""Rollouts three ways on one workload, in one process: `python bench/rollout.py --help`.
+
+(a) this project's engine; (b) Hugging Face `generate`, called each turn on all re-rendered conversations
+at once, padded on the left, which is what people write; (c) transformers' own continuous batching, called
+each turn likewise. Every trajectory has a fixed number of messages of fixed lengths, and fixed tool
+outputs between them, so all three sample the same number of tokens. The order of the three alternates
+between the repetitions; the ratios are medians. Also how far (a) is from the floor: the bytes of decode steps
+over the measured memory bandwidth, and the arithmetic of the prefill over a measured matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from mtsql.agent.generator import cache_bytes_per_token
+from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.trajectory import Segment, Stop, Trajectory
+from mtsql.learn.checkpoint import write_atomically
+
+END = 0
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt, the lengths of the model's messages, and the tool outputs between them."""
+
+    prompt: list[int]
+    lengths: list[int]
+    outputs: list[list[int]]
+
+
+class FixedEpisode:
+    """A conversation as this project's rollout plays it."""
+
+    def __init__(self, seed: int, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.trajectory = Trajectory(str(seed), seed, [Segment.given("prompt", conversation.prompt)])
+        self.turn = 0
+
+    def remaining_tokens(self) -> int:
+        """The length of the next message, which so becomes its limit."""
+        return self.conversation.lengths[self.turn]
+
+    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
+        """The next tool output, None after the last message."""
+        self.trajectory.segments.append(Segment.sampled(ids, logprobs))
+        if self.turn == len(self.conversation.outputs):
+            return None
+        output = self.conversation.outputs[self.turn]
+        self.trajectory.segments.append(Segment.given("environment", output))
+        self.turn += 1
+        return output
+
+
+def make_workload(
+    questions: int, samples: int, vocabulary: int, prompt: int, message: int, output: int, messages: int
+) -> list[Conversation]:
+    """`samples` conversations a question; lengths vary between half and one and a half of those given."""
+    draw = np.random.default_rng(0)
+
+    def length(typical: int) -> int:
+        return int(draw.integers(typical // 2, typical * 3 // 2 + 1))
+
+    def text(typical: int) -> list[int]:
+        return draw.integers(1, vocabulary, length(typical)).tolist()
+
+    workload = []
+    for _ in range(questions):
+        first = text(prompt)
+        for _ in range(samples):
+            lengths = [length(message) for _ in range(messages)]
+            workload.append(Conversation(first, lengths, [text(output) for _ in range(messages - 1)]))
+    return workload
+
+
+def this_engine(model: PreTrainedModel, workload: list[Conversation], rows: int) -> int:
+    """(a); the number of sampled tokens."""
+    episodes = [FixedEpisode(seed, conversation) for seed, conversation in enumerate(workload)]
+    tokens = SimpleNamespace(end_of_turn_ids=())
+    trajectories = rollout(model, tokens, episodes, Sampling(max_turn_tokens=10_000), rows)
+    return sum(t.sampled_length for t in trajectories)
+
+
+class FixedLengths(LogitsProcessor):
+    """Forbids the end of a row before its length and forces it there."""
+
+    def __init__(self, start: int, lengths: list[int]) -> None:
+        self.start = start
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (rows, vocabulary) for the next token."""
+        scores[:, END] = -torch.inf
+        over = self.lengths.to(scores.device) <= input_ids.shape[1] - self.start
+        scores[over] = -torch.inf
+        scores[over, END] = 0.0
+        return scores
+
+
+def hugging_face_generate(model: PreTrainedModel, workload: list[Conversation], rows: int) -> int:
+    """(b); the number of sampled tokens."""
+    texts = [list(c.prompt) for c in workload]
+    sampled = 0
+    for turn in range(len(workload[0].lengths)):
+        for begin in range(0, len(workload), rows):
+            batch = range(begin, min(begin + rows, len(workload)))
+            width = max(len(texts[i]) for i in batch)
+            ids = torch.tensor([[END] * (width - len(texts[i])) + texts[i] for i in batch])  # (rows, width)
+            visible = torch.tensor([[0] * (width - len(texts[i])) + [1] * len(texts[i]) for i in batch])
+            lengths = [workload[i].lengths[turn] for i in batch]
+            out = model.generate(
+                ids.to(model.device),
+                attention_mask=visible.to(model.device),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=max(lengths),
+                eos_token_id=END,
+                pad_token_id=END,
+                logits_processor=[FixedLengths(width, lengths)],
+            )[:, width:]
+            for i, row, length in zip(batch, out.tolist(), lengths, strict=True):
+                texts[i] += row[:length]
+                sampled += length
+        if turn < len(workload[0].outputs):
+            for text, conversation in zip(texts, workload, strict=True):
+                text += conversation.outputs[turn]
+    return sampled
+
+
+def continuous_batching(model: PreTrainedModel, workload: list[Conversation], rows: int) -> int:
+    """(c); the number of sampled tokens."""
+    texts = [list(c.prompt) for c in workload]
+    sampled = 0
+    longest = max(len(c.prompt) + sum(c.lengths) + sum(map(len, c.outputs)) for c in workload)
+    page = 64
+    settings = ContinuousBatchingConfig(
+        page_size=page,
+        num_blocks=(rows + 1) * (longest // page + 2),
+        max_batch_tokens=2048,
+        max_requests_per_batch=rows,
+    )
+    for turn in range(len(workload[0].lengths)):
+        with model.continuous_batching_context_manager(
+            GenerationConfig(
+                do_sample=True, top_k=0, max_new_tokens=10_000, eos_token_id=-1, pad_token_id=END
+            ),
+            continuous_batching_config=settings,
+        ) as manager:
+            names = [
+                manager.add_request(text, max_new_tokens=c.lengths[turn], eos_token_id=-1)
+                for text, c in zip(texts, workload, strict=True)
+            ]
+            done: dict[str, list[int]] = {}
+            while len(done) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    done[result.request_id] = list(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching ended early")
+        for text, conversation, name in zip(texts, workload, names, strict=True):
+            text += done[name]
+            sampled += len(done[name])
+            if turn < len(conversation.outputs):
+                text += conversation.outputs[turn]
+    return sampled
+
+
+def best_of(action: Callable[[], object], times: int = 5) -> float:
+    """The shortest of several durations in seconds."""
+    durations = []
+    for _ in range(times):
+        start = time.perf_counter()
+        action()
+        durations.append(time.perf_counter() - start)
+    return min(durations)
+
+
+def floor(model: PreTrainedModel, workload: list[Conversation], rows: int) -> dict[str, float]:
+    """Seconds that the bytes of all decode steps and the arithmetic of all prefill cannot go below.
+
+    A decode step reads every weight once and the cache of its rows; prompts are computed once a
+    question, tool outputs once a trajectory, at two operations a weight and token.
+    """
+    big = torch.ones(64 * 2**20)
+    bandwidth = 2 * big.nbytes / best_of(lambda: big.mul_(1.0))
+    left, right = torch.ones(1024, 1024), torch.ones(1024, 4096)
+    arithmetic = 2 * 1024 * 1024 * 4096 / best_of(lambda: left @ right)
+    weights = {id(p): p for p in model.parameters()}.values()
+    weight_bytes = sum(p.nbytes for p in weights)
+    in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
+    steps = sum(sum(c.lengths) for c in workload) / min(rows, len(workload))
+    context = statistics.fmean(
+        len(c.prompt) + (sum(c.lengths) + sum(map(len, c.outputs))) / 2 for c in workload
+    )
+    step_bytes = weight_bytes + min(rows, len(workload)) * context * cache_bytes_per_token(model)
+    prefill = sum(len(p) for p in {tuple(c.prompt) for c in workload})
+    prefill += sum(len(o) for c in workload for o in c.outputs)
+    return {
+        "memory_bandwidth_gb_per_second": bandwidth / 1e9,
+        "matrix_product_gflops": arithmetic / 1e9,
+        "decode_floor_seconds": steps * step_bytes / bandwidth,
+        "prefill_floor_seconds": 2 * prefill * in_layers / arithmetic,
+    }
+
+
+TOY = {
+    "vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48,
+}  # fmt: skip
+QWEN3_06B = {
+    "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure both models and print one table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--toy-model", help="folder of the trained tiny model [random weights of its shape]")
+    parser.add_argument("--layers", type=int, default=4, help="layers of Qwen3-0.6B's shape [4 of its 28]")
+    parser.add_argument("--repetitions", type=int, default=3, help="runs of each [3]")
+    parser.add_argument("--models", default="toy,qwen3_0.6b_shape", help="which to run [both]")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    figures = {}
+    for name in options.models.split(","):
+        torch.manual_seed(0)
+        if name == "toy" and options.toy_model:
+            model = Qwen3ForCausalLM.from_pretrained(options.toy_model)
+        elif name == "toy":
+            model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **TOY))
+        elif name == "qwen3_0.6b_shape":
+            shape = QWEN3_06B | {"num_hidden_layers": options.layers}
+            model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape))
+        else:
+            parser.error(f"--models {name} is unknown; choose from toy, qwen3_0.6b_shape")
+        questions, rows = (32, 256) if name == "toy" else (4, 32)
+        prompt = 160 if name == "toy" else 300
+        workload = make_workload(questions, 8, model.config.vocab_size, prompt, 24, 20, 3)
+        figures[name] = measure(model.eval(), workload, rows, options.repetitions)
+        print(f"\n{name}: {len(workload)} trajectories of 3 messages, G = 8, {rows} rows")
+        for key, value in figures[name].items():
+            print(f"  {key:34}{value:>12,.2f}")
+    if options.json:
+        write_atomically(options.json, json.dumps(figures, indent=1))
+
+
+def measure(
+    model: PreTrainedModel, workload: list[Conversation], rows: int, repetitions: int
+) -> dict[str, float]:
+    """Seconds, sampled tokens a second and ratios; medians over the repetitions."""
+    ways = {
+        "engine": this_engine,
+        "hf_generate": hugging_face_generate,
+        "continuous_batching": continuous_batching,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    expected = sum(sum(c.lengths) for c in workload)
+    with torch.no_grad():
+        for repetition in range(repetitions):
+            order = list(ways) if repetition % 2 == 0 else list(ways)[::-1]
+            for name in order:
+                start = time.perf_counter()
+                sampled = ways[name](model, workload, rows)
+                seconds[name].append(time.perf_counter() - start)
+                if sampled != expected:
+                    raise RuntimeError(f"{name} sampled {sampled} tokens, not {expected}")
+        found = {f"{name}_seconds": statistics.median(times) for name, times in seconds.items()}
+        found |= {f"{name}_tokens_per_second": expected / found[f"{name}_seconds"] for name in ways}
+        for name in ("hf_generate", "continuous_batching"):
+            ratios = [slow / fast for slow, fast in zip(seconds[name], seconds["engine"], strict=True)]
+            found[f"ratio_{name}"] = statistics.median(ratios)
+        found |= floor(model, workload, rows)
+    found["share_of_floor"] = (found["decode_floor_seconds"] + found["prefill_floor_seconds"]) / found[
+        "engine_seconds"
+    ]
+    return found
+
+
+if __name__ == "__main__":
+    main()
