@@ -1,6 +1,8 @@
 """The read-only executor and execution match: section 6 of the notes, design invariant 10."""
 
+import gc
 import hashlib
+import os
 import sqlite3
 import threading
 import time
@@ -8,6 +10,7 @@ import time
 import pytest
 
 from mtsql.sql.execute import Executor, execution_match, results_equal
+from mtsql.sql.parse import SqlSchema
 
 
 @pytest.fixture
@@ -248,3 +251,55 @@ def test_execution_match_sees_every_row_beyond_the_row_limit(executor, database)
 def test_a_failing_gold_query_is_named(executor, database):
     with pytest.raises(ValueError, match=r"no such table: nowhere.*SELECT 1 FROM nowhere"):
         execution_match(executor, database, "SELECT 1 FROM nowhere", "SELECT 1")
+
+
+def test_connections_of_threads_that_are_gone_are_closed(database):
+    executor = Executor()
+
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    for number in range(40):
+        query = f"SELECT printf('%d', {number}), count(*) FROM singer"
+        thread = threading.Thread(target=executor.execute, args=(database, query))
+        thread.start()
+        thread.join()
+    assert open_files() - before < 10
+
+
+def test_a_busy_python_thread_does_not_slow_a_query_down(database):
+    executor, over = Executor(timeout_seconds=5), threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            pass
+
+    busy = threading.Thread(target=spin)
+    busy.start()
+    try:  # two million rounds: a callback in each thousandth would wait for the lock for 10 seconds
+        result = executor.execute(database, "SELECT count(*) FROM number a, number b WHERE a.n < 1000")
+    finally:
+        over.set()
+        busy.join()
+    assert result.rows == ((2_000_000,),)
+
+
+def test_a_file_that_is_no_database_is_an_error_not_an_exception(tmp_path):
+    path = tmp_path / "broken.sqlite"
+    path.write_text("this is no database " * 100)
+    assert Executor().execute(path, "SELECT 1 FROM t").status == "error"
+    with pytest.raises(ValueError, match="gold query failed"):
+        execution_match(Executor(), path, "SELECT 1 FROM t", "SELECT 1")
+    with pytest.raises(ValueError, match="not a usable SQLite database"):
+        SqlSchema.from_database(path)
+
+
+def test_memory_failures_are_not_remembered(executor, database):
+    doubling = ", ".join(f"c{i} AS (SELECT 1 AS x FROM c{i - 1} p, c{i - 1} q)" for i in range(1, 40))
+    query = f"WITH c0 AS (SELECT 1 AS x), {doubling} SELECT count(*) FROM c39"
+    first = executor.execute(database, query)
+    assert first.status == "error" and "memory" in first.message
+    assert executor.execute(database, query) is not first
+    assert executor.execute(database, "SELECT count(*) FROM singer").rows == ((3,),)

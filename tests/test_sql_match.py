@@ -128,6 +128,15 @@ UNREADABLE = {
     "no connector": "SELECT name FROM singer WHERE age = 1 age = 2 AND age = 3",
     "early end": "SELECT name FROM singer WHERE age >",
     "deep": "SELECT name FROM singer WHERE age = " + "(SELECT age FROM singer WHERE age = " * 500,
+    "long chain": " UNION ".join(["SELECT name FROM singer"] * 600),
+    "middling chain": " UNION ".join(["SELECT name FROM singer"] * 200),
+    "private-use character": "SELECT name FROM singer WHERE name = \ue000 AND 'x",
+    "doubling names": "SELECT x+x AS x FROM (" * 30 + "SELECT age AS x FROM singer" + ")" * 30,
+    "doubling aliases": "SELECT 1 AS a0, "
+    + ", ".join(f"a{i} + a{i} AS a{i + 1}" for i in range(40))
+    + " FROM singer ORDER BY a40",
+    "open brackets": "SELECT " + "[" * 90_000,
+    "open comments": "SELECT " + "/*" * 45_000,
 }
 
 

@@ -9,6 +9,7 @@ the evaluation aborts).
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ COMPONENTS = (
     "IUEN", "keywords",
 )  # fmt: skip
 
+PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
 PARTIAL_TABLES = {
     "\n---------------------PARTIAL MATCHING ACCURACY----------------------": "acc",
     "---------------------- PARTIAL MATCHING RECALL ----------------------": "rec",
@@ -186,10 +188,13 @@ def _score(pair: Pair, known: _Databases, rules: Rules, executor: Executor) -> d
 def _matches(
     tried: Iterator[str], gold: str, paths: list[Path], keep_distinct: bool, executor: Executor
 ) -> bool:
-    return any(
-        all(execution_match(executor, path, gold, candidate, keep_distinct) for path in paths)
-        for candidate in tried
-    )
+    deadline = time.monotonic() + PLUGGING_SECONDS
+    for candidate in tried:
+        if all(execution_match(executor, path, gold, candidate, keep_distinct) for path in paths):
+            return True
+        if time.monotonic() > deadline:
+            break
+    return False
 
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:

@@ -4,9 +4,11 @@ Design invariant 10: read-only (URI mode, authorizer and query_only), with limit
 and the size of a cell that really stop the statement. The comparison is section 6 of the notes on the
 official evaluation, which has no such safeguard.
 
-SQLite looks at the clock between the rounds of a loop (progress handler) and, while it prepares a
-statement, at every name it meets (authorizer). What runs in between is kept short by the limits on cells,
-patterns, function calls and the statement's length; what grows in between is stopped by the heap limit.
+A watchdog thread interrupts a statement that is past its time, which SQLite obeys between the rounds of a
+loop (a progress handler would do the same, but takes Python's lock again and again: beside a busy thread
+a query that takes 13 ms then took 4 s); while it prepares a statement, the authorizer looks at the clock at
+every name. What runs in between is kept short by the limits on cells, patterns, function calls and the
+statement's length; what grows in between is stopped by the heap limit.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from mtsql.sql.compare import results_equal
@@ -41,7 +44,7 @@ PREPARED_TABLES = (  # table-valued functions; their first use looks like a CREA
 )
 LONG_FORMAT = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
 DENIED_TABLES = frozenset({"sqlite_dbpage", "dbstat"})  # raw pages of the file
-PROGRESS_STEPS = 100  # virtual-machine instructions between two looks at the clock
+WATCH_SECONDS = 0.02  # between two looks at the clock
 MAX_SQL_BYTES = 100_000
 MAX_CELL_BYTES = 150_000
 MAX_PATTERN_BYTES = 250  # of LIKE and GLOB
@@ -51,7 +54,9 @@ MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_ROWS = 1_000_000
-CONNECTIONS_PER_THREAD = 16
+CONNECTIONS_PER_THREAD = 8
+PAGE_CACHE_KIB = 500  # of one connection
+OUT_OF_MEMORY = "the query needs more memory than it may have"
 
 
 @dataclass(frozen=True)
@@ -80,36 +85,27 @@ class _Connection:
         self.refused = False
         self.functions = 0
         uri = Path(path).absolute().as_uri() + "?mode=ro"
-        self.sqlite = sqlite3.connect(uri, uri=True, isolation_level=None)
+        self.sqlite = sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=0)
         self.sqlite.text_factory = lambda raw: raw.decode(errors="ignore")
         self.sqlite.execute("PRAGMA query_only = ON")
         self.sqlite.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP_BYTES}")
+        self.sqlite.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
         self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
         self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_BYTES)
         self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN_BYTES)
         self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         for name in PREPARED_TABLES:
             self.sqlite.execute(f"SELECT 1 FROM {name}").fetchone()
-        self.formatter = sqlite3.connect(":memory:", check_same_thread=False)
-        self.formatter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
+        formatter = sqlite3.connect(":memory:", check_same_thread=False, cached_statements=0)
+        formatter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
         for name in ("printf", "format"):
-            self.sqlite.create_function(name, -1, self._printf, deterministic=True)
-        self.sqlite.set_progress_handler(self._out_of_time, PROGRESS_STEPS)
+            # Not a method: SQLite would hold this connection alive where no garbage collector looks.
+            self.sqlite.create_function(name, -1, partial(_printf, formatter), deterministic=True)
         self.sqlite.set_authorizer(self._authorize)
 
-    def _printf(self, *arguments: object) -> str | None:
-        """SQLite's own printf, which would write a width of a billion character by character."""
-        if arguments and LONG_FORMAT.search(str(arguments[0])):
-            raise ValueError("the width is too large")
-        places = ", ".join("?" * len(arguments))
-        return self.formatter.execute(f"SELECT printf({places})", arguments).fetchone()[0]
-
-    def _out_of_time(self) -> bool:
-        self.timed_out = time.monotonic() > self.deadline
-        return self.timed_out
-
     def _authorize(self, action: int, name: str | None, detail: str | None, *_: object) -> int:
-        if self._out_of_time():
+        if time.monotonic() > self.deadline:
+            self.timed_out = True
             return sqlite3.SQLITE_DENY
         if action == sqlite3.SQLITE_FUNCTION:
             self.functions += 1
@@ -126,7 +122,6 @@ class _Connection:
     def run(self, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
         self.timed_out = self.refused = False
         self.functions = 0
-        self.deadline = time.monotonic() + seconds
         cursor = self.sqlite.cursor()
         try:
             cursor.execute(sql)
@@ -137,7 +132,7 @@ class _Connection:
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             return self._failure(str(error), seconds)
         except MemoryError:
-            return ExecutionResult("error", message="the query needs more memory than it may have")
+            return ExecutionResult("error", message=OUT_OF_MEMORY)
         finally:
             cursor.close()
         return ExecutionResult("rows" if rows else "empty", columns, rows, truncated, bytes=size)
@@ -162,6 +157,50 @@ class _Connection:
         return ExecutionResult("error", message=message)
 
 
+def _printf(formatter: sqlite3.Connection, *arguments: object) -> str | None:
+    """SQLite's own printf, which would write a width of a billion character by character."""
+    if arguments and LONG_FORMAT.search(str(arguments[0])):
+        raise ValueError("the width is too large")
+    places = ", ".join("?" * len(arguments))
+    return formatter.execute(f"SELECT printf({places})", arguments).fetchone()[0]
+
+
+class _Watchdog:
+    """Interrupts statements that are past their time, from a thread that lives while any run."""
+
+    def __init__(self) -> None:
+        self._running: set[_Connection] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watching(self, connection: _Connection) -> Iterator[None]:
+        with self._lock:
+            self._running.add(connection)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="sql watchdog", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(connection)
+
+    def _watch(self) -> None:
+        idle = 0.0
+        while True:
+            time.sleep(WATCH_SECONDS)
+            with self._lock:
+                idle = 0.0 if self._running else idle + WATCH_SECONDS
+                if idle > 1:
+                    self._thread = None
+                    return
+                for connection in self._running:
+                    if time.monotonic() > connection.deadline:
+                        connection.timed_out = True
+                        connection.sqlite.interrupt()
+
+
 class Executor:
     """Runs statements, one at a time in a thread; results are cached while the file is unchanged.
 
@@ -181,7 +220,9 @@ class Executor:
         self._cache: OrderedDict[tuple, ExecutionResult] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
+        self._memory_lock = threading.Lock()
         self._local = threading.local()
+        self._watchdog = _Watchdog()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sql")
 
     def execute(self, db_path: str | Path, sql: str) -> ExecutionResult:
@@ -224,20 +265,42 @@ class Executor:
                 self._cache.move_to_end(key)
         too_few = result is not None and result.truncated and len(result.rows) < max_rows
         if result is None or (too_few and result.bytes <= max_bytes):
-            result = self._connection(version).run(sql, self.timeout_seconds, max_rows, max_bytes)
+            result = self._run(version, sql, max_rows, max_bytes)
+            if result.message == OUT_OF_MEMORY:  # perhaps another thread's doing: once more, one at a time
+                with self._memory_lock:
+                    result = self._run(version, sql, max_rows, max_bytes)
             self._remember(key, result)
         if len(result.rows) > max_rows:  # it was run with a higher limit
             result = replace(result, rows=result.rows[:max_rows], truncated=True)
         return result
 
+    def _run(
+        self, version: tuple[str, int, int, int, int], sql: str, max_rows: int, max_bytes: int
+    ) -> ExecutionResult:
+        if len(sql) > MAX_SQL_BYTES:
+            return ExecutionResult("error", message=f"the query is longer than {MAX_SQL_BYTES} characters")
+        try:
+            connection = self._connection(version)
+        except (sqlite3.Error, MemoryError) as error:
+            return ExecutionResult("error", message=f"the database does not open: {error}")
+        connection.deadline = time.monotonic() + self.timeout_seconds
+        with self._watchdog.watching(connection):
+            return connection.run(sql, self.timeout_seconds, max_rows, max_bytes)
+
     def _remember(self, key: tuple, result: ExecutionResult) -> None:
+        """Into the cache, unless the failure may have been of the moment."""
+        if result.message == OUT_OF_MEMORY or result.message.startswith("the database does not open"):
+            return
         with self._lock:
             if key in self._cache:
-                self._cached_bytes -= self._cache.pop(key).bytes
+                self._forget(key)
             self._cache[key] = result
-            self._cached_bytes += result.bytes
+            self._cached_bytes += result.bytes + 2 * len(key[-1])
             while len(self._cache) > self.cache_size or self._cached_bytes > MAX_CACHED_BYTES:
-                self._cached_bytes -= self._cache.popitem(last=False)[1].bytes
+                self._forget(next(iter(self._cache)))
+
+    def _forget(self, key: tuple) -> None:
+        self._cached_bytes -= self._cache.pop(key).bytes + 2 * len(key[-1])
 
     def _connection(self, version: tuple[str, int, int, int, int]) -> _Connection:
         if not hasattr(self._local, "connections"):
@@ -254,13 +317,21 @@ class Executor:
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)", re.IGNORECASE)
 
 
-@lru_cache(maxsize=100_000)
 def as_executed(sql: str, keep_distinct: bool) -> str:
     """`sql` as the official evaluation runs it.
 
     Repairs split operators and the year function; unless `keep_distinct`, drops every DISTINCT and
-    everything after the first statement.
+    everything after the first statement. What is too long to be run stays as it is.
     """
+    if len(sql) > MAX_SQL_BYTES:
+        return sql
+    if len(sql) > 2_000:  # so that the cache stays small
+        return _as_executed.__wrapped__(sql, keep_distinct)
+    return _as_executed(sql, keep_distinct)
+
+
+@lru_cache(maxsize=50_000)
+def _as_executed(sql: str, keep_distinct: bool) -> str:
     sql = CURRENT_YEAR.sub("2020", join_operators(sql))
     return sql if keep_distinct else without_distinct(sql)
 

@@ -29,6 +29,7 @@ VALUE_ENDS = CLAUSES | JOIN_WORDS | {",", ")", "and"}
 STRING = re.compile('"[^"]*"')
 MARK = "\ue000"  # stands for a string literal while words are split; a private-use character
 SEPARATE = re.compile(r"[:,](?!\d)|\.{2,}|[;@#$%&?!*()\[\]{}<>«“‘„`»”’]|--")
+MAX_DEPTH = 100  # of queries in queries
 FINAL_PERIOD = re.compile(r"(?<!\.)\.\s*$")
 
 
@@ -39,6 +40,8 @@ def tokens(sql: str) -> list[str]:
     stays one word. "!", "<" and ">" join with a separate "=" that follows.
     Raises SqlParseError if the quotes do not pair up.
     """
+    if MARK in sql:
+        raise SqlParseError("a private-use character")
     text = sql.replace("'", '"')
     if text.count('"') % 2:
         raise SqlParseError("unbalanced quotes")
@@ -95,6 +98,7 @@ class _Reader:
         self.schema = schema
         self.keep_limit = keep_limit
         self.at = 0
+        self.depth = 0
 
     @property
     def ahead(self) -> str | None:
@@ -122,6 +126,14 @@ class _Reader:
         return self.ahead is None or self.ahead in CLAUSES or self.ahead in CLOSERS
 
     def query(self) -> dict:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise SqlParseError("nested too deeply")
+        made = self.whole_query()
+        self.depth -= 1
+        return made
+
+    def whole_query(self) -> dict:
         block = self.skip("(")
         start = self.at
         if "from" not in self.words[start:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlglot import exp
 
+from mtsql.sql.grammar import MAX_DEPTH
 from mtsql.sql.structure import (
     AGGREGATES,
     ALL_COLUMNS,
@@ -49,8 +50,15 @@ def lenient_structure(sql: str, schema: SqlSchema) -> dict:
 class _Builder:
     """One method for each part of the structure."""
 
+    def __init__(self) -> None:
+        self.depth = 0
+
     def query(self, node: exp.Expression) -> dict:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise SqlParseError("nested too deeply")
         made = self.body(node)
+        self.depth -= 1
         with_clause = node.args.get("with_")
         for named in with_clause.expressions if with_clause else []:
             made["from"]["table_units"].append(("sql", self.query(named.this)))

@@ -54,6 +54,8 @@ def _read_schema(path: str, _modified: int, _size: int) -> SqlSchema:
         for (name,) in names:
             columns = connection.execute("SELECT name FROM pragma_table_info(?)", (name,))
             tables[name.lower()] = tuple(column.lower() for (column,) in columns)
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path} is not a usable SQLite database ({error})") from None
     finally:
         connection.close()
     return SqlSchema(tables)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 PIECE = re.compile(
-    r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*` | \[[^\]]*\] | --[^\n]* | /\*.*?\*/ | \w+ | .""",
+    r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)
+    | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .""",
     re.VERBOSE | re.DOTALL,
 )
 SPLIT_OPERATOR = re.compile("([<>!]) =")

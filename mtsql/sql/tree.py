@@ -10,6 +10,8 @@ from sqlglot import exp
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
+MAX_CHARACTERS = 100_000
+MAX_COPIED_NODES = 10_000
 QUERY = re.compile(r"[\s(]*(select|with)\b", re.IGNORECASE)
 
 
@@ -20,6 +22,8 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     a string, as in SQLite. A name that the schema does not explain stays as it is.
     Raises SqlParseError if sqlglot cannot read it or it is no query.
     """
+    if len(sql) > MAX_CHARACTERS:
+        raise SqlParseError(f"longer than {MAX_CHARACTERS} characters")
     text = "".join(first_statement(join_operators(sql)))
     if not QUERY.match(text):
         raise SqlParseError("not a query")
@@ -40,12 +44,13 @@ def _resolve_names(tree: exp.Query, schema: SqlSchema) -> None:
     selects = list(tree.find_all(exp.Select, bfs=False))
     if not all(select.expressions for select in selects):
         raise SqlParseError("SELECT of nothing")
-    scopes = {id(select): _Scope(select, schema) for select in selects}
+    copies = _Copies()
+    scopes = {id(select): _Scope(select, schema, copies) for select in selects}
     for select in reversed(selects):  # inner queries first
         scopes[id(select)].add_derived()
         unknown = [c for c in _own_columns(select) if not _resolve(c, scopes)]
         for column in unknown:
-            _replace_unknown(column, select)
+            _replace_unknown(column, select, copies)
     _strip_aliases(tree)
 
 
@@ -62,11 +67,25 @@ def join_condition(join: exp.Join) -> exp.Expression | None:
     return None if isinstance(condition, exp.Boolean) else condition
 
 
+class _Copies:
+    """Copies of what names stand for; a query whose names double at every level is refused."""
+
+    def __init__(self) -> None:
+        self.nodes = 0
+
+    def of(self, node: exp.Expression) -> exp.Expression:
+        self.nodes += sum(1 for _ in node.walk())
+        if self.nodes > MAX_COPIED_NODES:
+            raise SqlParseError("its names stand for too much")
+        return node.copy()
+
+
 class _Scope:
     """The names that one SELECT brings in."""
 
-    def __init__(self, select: exp.Select, schema: SqlSchema) -> None:
+    def __init__(self, select: exp.Select, schema: SqlSchema, copies: _Copies) -> None:
         self.select = select
+        self.copies = copies
         self.tables: dict[str, str] = {}  # name in use -> table, in the order of FROM
         self.columns: dict[str, tuple[str, ...]] = {}  # table -> its columns
         self.derived: dict[str, dict[str, exp.Expression]] = {}  # sub-query -> output -> meaning
@@ -87,14 +106,14 @@ class _Scope:
         if table:
             if table in self.derived:
                 found = self.derived[table].get(column)
-                return found.copy() if found else None
+                return self.copies.of(found) if found else None
             return exp.column(column, self.tables[table]) if table in self.tables else None
         for name in self.tables.values():
             if column in self.columns[name]:
                 return exp.column(column, name)
         for outputs in self.derived.values():
             if column in outputs:
-                return outputs[column].copy()
+                return self.copies.of(outputs[column])
         return None
 
 
@@ -141,12 +160,12 @@ def _output(select: exp.Select, name: str) -> exp.Expression | None:
     return next(named, None)
 
 
-def _replace_unknown(column: exp.Column, select: exp.Select) -> None:
+def _replace_unknown(column: exp.Column, select: exp.Select, copies: _Copies) -> None:
     """Replaces a column by the output of that name, else a quoted name by a string."""
     table, name = column.table.lower(), column.name.lower()
     output = None if table else _output(select, name)
     if output is not None:
-        column.replace(output.copy())
+        column.replace(copies.of(output))
     elif column.this.quoted and not table:
         column.replace(exp.Literal.string(column.name))
     else:
