@@ -96,6 +96,7 @@ class RowCache:
         self.bucket = bucket
         self.moves = 0  # times that the storage moved, which makes captured graphs worthless
         self.layers: list[list[Tensor]] = []
+        self.all_slots: dict[int, Tensor] = {}  # kept, since captured graphs read them
         self.slots_reserved = 0
         self.capacity = 0
         self.used = 0
@@ -124,9 +125,13 @@ class RowCache:
         rounded up to a bucket. Returns the rounded number."""
         reach = -(-reach // self.bucket) * self.bucket
         self.reserve(0, reach)
-        self._gather = None if isinstance(slots, int) else slots.to(positions.device)  # (rows,)
-        everywhere = torch.arange(slots) if isinstance(slots, int) else slots  # (rows,)
-        self._slots = everywhere.to(positions.device)[:, None]  # (rows, 1)
+        if isinstance(slots, int):
+            if slots not in self.all_slots:
+                self.all_slots[slots] = torch.arange(slots, device=positions.device)[:, None]  # (rows, 1)
+            self._gather, self._slots = None, self.all_slots[slots]
+        else:
+            self._gather = slots.to(positions.device)  # (rows,)
+            self._slots = self._gather[:, None]  # (rows, 1)
         self._positions, self._reach = positions, reach
         return reach
 
@@ -309,6 +314,8 @@ class Generator:
         while order:
             longest = max(len(ids[order[-1]]), 1)
             chunk = order[-max(size // longest, 1) :]
+            if self.longest and max(rows[i].length for i in chunk) + longest > self.longest:
+                chunk = order[-1:]  # the padding of shorter rows would grow the cache beyond its plan
             del order[-len(chunk) :]
             chunk = [i for i in chunk if ids[i]]
             if chunk:
@@ -372,7 +379,9 @@ class DecodeGraphs:
     """
 
     def __init__(self) -> None:
-        self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.logits: dict[int, Tensor] = {}  # by slots, outside the pool, so that nothing in it must last
+        self.pool = torch.cuda.graph_pool_handle()
         self.moves = 0
 
     def run(
@@ -394,17 +403,19 @@ class DecodeGraphs:
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # one run outside the graph, as capturing asks for
-                compute(own_ids, own_positions, reach)
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
                 logits = compute(own_ids, own_positions, reach)
-            self.captured[slots, reach] = (graph, own_ids, own_positions, logits)
-        graph, own_ids, own_positions, logits = self.captured[slots, reach]
+            torch.cuda.current_stream().wait_stream(aside)
+            if slots not in self.logits:
+                self.logits[slots] = logits.clone()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                self.logits[slots].copy_(compute(own_ids, own_positions, reach))
+            self.captured[slots, reach] = (graph, own_ids, own_positions)
+        graph, own_ids, own_positions = self.captured[slots, reach]
         own_ids.copy_(input_ids)
         own_positions.copy_(positions)
         graph.replay()
-        return logits
+        return self.logits[slots]
 
 
 def rows_within(model: PreTrainedModel, gib: float, longest: int) -> int:
