@@ -6,6 +6,7 @@ import os
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -253,20 +254,22 @@ def test_a_failing_gold_query_is_named(executor, database):
         execution_match(executor, database, "SELECT 1 FROM nowhere", "SELECT 1")
 
 
-def test_connections_of_threads_that_are_gone_are_closed(database):
-    executor = Executor()
-
-    def open_files() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    before = open_files()
-    for number in range(40):
-        query = f"SELECT printf('%d', {number}), count(*) FROM singer"
-        thread = threading.Thread(target=executor.execute, args=(database, query))
-        thread.start()
-        thread.join()
-    assert open_files() - before < 10
+def test_connections_do_not_pile_up(database, tmp_path):
+    """As in training: new threads for every rollout, many databases, no garbage collection for long."""
+    paths = [tmp_path / f"{number}.sqlite" for number in range(40)]
+    for path in paths:
+        path.write_bytes(database.read_bytes())
+    executor, before = Executor(), len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for turn in range(12):
+            with ThreadPoolExecutor(8) as pool:
+                query = f"SELECT printf('%d', {turn}), count(*), max(n) FROM number"
+                results = list(pool.map(lambda path, q=query: executor.execute(path, q), paths * 4))
+            assert {r.rows for r in results} == {((str(turn), 2_000, 1_999),)}
+            assert len(os.listdir("/proc/self/fd")) - before <= 32 + 8
+    finally:
+        gc.enable()
 
 
 def test_a_busy_python_thread_does_not_slow_a_query_down(database):

@@ -54,7 +54,7 @@ MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_ROWS = 1_000_000
-CONNECTIONS_PER_THREAD = 8
+MAX_IDLE_CONNECTIONS = 32
 PAGE_CACHE_KIB = 500  # of one connection
 OUT_OF_MEMORY = "the query needs more memory than it may have"
 
@@ -77,7 +77,7 @@ class ExecutionResult:
 
 
 class _Connection:
-    """One read-only connection of one thread: the guards, and what they saw last."""
+    """A read-only connection, for one thread at a time: the guards, and what they saw last."""
 
     def __init__(self, path: str) -> None:
         self.deadline = 0.0
@@ -85,7 +85,9 @@ class _Connection:
         self.refused = False
         self.functions = 0
         uri = Path(path).absolute().as_uri() + "?mode=ro"
-        self.sqlite = sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=0)
+        self.sqlite = sqlite3.connect(
+            uri, uri=True, isolation_level=None, cached_statements=0, check_same_thread=False
+        )
         self.sqlite.text_factory = lambda raw: raw.decode(errors="ignore")
         self.sqlite.execute("PRAGMA query_only = ON")
         self.sqlite.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP_BYTES}")
@@ -96,12 +98,16 @@ class _Connection:
         self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         for name in PREPARED_TABLES:
             self.sqlite.execute(f"SELECT 1 FROM {name}").fetchone()
-        formatter = sqlite3.connect(":memory:", check_same_thread=False, cached_statements=0)
-        formatter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
+        self.formatter = sqlite3.connect(":memory:", check_same_thread=False, cached_statements=0)
+        self.formatter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
         for name in ("printf", "format"):
             # Not a method: SQLite would hold this connection alive where no garbage collector looks.
-            self.sqlite.create_function(name, -1, partial(_printf, formatter), deterministic=True)
+            self.sqlite.create_function(name, -1, partial(_printf, self.formatter), deterministic=True)
         self.sqlite.set_authorizer(self._authorize)
+
+    def close(self) -> None:
+        self.sqlite.close()
+        self.formatter.close()
 
     def _authorize(self, action: int, name: str | None, detail: str | None, *_: object) -> int:
         if time.monotonic() > self.deadline:
@@ -221,7 +227,7 @@ class Executor:
         self._cached_bytes = 0
         self._lock = threading.Lock()
         self._memory_lock = threading.Lock()
-        self._local = threading.local()
+        self._idle: list[tuple[tuple, _Connection]] = []  # the one used last is last
         self._watchdog = _Watchdog()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sql")
 
@@ -280,12 +286,15 @@ class Executor:
         if len(sql) > MAX_SQL_BYTES:
             return ExecutionResult("error", message=f"the query is longer than {MAX_SQL_BYTES} characters")
         try:
-            connection = self._connection(version)
+            connection = self._borrow(version)
         except (sqlite3.Error, MemoryError) as error:
             return ExecutionResult("error", message=f"the database does not open: {error}")
         connection.deadline = time.monotonic() + self.timeout_seconds
-        with self._watchdog.watching(connection):
-            return connection.run(sql, self.timeout_seconds, max_rows, max_bytes)
+        try:
+            with self._watchdog.watching(connection):
+                return connection.run(sql, self.timeout_seconds, max_rows, max_bytes)
+        finally:
+            self._give_back(version, connection)
 
     def _remember(self, key: tuple, result: ExecutionResult) -> None:
         """Into the cache, unless the failure may have been of the moment."""
@@ -302,16 +311,19 @@ class Executor:
     def _forget(self, key: tuple) -> None:
         self._cached_bytes -= self._cache.pop(key).bytes + 2 * len(key[-1])
 
-    def _connection(self, version: tuple[str, int, int, int, int]) -> _Connection:
-        if not hasattr(self._local, "connections"):
-            self._local.connections = OrderedDict()
-        connections = self._local.connections
-        if version not in connections:
-            connections[version] = _Connection(version[0])
-            if len(connections) > CONNECTIONS_PER_THREAD:
-                connections.popitem(last=False)[1].sqlite.close()
-        connections.move_to_end(version)
-        return connections[version]
+    def _borrow(self, version: tuple[str, int, int, int, int]) -> _Connection:
+        with self._lock:
+            for at in range(len(self._idle) - 1, -1, -1):
+                if self._idle[at][0] == version:
+                    return self._idle.pop(at)[1]
+        return _Connection(version[0])
+
+    def _give_back(self, version: tuple[str, int, int, int, int], connection: _Connection) -> None:
+        with self._lock:
+            self._idle.append((version, connection))
+            surplus = self._idle.pop(0)[1] if len(self._idle) > MAX_IDLE_CONNECTIONS else None
+        if surplus is not None:
+            surplus.close()
 
 
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)", re.IGNORECASE)
