@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.agent.generator import Generator, cache_bytes_per_token
+from mtsql.agent.cache import cache_bytes_per_token
+from mtsql.agent.generator import Generator
 from mtsql.learn.checkpoint import write_atomically
 
 QWEN3_17B = {

@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from mtsql.agent.generator import Generator, RowCache, _inverse_cdf, cache_bytes_per_token, rows_within
+from mtsql.agent.cache import RowCache, cache_bytes_per_token, rows_within
+from mtsql.agent.generator import Generator, _inverse_cdf
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 
@@ -347,10 +348,10 @@ def test_the_decode_step_has_few_static_shapes(model):
     with Generator(model, (), temperature=0, static_shapes=True) as generator:
         original = generator._compute
 
-        def counted(input_ids, positions, reach):
+        def counted(input_ids, positions, reach, reaches):
             if input_ids.shape[1] == 1:
                 shapes.add((len(input_ids), reach))
-            return original(input_ids, positions, reach)
+            return original(input_ids, positions, reach, reaches)
 
         generator._compute = counted
         generator.start([[5] * 30] * 13, list(range(13)), [300] * 13)

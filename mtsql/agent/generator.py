@@ -14,48 +14,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from mtsql.agent.cache import BUCKET, DECODE_ROWS, GROUPED, STATIC_BUCKET, RowCache
 from mtsql.agent.trajectory import Stop
 
-GROUPED = "sdpa_grouped_queries"
-BUCKET = 64  # Attention sees a multiple of this many positions,
-STATIC_BUCKET = 256  # or of this many where each multiple has a captured graph.
 # Prompts and observations go through the model in chunks of rows with about so many tokens: many for a
 # GPU; few for a CPU, where padding costs more than another call.
 TOKENS_PER_FORWARD = {"cpu": 1024}
 TOKENS_PER_FORWARD_ELSEWHERE = 8192
-
-
-def _grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attention in the signature of transformers, for queries (rows, heads, tokens, head_dim) against
-    the cache (rows, kv_heads, reach, head_dim); gives (rows, tokens, heads, head_dim).
-
-    The queries that share a key head are laid behind each other as more tokens, so that the cache is
-    read once and not repeated for each of them.
-    """
-    rows, heads, tokens, head_dim = query.shape
-    kv_heads, reach = key.shape[1:3]
-    shared = heads // kv_heads
-    visible = attention_mask.expand(rows, shared, tokens, reach).reshape(rows, 1, shared * tokens, reach)
-    out = nn.functional.scaled_dot_product_attention(
-        query.reshape(rows, kv_heads, shared * tokens, head_dim), key, value, visible, scale=scaling
-    )  # (rows, kv_heads, shared x tokens, head_dim)
-    return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2), None
-
-
-AttentionInterface.register(GROUPED, _grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 @dataclass(eq=False)
@@ -81,84 +49,6 @@ class Row:
     def decoding(self) -> bool:
         """Whether its message is not over."""
         return self.stop is None
-
-
-class RowCache:
-    """Keys and values of every layer, (slots, kv_heads, capacity, head_dim) each.
-
-    Passed to the model as `past_key_values`. `aim` says where the next forward writes and what it
-    attends to. Memory is touched only as far as it is used, which is what costs time on a CPU.
-    Capacity grows by half as needed, up to `longest` positions.
-    """
-
-    def __init__(self, longest: int | None = None, bucket: int = BUCKET) -> None:
-        self.longest = longest
-        self.bucket = bucket
-        self.moves = 0  # times that the storage moved, which makes captured graphs worthless
-        self.layers: list[list[Tensor]] = []
-        self.all_slots: dict[int, Tensor] = {}  # kept, since captured graphs read them
-        self.slots_reserved = 0
-        self.capacity = 0
-        self.used = 0
-
-    def reserve(self, slots: int, reach: int) -> None:
-        """Make room for `slots` slots of `reach` positions. What is not written yet holds zeros:
-        masked attention to NaN would still be NaN."""
-        if slots > self.slots_reserved or reach > self.capacity:
-            self.slots_reserved = max(slots, self.slots_reserved)
-            self.moves += 1
-            if reach > self.capacity:
-                roomy = max(reach, min(reach * 3 // 2, self.longest or reach * 3 // 2))
-                self.capacity = -(-roomy // self.bucket) * self.bucket
-            for layer in self.layers:
-                for i, old in enumerate(layer):
-                    layer[i] = self._allocate(old)
-                    layer[i][: len(old), :, : self.used] = old[:, :, : self.used]
-        if reach > self.used:
-            for tensor in (t for layer in self.layers for t in layer):
-                tensor[:, :, self.used : reach] = 0
-            self.used = reach
-
-    def aim(self, slots: Tensor | int, positions: Tensor, reach: int) -> int:
-        """Next forward: row i is slot `slots[i]` (or i, for a count of slots), its tokens are
-        written at `positions` (rows, tokens), and it attends to the first `reach` positions,
-        rounded up to a bucket. Returns the rounded number."""
-        reach = -(-reach // self.bucket) * self.bucket
-        self.reserve(0, reach)
-        if isinstance(slots, int):
-            if slots not in self.all_slots:
-                self.all_slots[slots] = torch.arange(slots, device=positions.device)[:, None]  # (rows, 1)
-            self._gather, self._slots = None, self.all_slots[slots]
-        else:
-            self._gather = slots.to(positions.device)  # (rows,)
-            self._slots = self._gather[:, None]  # (rows, 1)
-        self._positions, self._reach = positions, reach
-        return reach
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write (rows, kv_heads, tokens, head_dim); return all that the rows may attend to."""
-        if layer == len(self.layers):
-            self.layers.append([self._allocate(keys), self._allocate(values)])
-        seen = []
-        for stored, new in zip(self.layers[layer], (keys, values), strict=True):
-            stored[self._slots, :, self._positions] = new.transpose(1, 2)
-            if self._gather is None:
-                seen.append(stored[: len(new), :, : self._reach])
-            else:
-                seen.append(stored[self._gather, :, : self._reach])
-        return seen[0], seen[1]  # (rows, kv_heads, reach, head_dim)
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of the source slots into the target slots."""
-        for tensor in (t for layer in self.layers for t in layer):
-            tensor[list(targets), :, :length] = tensor[list(sources), :, :length]
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        """Storage for tensors such as `like` (any, kv_heads, any, head_dim), zero where used."""
-        shape = (self.slots_reserved, like.shape[1], self.capacity, like.shape[3])
-        storage = torch.empty(shape, dtype=like.dtype, device=like.device)
-        storage[:, :, : self.used] = 0
-        return storage
 
 
 class Generator:
@@ -338,20 +228,26 @@ class Generator:
         reach = max(lengths) + width
         if self.graphs is not None and isinstance(slots, int):
             return self.graphs.run(self._compute, self.cache, slots, input_ids, positions, reach)
-        return self._compute(input_ids, positions, self.cache.aim(slots, positions, reach))
+        reaches = None
+        if isinstance(slots, int) and device.type == "cpu":
+            reaches = [max(lengths[i : i + DECODE_ROWS]) + 1 for i in range(0, slots, DECODE_ROWS)]
+        return self._compute(input_ids, positions, self.cache.aim(slots, positions, reach), reaches)
 
-    def _compute(self, input_ids: Tensor, positions: Tensor, reach: int) -> Tensor:
+    def _compute(
+        self, input_ids: Tensor, positions: Tensor, reach: int, reaches: Sequence[int] | None = None
+    ) -> Tensor:
         """Logits (rows, 1, vocabulary) of the last column of `input_ids` (rows, tokens), once aimed."""
-        visible = (
-            torch.arange(reach, device=positions.device) <= positions[..., None]
-        )  # (rows, tokens, reach)
+        hidden = torch.arange(reach, device=positions.device) > positions[..., None]  # (rows, tokens, reach)
+        attention_mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=hidden.device)
+        attention_mask.masked_fill_(hidden, -torch.inf)
         return self.model(
             input_ids=input_ids,
-            attention_mask=visible[:, None],  # (rows, 1, tokens, reach)
+            attention_mask=attention_mask[:, None],  # (rows, 1, tokens, reach)
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            reaches=reaches,
         ).logits
 
     def _sample(self, logits: Tensor, rngs: Sequence[np.random.Generator]) -> tuple[list[int], list[float]]:
@@ -416,32 +312,6 @@ class DecodeGraphs:
         own_positions.copy_(positions)
         graph.replay()
         return self.logits[slots]
-
-
-def rows_within(model: PreTrainedModel, gib: float, longest: int) -> int:
-    """How many rows of `longest` positions a cache of `gib` GiB holds.
-
-    Raises ValueError if it does not hold one.
-    """
-    on_gpu = model.device.type == "cuda"
-    bucket = STATIC_BUCKET if on_gpu else BUCKET
-    held = int(gib * 2**30 / cache_bytes_per_token(model))
-    rows = held // (-(-longest // bucket) * bucket)
-    if rows < 1:
-        raise ValueError(
-            f"a cache of {gib:g} GiB holds {held} tokens, but a trajectory may take {longest}; "
-            "raise --cache-gib or lower --max-response-tokens"
-        )
-    return 1 << (rows.bit_length() - 1) if on_gpu else rows
-
-
-def cache_bytes_per_token(model: PreTrainedModel) -> int:
-    """Memory of one position of one row in the cache, over all layers."""
-    config = model.config
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
 
 
 def _power_of_two(number: int) -> int:

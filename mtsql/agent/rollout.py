@@ -11,13 +11,14 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from mtsql.agent.generator import Generator, Row, rows_within
+from mtsql.agent.cache import rows_within
+from mtsql.agent.generator import Generator, Row
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
 
 ENVIRONMENT_THREADS = 8
 REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free,
-ANSWER_SHARE = 0.125  # observations are appended when this share of the live rows waits for one.
+ANSWER_SHARE = 0.0625  # observations are appended when this share of the live rows waits for one.
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def rollout(
             free = max_rows - len(playing)
             if queue and free >= REFILL_SHARE * max_rows:
                 fresh = [queue.popleft() for _ in range(min(free, len(queue)))]
+                fresh.sort(key=lambda e: len(e.trajectory.ids))  # neighbours in the cache of like length
                 rows = generator.start(
                     [e.trajectory.ids for e in fresh],
                     [e.trajectory.seed for e in fresh],
