@@ -5,7 +5,7 @@ at once, padded on the left, which is what people write; (c) transformers' own c
 each turn likewise. Every trajectory has a fixed number of messages of fixed lengths, and fixed tool
 outputs between them, so all three sample the same number of tokens. The order of the three alternates
 between the repetitions; the ratios are medians. Also how far (a) is from the floor: the bytes of decode steps
-over the measured memory bandwidth, and the arithmetic of the prefill over a measured matrix product.
+over the measured memory bandwidth, their arithmetic and that of the prefill over a measured matrix product.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def best_of(action: Callable[[], object], times: int = 5) -> float:
 
 
 def floor(model: PreTrainedModel, workload: list[Conversation], rows: int) -> dict[str, float]:
-    """Seconds that the bytes of all decode steps and the arithmetic of all prefill cannot go below.
+    """Seconds that the bytes of all decode steps, their arithmetic and that of all prefill cannot go below.
 
     A decode step reads every weight once and the cache of its rows; prompts are computed once a
     question, tool outputs once a trajectory, at two operations a weight and token.
@@ -214,7 +214,9 @@ def floor(model: PreTrainedModel, workload: list[Conversation], rows: int) -> di
     weights = {id(p): p for p in model.parameters()}.values()
     weight_bytes = sum(p.nbytes for p in weights)
     in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
-    steps = sum(sum(c.lengths) for c in workload) / min(rows, len(workload))
+    head = model.get_output_embeddings().weight.numel()
+    sampled = sum(sum(c.lengths) for c in workload)
+    steps = sampled / min(rows, len(workload))
     context = statistics.fmean(
         len(c.prompt) + (sum(c.lengths) + sum(map(len, c.outputs))) / 2 for c in workload
     )
@@ -225,6 +227,7 @@ def floor(model: PreTrainedModel, workload: list[Conversation], rows: int) -> di
         "memory_bandwidth_gb_per_second": bandwidth / 1e9,
         "matrix_product_gflops": arithmetic / 1e9,
         "decode_floor_seconds": steps * step_bytes / bandwidth,
+        "decode_arithmetic_seconds": 2 * sampled * (in_layers + head) / arithmetic,
         "prefill_floor_seconds": 2 * prefill * in_layers / arithmetic,
     }
 
@@ -305,9 +308,9 @@ def measure(
             ratios = [slow / fast for slow, fast in zip(seconds[name], seconds["engine"], strict=True)]
             found[f"ratio_{name}"] = statistics.median(ratios)
         found |= floor(model, workload, rows["engine"])
-    found["share_of_floor"] = (found["decode_floor_seconds"] + found["prefill_floor_seconds"]) / found[
-        "engine_seconds"
-    ]
+    # A decode step can go below neither its bytes nor its arithmetic.
+    decode = max(found["decode_floor_seconds"], found["decode_arithmetic_seconds"])
+    found["share_of_floor"] = (decode + found["prefill_floor_seconds"]) / found["engine_seconds"]
     return found
 
 

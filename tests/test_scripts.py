@@ -14,7 +14,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from evaluate import EvaluateConfig
+from mtsql.agent.rollout import Sampling
+from mtsql.agent.tokens import ChatTokens
 from mtsql.data import toy
+from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.report.evaluation import answer_dialogues
+from mtsql.run import load_split, make_environment
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -53,6 +59,37 @@ def work(tmp_path_factory):
 def rows_of(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_trained_tiny_model_answers_as_generate_does(work):
+    """Whole greedy episodes against Hugging Face `generate` with every turn prefilled anew."""
+    config = EvaluateConfig(
+        model=str(work / "imitation"), data=str(work / "benchmark"), out="", wording="compact",
+        result_characters=40, max_prompt_tokens=600, max_response_tokens=600, max_turn_tokens=120,
+        max_tool_tokens=300,
+    )  # fmt: skip
+    policy, tokens = load_policy(config.model).eval(), ChatTokens(load_tokenizer(config.model))
+    dataset = load_split(config, "test")
+    environment = make_environment(config, dataset, tokens, "both")
+    sampling = Sampling(0.0, max_turn_tokens=config.max_turn_tokens)
+    answered = answer_dialogues(policy, environment, dataset.dialogues, "gold", sampling, 0, 16)
+    messages = 0
+    for _, trajectory in answered:
+        before: list[int] = []
+        for segment in trajectory.segments:
+            if segment.role == "model":
+                prefix = torch.tensor([before])  # (1, positions)
+                full = policy.generate(
+                    prefix,
+                    attention_mask=torch.ones_like(prefix),
+                    do_sample=False,
+                    eos_token_id=list(tokens.end_of_turn_ids),
+                    max_new_tokens=len(segment.ids),
+                )
+                assert full[0, len(before) :].tolist() == list(segment.ids)
+                messages += 1
+            before += segment.ids
+    assert messages > len(answered) > 5
 
 
 def test_recipe_end_to_end(work):
