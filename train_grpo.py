@@ -43,7 +43,8 @@ from mtsql.learn.advantages import group_advantages
 from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.checkpoint import load_training_state, save_training_state, write_atomically
 from mtsql.learn.interrupt import finish_step_on_interrupt
-from mtsql.learn.loss import grpo_loss, shared_prompt_batch, token_logprobs
+from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
+from mtsql.learn.loss import grpo_loss
 from mtsql.learn.model import Reference, load_policy, load_tokenizer, restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, set_learning_rate
 from mtsql.recipes.mtsql_r1 import RewardWeights, reward

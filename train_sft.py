@@ -37,7 +37,8 @@ from mtsql.data.datasets import examples
 from mtsql.learn.batches import row_micro_batches
 from mtsql.learn.checkpoint import write_atomically
 from mtsql.learn.interrupt import finish_step_on_interrupt
-from mtsql.learn.loss import row_batch, sft_loss, token_logprobs
+from mtsql.learn.logprobs import row_batch, token_logprobs
+from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import load_policy, load_tokenizer, save_policy
 from mtsql.learn.optimizer import cosine_rate, make_optimizer, set_learning_rate
 from mtsql.learn.selection import select_trajectories

@@ -29,14 +29,8 @@ from mtsql.learn.checkpoint import (
     save_training_state,
     write_atomically,
 )
-from mtsql.learn.loss import (
-    TokenBatch,
-    grpo_loss,
-    row_batch,
-    sft_loss,
-    shared_prompt_batch,
-    token_logprobs,
-)
+from mtsql.learn.logprobs import TokenBatch, row_batch, shared_prompt_batch, token_logprobs
+from mtsql.learn.loss import grpo_loss, kl_estimate, sft_loss
 from mtsql.learn.model import (
     Reference,
     count_parameters,
@@ -377,6 +371,78 @@ def test_kl_is_k3_by_hand():
         grpo_loss(logprobs, torch.zeros(1), torch.tensor([0]), 1, aggregate="batch")
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"), [("k1", -0.5, 1.0), ("k2", 0.125, -0.5), ("k3", 0.148721, 1 - np.exp(0.5))]
+)
+def test_kl_estimates_by_hand(kind, value, slope):
+    """log policy - log reference = -0.5."""
+    logprobs = torch.tensor([-1.5], requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.tensor([-1.0]), kind)
+    assert estimate.item() == pytest.approx(value, abs=1e-6)
+    estimate.backward()
+    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "slope"),
+    [
+        (5.0, -1.0, -3.0, 0.0),  # so likely and so bad that only 3 times the advantage counts
+        (2.0, -1.0, -2.0, -2.0),  # below that
+        (5.0, 1.0, 1.2, 0.0),  # good tokens are clipped as ever
+    ],
+)
+def test_dual_clip_by_hand(ratio, advantage, objective, slope):
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    old = torch.tensor([-1.0 - np.log(ratio)], dtype=torch.float32)
+    loss, statistics = grpo_loss(
+        logprobs, torch.tensor([advantage]), torch.tensor([0]), 1, old_logprobs=old, dual_clip=3.0
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-objective)
+    assert float(logprobs.grad) == pytest.approx(-slope)
+    assert statistics["clip_fraction"] == float(slope == 0)
+
+
+def test_sequence_ratio_by_hand():
+    """Trajectory 0 has log ratios 0.2 and 0, so exp(0.1) for both tokens; trajectory 1 has 0.1."""
+    logprobs = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.2, -2.0, -1.1])
+    index = torch.tensor([0, 0, 1])
+    loss, statistics = grpo_loss(
+        logprobs, torch.tensor([1.0, -2.0]), index, 2, old_logprobs=old, ratio="sequence"
+    )
+    ratio = np.exp(0.1)
+    assert loss.item() == pytest.approx(-(ratio * 1 + ratio * -2) / 2)
+    assert statistics["ratio"] == pytest.approx(ratio)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, -torch.tensor([ratio / 4, ratio / 4, -ratio]).float())
+    with pytest.raises(ValueError, match="not 'group'"):
+        grpo_loss(logprobs, torch.zeros(2), index, 2, ratio="group")
+
+
+def test_constant_denominator_by_hand():
+    """Two trajectories of 1 and 3 tokens, at most 10 allowed: each token counts 1/20."""
+    logprobs = torch.zeros(4, requires_grad=True)
+    index, advantages = torch.tensor([0, 1, 1, 1]), torch.tensor([1.0, -2.0])
+    loss, _ = grpo_loss(logprobs, advantages, index, 2 * 10, aggregate="constant")
+    assert loss.item() == pytest.approx(-(1 - 2 - 2 - 2) / 20)
+
+
+def test_truncated_importance_sampling_by_hand():
+    """The trainer finds the first token e times as likely as the sampler did, the second half as likely."""
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    sampling = torch.tensor([-2.0, -1.0 + np.log(2)], dtype=torch.float32)
+    loss, statistics = grpo_loss(
+        logprobs, torch.tensor([1.0]), torch.tensor([0, 0]), 1, sampling_logprobs=sampling, tis_cap=2.0
+    )
+    assert loss.item() == pytest.approx(-(2.0 + 0.5) / 2)
+    assert statistics["tis_weight"] == pytest.approx(1.25)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, -torch.tensor([2.0, 0.5]) / 2)
+    with pytest.raises(ValueError, match="tis_cap needs"):
+        grpo_loss(logprobs, torch.zeros(1), torch.tensor([0, 0]), 1, tis_cap=2.0)
+
+
 def test_far_ratios_stay_finite():
     logprobs = torch.tensor([-1.0, -200.0], requires_grad=True)
     loss, _ = grpo_loss(
@@ -406,8 +472,12 @@ def test_group_advantages_by_hand():
         group_advantages(torch.zeros(3, 1))
     with pytest.raises(ValueError, match="not finite"):
         group_advantages(torch.tensor([[0.0, torch.nan]]))
-    with pytest.raises(ValueError, match="not 'batch'"):
-        group_advantages(rewards, divide_by="batch")
+    # Over the batch: deviations -1, 1, -2, 2 of the two informative groups.
+    batch, _ = group_advantages(torch.tensor([[0.0, 2.0], [5.0, 5.0], [0.0, 4.0]]), divide_by="batch")
+    std = ((1 + 1 + 4 + 4) / 3) ** 0.5
+    torch.testing.assert_close(batch, torch.tensor([[-1.0, 1.0], [0.0, 0.0], [-2.0, 2.0]]) / std)
+    with pytest.raises(ValueError, match="not 'epoch'"):
+        group_advantages(rewards, divide_by="epoch")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import read_json
 from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.exercises import copying_exercise, repair_exercise
-from mtsql.learn.loss import row_batch, sft_loss, shared_prompt_batch, token_logprobs
+from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
+from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, make_muon, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer

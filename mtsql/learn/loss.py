@@ -1,292 +1,18 @@
-"""Token log-probabilities of trajectories, and the SFT and GRPO losses on them.
+"""The losses of supervised fine-tuning and of GRPO with its variants, on log-probabilities of trained tokens.
 
-A `TokenBatch` says which hidden state predicts which trained token, so that the output head runs
-on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists. Its
-default layout, `shared_prompt_batch`, keeps one copy of the prompt for all trajectories of a
-question and no padding; `row_batch`, one padded row a trajectory, is the slow, obvious reference.
+All tensors are (tokens,) unless said; trained tokens are ordered by trajectory, and `trajectory_index` says
+whose a token is. Every loss and statistic is a batch's share of the optimizer step's: sum over micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
-from peft import PeftModel
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
 
-from mtsql.agent.trajectory import Trajectory
-from mtsql.learn.batches import shared_prefix
-
-SHARED_PROMPT = "sdpa_shared_prompt"
 MAX_LOG_RATIO = 20.0  # Larger logarithms are cut before exp(), which would overflow.
-
-
-@dataclass(frozen=True)
-class SharedPromptLayout:
-    """Where prompts and responses lie among `positions` packed tokens, for the attention.
-
-    A pad entry of the two slot tensors points at position 0; what is computed there is not read.
-    """
-
-    prompt_slots: Tensor  # (groups, longest prompt) int64, indices of packed positions
-    response_slots: Tensor  # (responses, longest response) int64
-    group_of_response: Tensor  # (responses,) int64
-    unpad: Tensor  # (positions,) int64, into the flattened prompt slots, then response slots
-    attention_mask: Tensor  # (responses, 1, longest response, longest prompt + response) bool
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Token ids to run a model on, and for each trained token the hidden state that predicts it.
-
-    Trained tokens are those of loss mask 1, ordered by trajectory and position.
-    """
-
-    ids: Tensor  # (rows, positions) int64
-    position_ids: Tensor | None  # (rows, positions) int64; None counts from 0
-    layout: SharedPromptLayout | None  # None is ordinary causal attention in each row
-    source: Tensor  # (tokens,) int64, into the flattened rows x positions
-    targets: Tensor  # (tokens,) int64, the trained token ids
-    trajectory_index: Tensor  # (tokens,) int64, in the order in which trajectories were given
-    sampling_logprobs: Tensor  # (tokens,) float32, under the sampler
-
-
-def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
-    """One right-padded row a trajectory. Raises ValueError if no token has loss mask 1.
-
-    Padding comes after everything that matters, so causal attention needs no attention mask.
-    """
-    width = max(len(t.ids) for t in trajectories)
-    sources = []
-    for row, trajectory in enumerate(trajectories):
-        trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0]  # (tokens of the row,)
-        sources.append(row * width + trained - 1)  # position t - 1 predicts token t
-    ids = [t.ids + [0] * (width - len(t.ids)) for t in trajectories]
-    return _token_batch(trajectories, torch.tensor(ids), None, None, torch.cat(sources), device)
-
-
-def shared_prompt_batch(
-    groups: Sequence[Sequence[Trajectory]], device: torch.device | str = "cpu"
-) -> TokenBatch:
-    """All groups in one row, [prompt | response 1 | response 2 | ...] a group, without padding.
-
-    "Prompt" is here what the prompts of a group have in common, "response" all that follows it. Each
-    response sees its group's prompt and itself, its positions go on from the prompt, and its first
-    token is predicted by the prompt's last. Inputs end before the last trained token of a response.
-    A group of one is an ordinary sequence. Raises ValueError if the prompts of a group have nothing
-    in common, if a prompt token has loss mask 1, or if no token has.
-    """
-    ids: list[int] = []
-    position_ids: list[int] = []
-    sources: list[Tensor] = []
-    prompt_spans: list[tuple[int, int]] = []  # (start, length) among the packed positions
-    response_spans: list[tuple[int, int]] = []
-    group_of_response: list[int] = []
-    for group in groups:
-        prompt = group[0].segments[0].ids[: shared_prefix(group)]
-        if not prompt:
-            raise ValueError(f"the prompts of the group of {group[0].example_id} share no prefix")
-        prompt_end = len(ids) + len(prompt)
-        prompt_spans.append((len(ids), len(prompt)))
-        ids += prompt
-        position_ids += range(len(prompt))
-        for trajectory in group:
-            trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0] - len(prompt)  # (tokens,)
-            if len(trained) == 0:
-                continue
-            if trained[0] < 0:
-                raise ValueError(f"the prompt of {trajectory.example_id} has tokens of loss mask 1")
-            length = int(trained[-1])
-            before = torch.where(trained > 0, len(ids) + trained - 1, prompt_end - 1)  # (tokens,)
-            sources.append(before)
-            if length > 0:
-                response_spans.append((len(ids), length))
-                group_of_response.append(len(prompt_spans) - 1)
-                ids += trajectory.ids[len(prompt) : len(prompt) + length]
-                position_ids += range(len(prompt), len(prompt) + length)
-    layout = _layout(prompt_spans, response_spans, group_of_response, len(ids), device)
-    return _token_batch(
-        [t for group in groups for t in group],
-        torch.tensor(ids)[None],
-        torch.tensor(position_ids)[None],
-        layout,
-        torch.cat(sources) if sources else torch.zeros(0),
-        device,
-    )
-
-
-def _token_batch(
-    trajectories: Sequence[Trajectory],
-    ids: Tensor,
-    position_ids: Tensor | None,
-    layout: SharedPromptLayout | None,
-    source: Tensor,
-    device: torch.device | str,
-) -> TokenBatch:
-    if len(source) == 0:
-        raise ValueError("a batch needs at least one token of loss mask 1")
-    trained = [
-        (token, index, logprob)
-        for index, t in enumerate(trajectories)
-        for token, bit, logprob in zip(t.ids, t.loss_mask, t.logprobs, strict=True)
-        if bit
-    ]
-    targets, trajectory_index, logprobs = zip(*trained, strict=True)
-    return TokenBatch(
-        ids=ids.to(device),
-        position_ids=None if position_ids is None else position_ids.to(device),
-        layout=layout,
-        source=source.to(device),
-        targets=torch.tensor(targets, device=device),
-        trajectory_index=torch.tensor(trajectory_index, device=device),
-        sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
-    )
-
-
-def _slots(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Slots of packed positions and which of them are real, (spans, longest) int64 and bool."""
-    start, length = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(1)  # (spans,) each
-    offset = torch.arange(int(length.max()) if spans else 0)  # (longest,)
-    real = offset < length[:, None]
-    return (start[:, None] + offset) * real, real
-
-
-def _layout(
-    prompt_spans: list[tuple[int, int]],
-    response_spans: list[tuple[int, int]],
-    group_of_response: list[int],
-    positions: int,
-    device: torch.device | str,
-) -> SharedPromptLayout:
-    prompt_slots, prompt_real = _slots(prompt_spans)
-    response_slots, response_real = _slots(response_spans)
-    owner = torch.tensor(group_of_response, dtype=torch.int64)  # (responses,)
-    responses, longest = response_slots.shape
-    sees_prompt = prompt_real[owner][:, None].expand(-1, longest, -1)
-    causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(responses, -1, -1)
-    real = torch.cat([prompt_real.flatten(), response_real.flatten()])
-    slots = torch.cat([prompt_slots.flatten(), response_slots.flatten()])
-    unpad = torch.empty(positions, dtype=torch.int64)
-    unpad[slots[real]] = real.nonzero()[:, 0]
-    return SharedPromptLayout(
-        prompt_slots=prompt_slots.to(device),
-        response_slots=response_slots.to(device),
-        group_of_response=owner.to(device),
-        unpad=unpad.to(device),
-        attention_mask=torch.cat([sees_prompt, causal], dim=2)[:, None].to(device),
-    )
-
-
-def _take(x: Tensor, slots: Tensor) -> Tensor:
-    """x[slots] along the first dimension, as a look-up whose backward pass is faster."""
-    return nn.functional.embedding(slots, x.flatten(1)).unflatten(-1, x.shape[1:])
-
-
-def _shared_prompt_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    layout: SharedPromptLayout | None = None,
-    scaling: float | None = None,
-    **options,
-) -> tuple[Tensor, None]:
-    """Attention in the signature of transformers: query (1, heads, positions, head_dim), and out
-    (1, positions, heads, head_dim). Without a layout it is transformers' own SDPA attention.
-
-    Prompts attend to themselves; responses to their prompt and themselves. So the cost grows with
-    prompt + response as in separate rows, and not with the length of the packed row.
-    """
-    if layout is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    for unsupported in ("sliding_window", "softcap"):
-        if options.get(unsupported) is not None:
-            raise ValueError(f"the shared-prompt layout does not support {unsupported}; use row_batch")
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (positions, heads, dim)
-
-    def attend(slots: Tensor, keys: Tensor, values: Tensor, **how) -> Tensor:
-        out = nn.functional.scaled_dot_product_attention(
-            _take(query, slots).transpose(1, 2), keys, values, scale=scaling, **how
-        )  # (sequences, heads, longest, dim)
-        return out.transpose(1, 2).flatten(0, 1)  # (sequences x longest, heads, dim)
-
-    prompt_keys, prompt_values = (_take(x, layout.prompt_slots).transpose(1, 2) for x in (key, value))
-    out = attend(layout.prompt_slots, prompt_keys, prompt_values, is_causal=True)
-    if len(layout.response_slots):
-        keys, values = (
-            torch.cat(
-                [
-                    _take(p, layout.group_of_response),
-                    _take(x, layout.response_slots).transpose(1, 2),
-                ],
-                dim=2,
-            )
-            for p, x in ((prompt_keys, key), (prompt_values, value))
-        )  # (responses, heads, longest prompt + longest response, dim)
-        responses = attend(layout.response_slots, keys, values, attn_mask=layout.attention_mask)
-        out = torch.cat([out, responses])
-    return _take(out, layout.unpad)[None], None
-
-
-AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
-AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)
-
-
-def token_logprobs(
-    model: PreTrainedModel | PeftModel,
-    batch: TokenBatch,
-    temperature: float = 1.0,
-    chunk: int = 1024,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each trained token, entropy of its distribution; (tokens,) float32 both.
-
-    Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states
-    at a time and again in the backward pass; entropies carry no gradient. With a shared-prompt
-    batch the model's attention is switched from "sdpa" to a superset of it. Raises ValueError for
-    an attention other than SDPA there, and for models that cap their logits.
-    """
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    if getattr(inner.config, "final_logit_softcapping", None) is not None:
-        raise ValueError(f"{type(inner).__name__} caps its logits, which is not supported")
-    options = {}
-    if batch.layout is not None:
-        attention = inner.config._attn_implementation
-        if attention == "sdpa":
-            inner.set_attn_implementation(SHARED_PROMPT)
-        elif attention != SHARED_PROMPT:
-            raise ValueError(f"the shared-prompt layout needs SDPA attention, not {attention}")
-        # A model that ignored the layout would use this attention mask and return NaN everywhere.
-        poison = torch.full((1, 1, 1, 1), torch.nan, dtype=inner.dtype, device=batch.ids.device)
-        options = {"layout": batch.layout, "attention_mask": poison}
-    output = inner.base_model(
-        input_ids=batch.ids, position_ids=batch.position_ids, use_cache=False, **options
-    )
-    hidden = output.last_hidden_state.flatten(0, 1)[batch.source]  # (tokens, hidden)
-    head = inner.get_output_embeddings()
-
-    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float() / temperature  # (chunk, vocabulary)
-        normaliser = logits.logsumexp(-1)  # (chunk,)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-        with torch.no_grad():
-            probabilities = (logits - normaliser[:, None]).exp()
-            entropy = normaliser - (probabilities * logits).sum(-1)
-        return logprobs, entropy
-
-    parts = [
-        checkpoint(score, h, t, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+AGGREGATES = ("trajectory", "token", "constant")
+RATIOS = ("token", "sequence")
+KL_IN_LOSS = ("k2", "k3")
 
 
 def sft_loss(logprobs: Tensor, denominator: int) -> Tensor:
@@ -302,50 +28,100 @@ def grpo_loss(
     logprobs: Tensor,
     advantages: Tensor,
     trajectory_index: Tensor,
-    denominator: int,
+    denominator: float,
     *,
     aggregate: str = "trajectory",
+    ratio: str = "token",
     old_logprobs: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float = 0.0,
     reference_logprobs: Tensor | None = None,
+    kl: str = "k3",
     beta: float = 0.0,
+    sampling_logprobs: Tensor | None = None,
+    tis_cap: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped surrogate of MTSQL-R1, section 3.3.3, negated; and its statistics.
 
-    `logprobs`, `old_logprobs`, `reference_logprobs` and `trajectory_index` are (tokens,),
-    `advantages` (trajectories,). `aggregate` "trajectory" is the paper's mean over the tokens of
-    each trajectory, 1/|M_i|, then over trajectories; "token" is DAPO's mean over all tokens (its
-    equation 8). `denominator` counts trajectories or tokens, respectively, of the whole optimizer
-    step; a trajectory is in one batch. DAPO's "clip higher" is clip_high > clip_low. Without
-    `old_logprobs` the policy is its own old policy: the ratio is 1, its gradient is not 0. `beta`
-    weighs the k3 estimate of KL(policy || reference), token by token as in GRPO's equation 4.
+    `advantages` is (trajectories,). Without `old_logprobs` the policy is its own old policy: the ratio
+    is 1, its gradient is not 0. `denominator`: see `token_weights`. `beta` weighs `kl_estimate` against
+    `reference_logprobs`. With `tis_cap` above 0, each token's term is weighted by the old policy's
+    probability over the sampler's, `sampling_logprobs`, cut at the cap (truncated importance sampling,
+    Yao et al. 2025): the sampler's numerics are not the trainer's.
 
-    The loss and each statistic (clip_fraction, ratio, kl) are this batch's share of the step's
-    mean: sum them over micro-batches. Raises ValueError for an unknown `aggregate`, and for a
-    `beta` without reference.
+    Statistics: clip_fraction, ratio, kl, tis_weight. Raises ValueError for an unknown choice and for a
+    `beta` or `tis_cap` without its log-probabilities.
     """
-    if aggregate not in ("trajectory", "token"):
-        raise ValueError(f"aggregate is 'trajectory' or 'token', not {aggregate!r}")
     if beta != 0 and reference_logprobs is None:
         raise ValueError("beta needs reference log-probabilities")
-    weights = torch.full_like(logprobs, 1 / denominator, requires_grad=False)  # (tokens,)
+    if tis_cap > 0 and sampling_logprobs is None:
+        raise ValueError("tis_cap needs the sampler's log-probabilities")
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    weights = token_weights(trajectory_index, denominator, aggregate)
+    advantage = advantages.to(logprobs)[trajectory_index]
+    ratios = importance_ratio(logprobs, old, trajectory_index, ratio)
+    clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(ratios * advantage, clipped * advantage)
+    if dual_clip > 0:  # a bad token's ratio counts at most so many times (Ye et al. 2020, equation 5)
+        objective = torch.where(advantage < 0, torch.maximum(objective, dual_clip * advantage), objective)
+    with torch.no_grad():
+        bound = (objective != ratios * advantage).to(weights)
+        statistics = {
+            "clip_fraction": float((weights * bound).sum()),
+            "ratio": float((weights * ratios).sum()),
+        }
+    if tis_cap > 0:
+        tis = (old - sampling_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=tis_cap)
+        objective = objective * tis
+        statistics["tis_weight"] = float((weights * tis).sum())
+    if reference_logprobs is not None:
+        divergence = kl_estimate(logprobs, reference_logprobs, kl)
+        objective = objective - beta * divergence
+        statistics["kl"] = float((weights * divergence.detach()).sum())
+    return -(weights * objective).sum(), statistics
+
+
+def importance_ratio(logprobs: Tensor, old: Tensor, trajectory_index: Tensor, level: str) -> Tensor:
+    """Of each token, policy over old policy: its own ("token"), or its trajectory's geometric mean
+    ("sequence": GSPO, equation 7)."""
+    log_ratio = logprobs - old
+    if level == "sequence":
+        lengths = trajectory_index.bincount()  # (trajectories,)
+        sums = log_ratio.new_zeros(len(lengths)).index_add(0, trajectory_index, log_ratio)  # (trajectories,)
+        log_ratio = (sums / lengths.clamp(min=1))[trajectory_index]
+    elif level != "token":
+        raise ValueError(f"ratio is one of {', '.join(RATIOS)}, not {level!r}")
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def token_weights(trajectory_index: Tensor, denominator: float, aggregate: str) -> Tensor:
+    """What each token counts in the loss, float32.
+
+    "trajectory": the mean over a trajectory's tokens, 1/|M_i|, then over trajectories (MTSQL-R1, section
+    3.3.3); `denominator` is the number of trajectories of the optimizer step. "token": the mean over all
+    tokens (DAPO, equation 8); it is their number. "constant": the sum over all tokens, over trajectories
+    times the longest response allowed (Dr. GRPO, section 3.2); it is that product.
+    """
+    if aggregate not in AGGREGATES:
+        raise ValueError(f"aggregate is one of {', '.join(AGGREGATES)}, not {aggregate!r}")
+    weights = torch.full(trajectory_index.shape, 1 / denominator, device=trajectory_index.device)
     if aggregate == "trajectory":
         weights = weights / trajectory_index.bincount()[trajectory_index]
-    advantage = advantages.to(logprobs)[trajectory_index]  # (tokens,)
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = (logprobs - old).clamp(max=MAX_LOG_RATIO).exp()  # (tokens,)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    objective = torch.minimum(ratio * advantage, clipped * advantage)  # (tokens,)
-    with torch.no_grad():
-        is_clipped = (clipped * advantage < ratio * advantage).to(weights)
-        statistics = {
-            "clip_fraction": float((weights * is_clipped).sum()),
-            "ratio": float((weights * ratio).sum()),
-        }
-    if reference_logprobs is not None:
-        difference = (reference_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)  # (tokens,)
-        k3 = difference.exp() - difference - 1
-        objective = objective - beta * k3
-        statistics["kl"] = float((weights * k3.detach()).sum())
-    return -(weights * objective).sum(), statistics
+    return weights
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
+    """KL(policy || reference) at each token, by Schulman's estimates (2020).
+
+    With r = log policy - log reference: "k1" is r, unbiased; "k2" is r^2 / 2, whose gradient is the right
+    one; "k3" is exp(-r) - 1 + r, never negative (GRPO, equation 4).
+    """
+    r = (logprobs - reference_logprobs).clamp(min=-MAX_LOG_RATIO)
+    if kind == "k1":
+        return r
+    if kind == "k2":
+        return r.square() / 2
+    if kind == "k3":
+        return (-r).exp() - 1 + r
+    raise ValueError(f"kl is one of k1, k2, k3, not {kind!r}")

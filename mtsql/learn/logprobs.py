@@ -1,0 +1,288 @@
+"""Log-probabilities of the tokens that the model wrote: for SFT, GRPO, the reference and evaluation.
+
+A `TokenBatch` says which hidden state predicts which trained token, so that the output head runs
+on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists. Its
+default layout, `shared_prompt_batch`, keeps one copy of the prompt for all trajectories of a
+question and no padding; `row_batch`, one padded row a trajectory, is the slow, obvious reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from mtsql.agent.trajectory import Trajectory
+from mtsql.learn.batches import shared_prefix
+
+SHARED_PROMPT = "sdpa_shared_prompt"
+
+
+@dataclass(frozen=True)
+class SharedPromptLayout:
+    """Where prompts and responses lie among `positions` packed tokens, for the attention.
+
+    A pad entry of the two slot tensors points at position 0; what is computed there is not read.
+    """
+
+    prompt_slots: Tensor  # (groups, longest prompt) int64, indices of packed positions
+    response_slots: Tensor  # (responses, longest response) int64
+    group_of_response: Tensor  # (responses,) int64
+    unpad: Tensor  # (positions,) int64, into the flattened prompt slots, then response slots
+    attention_mask: Tensor  # (responses, 1, longest response, longest prompt + response) bool
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids to run a model on, and for each trained token the hidden state that predicts it.
+
+    Trained tokens are those of loss mask 1, ordered by trajectory and position.
+    """
+
+    ids: Tensor  # (rows, positions) int64
+    position_ids: Tensor | None  # (rows, positions) int64; None counts from 0
+    layout: SharedPromptLayout | None  # None is ordinary causal attention in each row
+    source: Tensor  # (tokens,) int64, into the flattened rows x positions
+    targets: Tensor  # (tokens,) int64, the trained token ids
+    trajectory_index: Tensor  # (tokens,) int64, in the order in which trajectories were given
+    sampling_logprobs: Tensor  # (tokens,) float32, under the sampler
+
+
+def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
+    """One right-padded row a trajectory. Raises ValueError if no token has loss mask 1.
+
+    Padding comes after everything that matters, so causal attention needs no attention mask.
+    """
+    width = max(len(t.ids) for t in trajectories)
+    sources = []
+    for row, trajectory in enumerate(trajectories):
+        trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0]  # (tokens of the row,)
+        sources.append(row * width + trained - 1)  # position t - 1 predicts token t
+    ids = [t.ids + [0] * (width - len(t.ids)) for t in trajectories]
+    return _token_batch(trajectories, torch.tensor(ids), None, None, torch.cat(sources), device)
+
+
+def shared_prompt_batch(
+    groups: Sequence[Sequence[Trajectory]], device: torch.device | str = "cpu"
+) -> TokenBatch:
+    """All groups in one row, [prompt | response 1 | response 2 | ...] a group, without padding.
+
+    "Prompt" is here what the prompts of a group have in common, "response" all that follows it. Each
+    response sees its group's prompt and itself, its positions go on from the prompt, and its first
+    token is predicted by the prompt's last. Inputs end before the last trained token of a response.
+    A group of one is an ordinary sequence. Raises ValueError if the prompts of a group have nothing
+    in common, if a prompt token has loss mask 1, or if no token has.
+    """
+    ids: list[int] = []
+    position_ids: list[int] = []
+    sources: list[Tensor] = []
+    prompt_spans: list[tuple[int, int]] = []  # (start, length) among the packed positions
+    response_spans: list[tuple[int, int]] = []
+    group_of_response: list[int] = []
+    for group in groups:
+        prompt = group[0].segments[0].ids[: shared_prefix(group)]
+        if not prompt:
+            raise ValueError(f"the prompts of the group of {group[0].example_id} share no prefix")
+        prompt_end = len(ids) + len(prompt)
+        prompt_spans.append((len(ids), len(prompt)))
+        ids += prompt
+        position_ids += range(len(prompt))
+        for trajectory in group:
+            trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0] - len(prompt)  # (tokens,)
+            if len(trained) == 0:
+                continue
+            if trained[0] < 0:
+                raise ValueError(f"the prompt of {trajectory.example_id} has tokens of loss mask 1")
+            length = int(trained[-1])
+            before = torch.where(trained > 0, len(ids) + trained - 1, prompt_end - 1)  # (tokens,)
+            sources.append(before)
+            if length > 0:
+                response_spans.append((len(ids), length))
+                group_of_response.append(len(prompt_spans) - 1)
+                ids += trajectory.ids[len(prompt) : len(prompt) + length]
+                position_ids += range(len(prompt), len(prompt) + length)
+    layout = _layout(prompt_spans, response_spans, group_of_response, len(ids), device)
+    return _token_batch(
+        [t for group in groups for t in group],
+        torch.tensor(ids)[None],
+        torch.tensor(position_ids)[None],
+        layout,
+        torch.cat(sources) if sources else torch.zeros(0),
+        device,
+    )
+
+
+def _token_batch(
+    trajectories: Sequence[Trajectory],
+    ids: Tensor,
+    position_ids: Tensor | None,
+    layout: SharedPromptLayout | None,
+    source: Tensor,
+    device: torch.device | str,
+) -> TokenBatch:
+    if len(source) == 0:
+        raise ValueError("a batch needs at least one token of loss mask 1")
+    trained = [
+        (token, index, logprob)
+        for index, t in enumerate(trajectories)
+        for token, bit, logprob in zip(t.ids, t.loss_mask, t.logprobs, strict=True)
+        if bit
+    ]
+    targets, trajectory_index, logprobs = zip(*trained, strict=True)
+    return TokenBatch(
+        ids=ids.to(device),
+        position_ids=None if position_ids is None else position_ids.to(device),
+        layout=layout,
+        source=source.to(device),
+        targets=torch.tensor(targets, device=device),
+        trajectory_index=torch.tensor(trajectory_index, device=device),
+        sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
+    )
+
+
+def _slots(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Slots of packed positions and which of them are real, (spans, longest) int64 and bool."""
+    start, length = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(1)  # (spans,) each
+    offset = torch.arange(int(length.max()) if spans else 0)  # (longest,)
+    real = offset < length[:, None]
+    return (start[:, None] + offset) * real, real
+
+
+def _layout(
+    prompt_spans: list[tuple[int, int]],
+    response_spans: list[tuple[int, int]],
+    group_of_response: list[int],
+    positions: int,
+    device: torch.device | str,
+) -> SharedPromptLayout:
+    prompt_slots, prompt_real = _slots(prompt_spans)
+    response_slots, response_real = _slots(response_spans)
+    owner = torch.tensor(group_of_response, dtype=torch.int64)  # (responses,)
+    responses, longest = response_slots.shape
+    sees_prompt = prompt_real[owner][:, None].expand(-1, longest, -1)
+    causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(responses, -1, -1)
+    real = torch.cat([prompt_real.flatten(), response_real.flatten()])
+    slots = torch.cat([prompt_slots.flatten(), response_slots.flatten()])
+    unpad = torch.empty(positions, dtype=torch.int64)
+    unpad[slots[real]] = real.nonzero()[:, 0]
+    return SharedPromptLayout(
+        prompt_slots=prompt_slots.to(device),
+        response_slots=response_slots.to(device),
+        group_of_response=owner.to(device),
+        unpad=unpad.to(device),
+        attention_mask=torch.cat([sees_prompt, causal], dim=2)[:, None].to(device),
+    )
+
+
+def _take(x: Tensor, slots: Tensor) -> Tensor:
+    """x[slots] along the first dimension, as a look-up whose backward pass is faster."""
+    return nn.functional.embedding(slots, x.flatten(1)).unflatten(-1, x.shape[1:])
+
+
+def _shared_prompt_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    layout: SharedPromptLayout | None = None,
+    scaling: float | None = None,
+    **options,
+) -> tuple[Tensor, None]:
+    """Attention in the signature of transformers: query (1, heads, positions, head_dim), and out
+    (1, positions, heads, head_dim). Without a layout it is transformers' own SDPA attention.
+
+    Prompts attend to themselves; responses to their prompt and themselves. So the cost grows with
+    prompt + response as in separate rows, and not with the length of the packed row.
+    """
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    for unsupported in ("sliding_window", "softcap"):
+        if options.get(unsupported) is not None:
+            raise ValueError(f"the shared-prompt layout does not support {unsupported}; use row_batch")
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (positions, heads, dim)
+
+    def attend(slots: Tensor, keys: Tensor, values: Tensor, **how) -> Tensor:
+        out = nn.functional.scaled_dot_product_attention(
+            _take(query, slots).transpose(1, 2), keys, values, scale=scaling, **how
+        )  # (sequences, heads, longest, dim)
+        return out.transpose(1, 2).flatten(0, 1)  # (sequences x longest, heads, dim)
+
+    prompt_keys, prompt_values = (_take(x, layout.prompt_slots).transpose(1, 2) for x in (key, value))
+    out = attend(layout.prompt_slots, prompt_keys, prompt_values, is_causal=True)
+    if len(layout.response_slots):
+        keys, values = (
+            torch.cat(
+                [
+                    _take(p, layout.group_of_response),
+                    _take(x, layout.response_slots).transpose(1, 2),
+                ],
+                dim=2,
+            )
+            for p, x in ((prompt_keys, key), (prompt_values, value))
+        )  # (responses, heads, longest prompt + longest response, dim)
+        responses = attend(layout.response_slots, keys, values, attn_mask=layout.attention_mask)
+        out = torch.cat([out, responses])
+    return _take(out, layout.unpad)[None], None
+
+
+AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
+AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)
+
+
+def token_logprobs(
+    model: PreTrainedModel | PeftModel,
+    batch: TokenBatch,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each trained token, entropy of its distribution; (tokens,) float32 both.
+
+    Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states
+    at a time and again in the backward pass; entropies carry no gradient. With a shared-prompt
+    batch the model's attention is switched from "sdpa" to a superset of it. Raises ValueError for
+    an attention other than SDPA there, and for models that cap their logits.
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if getattr(inner.config, "final_logit_softcapping", None) is not None:
+        raise ValueError(f"{type(inner).__name__} caps its logits, which is not supported")
+    options = {}
+    if batch.layout is not None:
+        attention = inner.config._attn_implementation
+        if attention == "sdpa":
+            inner.set_attn_implementation(SHARED_PROMPT)
+        elif attention != SHARED_PROMPT:
+            raise ValueError(f"the shared-prompt layout needs SDPA attention, not {attention}")
+        # A model that ignored the layout would use this attention mask and return NaN everywhere.
+        poison = torch.full((1, 1, 1, 1), torch.nan, dtype=inner.dtype, device=batch.ids.device)
+        options = {"layout": batch.layout, "attention_mask": poison}
+    output = inner.base_model(
+        input_ids=batch.ids, position_ids=batch.position_ids, use_cache=False, **options
+    )
+    hidden = output.last_hidden_state.flatten(0, 1)[batch.source]  # (tokens, hidden)
+    head = inner.get_output_embeddings()
+
+    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(hidden).float() / temperature  # (chunk, vocabulary)
+        normaliser = logits.logsumexp(-1)  # (chunk,)
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+        with torch.no_grad():
+            probabilities = (logits - normaliser[:, None]).exp()
+            entropy = normaliser - (probabilities * logits).sum(-1)
+        return logprobs, entropy
+
+    parts = [
+        checkpoint(score, h, t, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
