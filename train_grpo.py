@@ -1,10 +1,11 @@
 """End-to-end GRPO on multi-turn trajectories: MTSQL-R1, sections 3.3.2 and 3.3.3.
 
     python train_grpo.py --config configs/toy.toml --model runs/sft/policy --data DATA --out runs/grpo
+    torchrun --nproc-per-node 2 train_grpo.py ...   (the same on two GPUs)
 
 One step: sample G trajectories for each of a batch of questions, reward each trajectory, normalise
 rewards within each question's group, and take one clipped policy-gradient step on the tokens that
-the model wrote. The run folder gets policy/, checkpoint/ (for --resume), metrics.csv and
+the model wrote. The run folder gets policy/, checkpoints/ (for --resume), metrics.csv and
 trajectories.jsonl (one group a step).
 
 Departures from the paper:
@@ -13,11 +14,14 @@ Departures from the paper:
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone.
 - Groups without variance in their rewards get no gradient (their advantage is 0 by definition) and
   stay in the denominator, as in the paper's formula.
-- KL off by default, as in the paper's listing (its formula has a beta); --beta turns on the k3
-  estimate against the policy at the start of the run.
+- KL off by default, as in the paper's listing (its formula has a beta); --beta turns on an estimate
+  (--kl) against the policy at the start of the run.
 - One update a batch, so that the importance ratio is 1 and the clip does nothing; the clipped loss is
   the one that --updates-per-batch above 1 needs.
 - Learning rate constant after a short warm-up; LoRA with --lora-rank.
+- Off by default, from other papers: clip-higher, token mean and resampling of groups (DAPO), constant
+  denominator and no division by the deviation (Dr. GRPO), sequence ratios (GSPO), dual clip, truncated
+  importance sampling, and what becomes of truncated trajectories.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -33,32 +38,42 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.env import Environment
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
-from mtsql.data.datasets import examples
+from mtsql.data.datasets import Example, examples
 from mtsql.learn.advantages import group_advantages
-from mtsql.learn.batches import group_micro_batches
-from mtsql.learn.checkpoint import load_training_state, save_training_state, write_atomically
+from mtsql.learn.batches import micro_batches
+from mtsql.learn.checkpoint import load_training_state, new_checkpoint, save_training_state, write_atomically
 from mtsql.learn.interrupt import finish_step_on_interrupt
-from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
-from mtsql.learn.loss import grpo_loss
-from mtsql.learn.model import Reference, load_policy, load_tokenizer, restore_policy, save_policy
+from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.loss import grpo_loss, kl_estimate
+from mtsql.learn.model import (
+    Reference,
+    load_policy,
+    load_tokenizer,
+    restore_policy,
+    save_merged,
+    save_policy,
+)
 from mtsql.learn.optimizer import make_optimizer, set_learning_rate
-from mtsql.recipes.mtsql_r1 import RewardWeights, reward
+from mtsql.learn.parallel import Processes, join_processes, leave_processes
+from mtsql.recipes.mtsql_r1 import Rewards, RewardWeights, reward
 from mtsql.report.evaluation import answer_dialogues, scorable, score_records
-from mtsql.report.metrics import MetricsLog
+from mtsql.report.metrics import MetricsLog, describe
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records, trajectory_record
 from mtsql.run import (
+    find_checkpoint,
     load_split,
     make_environment,
     make_scorer,
     pick_device,
     trajectory_seed,
 )
+from mtsql.sql.score import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,30 +89,42 @@ class GrpoConfig(Common):
     warmup_steps: int = option(3, "steps of linear warm-up")
     beta2: float = option(0.99, "of AdamW")
     clip_low: float = option(0.2, "epsilon below 1")
-    clip_high: float = option(0.2, "epsilon above 1")
+    clip_high: float = option(0.2, "epsilon above 1 (clip-higher: above --clip-low)")
+    dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
+    ratio: str = option("token", "importance ratio of each token, or of the sequence (GSPO)")
     updates_per_batch: int = option(1, "optimizer steps on each batch of trajectories")
-    aggregate: str = option("trajectory", "1/|M_i| for each trajectory (paper), or token (DAPO)")
-    divide_by: str = option("group", "advantages over the group's standard deviation, or none")
+    tis_cap: float = option(0.0, "cap of truncated importance sampling, trainer over sampler; 0 is off")
+    aggregate: str = option("trajectory", "1/|M_i| a trajectory (paper), token (DAPO), constant (Dr. GRPO)")
+    divide_by: str = option("group", "advantages over the deviation of the group, of the batch, or none")
+    truncated: str = option("keep", "trajectories out of tokens: keep, exclude from the loss, penalise")
+    truncation_penalty: float = option(1.0, "taken off their reward with --truncated penalise")
+    resample_rounds: int = option(0, "times that other questions replace groups without variance (DAPO)")
     beta: float = option(0.0, "weight of the KL penalty")
+    kl: str = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
     w_ex: float = option(1.0, "w1: execution match")
     w_em: float = option(1.0, "w2: exact match")
     w_proposal: float = option(0.0, "w3: clause F1 of proposals and corrections")
     w_verify: float = option(0.0, "w4: execution and memory verdicts")
+    layout: str = option("shared", "positions of a batch: shared prompts, packed, rows")
     micro_batch_positions: int = option(16384, "positions in one forward pass")
     lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
+    optimizer: str = option("adamw", "adamw, adamw8bit")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     evaluate_every: int = option(0, "steps between greedy evaluations on the dev split; 0 is never")
     evaluate_dialogues: int = option(100, "dialogues of the dev split in these evaluations")
     save_every: int = option(20, "steps between checkpoints")
-    resume: bool = option(False, "go on from the checkpoint in --out")
+    keep_checkpoints: int = option(2, "newest checkpoints that are kept")
+    resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
+    merge: bool = option(False, "also write policy_merged/, the adapter merged into its base")
 
 
 def main() -> None:
     """The GRPO loop."""
     config = load_config(GrpoConfig, "grpo", __doc__)
+    processes = join_processes()
     out = Path(config.out)
-    checkpoint = out / "checkpoint"
     device = pick_device(config.device)
+    checkpoint = find_checkpoint(out, config.resume)
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     tokenizer = load_tokenizer(config.model)
     tokens = ChatTokens(tokenizer, config.thinking)
@@ -108,92 +135,79 @@ def main() -> None:
         config.model,
         config.dtype,
         device,
+        attention=config.attention,
+        quantise=config.quantise,
         lora_rank=config.lora_rank,
         gradient_checkpointing=config.gradient_checkpointing,
     )
     # The reference policy is the policy at the start of RL, adapters of a warm start included.
     reference = Reference(policy) if config.beta else None
-    if config.resume:
-        restore_policy(policy, checkpoint / "policy", config.dtype)
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = make_optimizer(policy, config.learning_rate, config.beta2)
-    first_step = load_training_state(checkpoint, optimizer, None)[0] if config.resume else 0
+    optimizer = make_optimizer(policy, config.learning_rate, config.beta2, kind=config.optimizer)
+    first_step = 0
+    if checkpoint is not None:
+        restore_policy(policy, checkpoint / "policy", config.dtype)
+        first_step, _ = load_training_state(checkpoint, optimizer, None)
     questions = scorable(examples(dataset.dialogues, config.history), scorer)
     if config.evaluate_every:
         dev = load_split(config, "dev")
         dev_environment = make_environment(config, dev, tokens, config.tools)
         dev_scorer = make_scorer(dev_environment)
-    save_config(config, out)
-    log = MetricsLog(out / "metrics.csv", first_step)
-    dev_log = MetricsLog(out / "dev.csv", first_step)
-    drop_later_records(out / "trajectories.jsonl", first_step)
-    weights = RewardWeights(config.w_ex, config.w_em, config.w_proposal, config.w_verify)
-    sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
+    if processes.first:
+        save_config(config, out)
+        log = MetricsLog(out / "metrics.csv", first_step)
+        dev_log = MetricsLog(out / "dev.csv", first_step)
+        drop_later_records(out / "trajectories.jsonl", first_step)
     started = time.perf_counter()
 
-    def save(step: int) -> None:
-        save_policy(policy, tokenizer, checkpoint / "policy")
-        save_training_state(checkpoint, optimizer, None, step, {})
-
-    bar = tqdm(range(first_step, config.steps), desc="GRPO", unit="step")
+    bar = tqdm(range(first_step, config.steps), desc="GRPO", unit="step", disable=not processes.first)
     with finish_step_on_interrupt() as interrupted:
         for step in bar:
-            # Sample G trajectories for each question.
-            asked = [questions[i] for i in question_order(config, len(questions), step)]
-            episodes = [
-                episode
-                for number, example in enumerate(asked)
-                for episode in environment.episodes(
-                    example,
-                    [
-                        trajectory_seed(config.seed, step, number, sample)
-                        for sample in range(config.samples_per_prompt)
-                    ],
-                )
-                if episode.trajectory.status is None
-            ]
-            if not episodes:
-                raise ValueError(
-                    f"every prompt of step {step} is longer than --max-prompt-tokens "
-                    f"{config.max_prompt_tokens}"
-                )
+            # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
-            trajectories = rollout(
-                policy, tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
+            groups, rewards, rounds = sample_groups(
+                config, policy, reference, environment, scorer, questions, step, processes
             )
             rollout_seconds = time.perf_counter() - began
 
-            # Reward each trajectory; normalise within each group.
-            by_id = {example.id: example for example in asked}
-            rewards = [reward(t, by_id[t.example_id], scorer, weights) for t in trajectories]
-            size = config.samples_per_prompt
-            groups = [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
-            totals = torch.tensor([r.total for r in rewards]).view(-1, size)  # (questions, G)
+            # Normalise within each group.
+            began = time.perf_counter()
+            totals = torch.tensor([[v.total for v in verdicts] for verdicts in rewards])  # (questions, G)
             advantages, informative = group_advantages(totals, config.divide_by)  # (questions, G)
+            trajectories = [t for group in groups for t in group]
             advantage_of = dict(zip(map(id, trajectories), advantages.flatten(), strict=True))
 
             # Clipped policy gradient on what the model wrote. Groups without variance add nothing.
-            began = time.perf_counter()
-            policy.train()
-            trained = [g for g, keep in zip(groups, informative, strict=True) if keep]
-            batches = group_micro_batches(trained, config.micro_batch_positions)
-            denominator = len(trajectories)
-            if config.aggregate == "token":
-                denominator = sum(t.sampled_length for t in trajectories)
+            out_of_loss = {id(t) for t in trajectories if config.truncated == "exclude" and is_truncated(t)}
+            counted = [t for t in trajectories if id(t) not in out_of_loss]
+            denominator = {
+                "trajectory": max(1, len(counted)),
+                "token": max(1, sum(t.sampled_length for t in counted)),
+                "constant": max(1, len(counted)) * config.max_response_tokens,
+            }[config.aggregate]
+            trained = [
+                [t for t in group if id(t) not in out_of_loss]
+                for group, keep in zip(groups, informative, strict=True)
+                if keep
+            ]
+            trained = sorted(filter(None, trained), key=lambda g: sum(len(t.ids) for t in g))
+            batches = micro_batches(processes.share(trained), config.layout, config.micro_batch_positions)
             rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
             set_learning_rate(optimizer, rate)
+            policy.train()
             old_logprobs: list[torch.Tensor] = []  # of each micro-batch, before the first update
             statistics: Counter[str] = Counter()
+            largest_gap = 0.0
             for update in range(config.updates_per_batch):
                 optimizer.zero_grad()
                 for number, part in enumerate(batches):
                     flat = [t for group in part for t in group]
-                    batch = shared_prompt_batch(part, device)
+                    batch = token_batch(part, config.layout, device, config.attention)
                     logprobs, entropy = token_logprobs(policy, batch, config.temperature)
                     if update == 0:
                         old_logprobs.append(logprobs.detach())
                     reference_logprobs = None
-                    if reference is not None:
+                    if reference is not None and config.kl != "k1":
                         with torch.no_grad(), reference.policy() as frozen:
                             reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
                     loss, parts = grpo_loss(
@@ -202,11 +216,16 @@ def main() -> None:
                         batch.trajectory_index,
                         denominator,
                         aggregate=config.aggregate,
+                        ratio=config.ratio,
                         old_logprobs=old_logprobs[number] if update else None,
                         clip_low=config.clip_low,
                         clip_high=config.clip_high,
+                        dual_clip=config.dual_clip,
                         reference_logprobs=reference_logprobs,
-                        beta=config.beta,
+                        kl=config.kl,
+                        beta=0.0 if config.kl == "k1" else config.beta,
+                        sampling_logprobs=batch.sampling_logprobs,
+                        tis_cap=config.tis_cap,
                     )
                     if not torch.isfinite(loss):
                         raise_not_finite(out, step, flat, tokens)
@@ -214,78 +233,165 @@ def main() -> None:
                     statistics.update(parts)
                     if update == 0:
                         gap = (logprobs.detach() - batch.sampling_logprobs).abs().max().item()
-                        statistics["logprob_gap"] = max(statistics["logprob_gap"], gap)
+                        largest_gap = max(largest_gap, gap)
                         statistics["entropy"] += entropy.sum().item()
                         statistics["trained_tokens"] += len(entropy)
+                processes.sum_gradients(parameters)
                 norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
             train_seconds = time.perf_counter() - began
+            statistics = sum(processes.of_each(statistics), Counter())
+            largest_gap = max(processes.of_each(largest_gap))
 
-            statuses = Counter(t.status for t in trajectories)
-            calls = Counter(o.tool for t in trajectories for o in t.observations)
-            count, updates = len(trajectories), config.updates_per_batch
-            sampled = sum(t.sampled_length for t in trajectories)
-            row = {
-                "step": step,
-                "minutes": round((time.perf_counter() - started) / 60, 3),
-                "reward": fmean(r.total for r in rewards),
-                "ex": fmean(r.ex for r in rewards),
-                "em": fmean(r.em for r in rewards),
-                "reward_proposal": fmean(r.proposal for r in rewards),
-                "reward_e_verify": fmean(r.e_verify for r in rewards),
-                "reward_m_verify": fmean(r.m_verify for r in rewards),
-                "informative_groups": informative.float().mean().item(),
-                "response_tokens": fmean(t.response_length for t in trajectories),
-                "sampled_tokens": sampled / count,
-                "interactions": fmean(t.interactions for t in trajectories),
-                "off_protocol": fmean(t.off_protocol for t in trajectories),
-                "calls_exec_sql": calls[EXEC_SQL] / count,
-                "calls_memory_retrieve": calls[MEMORY_RETRIEVE] / count,
-                **{f"status_{status}": statuses[status] / count for status in Status},
-                "entropy": statistics["entropy"] / max(1, statistics["trained_tokens"]),
-                "clip_fraction": statistics["clip_fraction"] / updates,
-                "kl": statistics["kl"] / updates,
-                "logprob_gap": statistics["logprob_gap"],
-                "gradient_norm": float(norm),
-                "learning_rate": rate,
-                "rollout_seconds": round(rollout_seconds, 2),
-                "train_seconds": round(train_seconds, 2),
-                "sampled_tokens_per_second": round(sampled / rollout_seconds),
-            }
-            log.append(row)
-            with (out / "trajectories.jsonl").open("a", encoding="utf-8") as file:
-                for trajectory, verdict in zip(groups[0], rewards, strict=False):
-                    record = trajectory_record(trajectory, tokenizer.decode, verdict.total)
-                    file.write(json.dumps({"step": step, **record}) + "\n")
-            bar.set_postfix_str(
-                f"reward {row['reward']:.2f}, EX {row['ex']:.2f}, length {row['response_tokens']:.0f}, "
-                f"entropy {row['entropy']:.2f}, {row['sampled_tokens_per_second']} tokens/s"
-            )
+            if processes.first:
+                row = {
+                    "step": step,
+                    "minutes": round((time.perf_counter() - started) / 60, 3),
+                    **describe(trajectories, [r for verdicts in rewards for r in verdicts]),
+                    "informative_groups": informative.float().mean().item(),
+                    "sampling_rounds": rounds,
+                    "entropy": statistics["entropy"] / max(1, statistics["trained_tokens"]),
+                    "clip_fraction": statistics["clip_fraction"] / config.updates_per_batch,
+                    "kl": statistics["kl"] / config.updates_per_batch,
+                    "tis_weight": statistics["tis_weight"] / config.updates_per_batch,
+                    "logprob_gap": largest_gap,
+                    "gradient_norm": float(norm),
+                    "learning_rate": rate,
+                    "rollout_seconds": round(rollout_seconds, 2),
+                    "train_seconds": round(train_seconds, 2),
+                    "sampled_tokens_per_second": round(
+                        sum(t.sampled_length for t in trajectories) / rollout_seconds
+                    ),
+                }
+                log.append(row)
+                with (out / "trajectories.jsonl").open("a", encoding="utf-8") as file:
+                    for trajectory, verdict in zip(groups[0], rewards[0], strict=True):
+                        record = trajectory_record(trajectory, tokenizer.decode, verdict.total)
+                        file.write(json.dumps({"step": step, **record}) + "\n")
+                bar.set_postfix_str(
+                    f"reward {row['reward']:.2f}, EX {row['ex']:.2f}, length {row['response_tokens']:.0f}, "
+                    f"entropy {row['entropy']:.2f}, {row['sampled_tokens_per_second']} tokens/s"
+                )
             if config.evaluate_every and (step + 1) % config.evaluate_every == 0:
                 answered = answer_dialogues(
                     policy,
                     dev_environment,
-                    dev.dialogues[: config.evaluate_dialogues],
+                    processes.share(dev.dialogues[: config.evaluate_dialogues]),
                     config.history,
                     Sampling(0.0, max_turn_tokens=config.max_turn_tokens),
                     config.seed,
                     config.rows,
                     cache_gib=config.cache_gib,
                 )
-                records = score_records(answered, dev_scorer)
-                dev_log.append({"step": step, **{k: fmean(r[k] for r in records) for k in ("ex", "em")}})
-            if interrupted or (step + 1) % config.save_every == 0:
-                save(step + 1)
-            if interrupted:
-                print(f"saved {checkpoint}; go on with --resume")
-                return
-    save_policy(policy, tokenizer, out / "policy")
-    plot_training(out / "metrics.csv", out)
-    print(f"policy after {config.steps} steps: {out / 'policy'}")
+                records = processes.gather(score_records(answered, dev_scorer))
+                if processes.first:
+                    dev_log.append({"step": step, **{k: fmean(r[k] for r in records) for k in ("ex", "em")}})
+            stop = any(processes.of_each(bool(interrupted)))
+            if processes.first and (stop or (step + 1) % config.save_every == 0):
+                with new_checkpoint(out, step + 1, config.keep_checkpoints) as folder:
+                    save_policy(policy, tokenizer, folder / "policy")
+                    save_training_state(folder, optimizer, None, step + 1, {})
+            if stop:
+                if processes.first:
+                    print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
+                break
+        else:
+            if processes.first:
+                save_policy(policy, tokenizer, out / "policy")
+                if config.merge:
+                    save_merged(out / "policy", out / "policy_merged", config.dtype)
+                plot_training(out / "metrics.csv", out)
+                print(f"policy after {config.steps} steps: {out / 'policy'}")
+    leave_processes(processes)
 
 
-def question_order(config: GrpoConfig, count: int, step: int) -> list[int]:
-    """Indices of a step's questions: each epoch is a permutation of its own, drawn from the seed."""
+def sample_groups(
+    config: GrpoConfig,
+    policy: torch.nn.Module,
+    reference: Reference | None,
+    environment: Environment,
+    scorer: Scorer,
+    questions: Sequence[Example],
+    step: int,
+    processes: Processes,
+) -> tuple[list[list[Trajectory]], list[list[Rewards]], int]:
+    """G trajectories, with their rewards, for each question of a step; and in how many rounds.
+
+    With --resample-rounds, groups whose rewards are all equal are replaced by those of other questions,
+    so many times at most (DAPO, section 3.2); after the last time they stay. Questions whose prompt is too
+    long are left out. Raises ValueError if no group is left.
+    """
+    wanted = min(config.prompts_per_step, len(questions))
+    sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
+    weights = RewardWeights(config.w_ex, config.w_em, config.w_proposal, config.w_verify)
+    size = config.samples_per_prompt
+    groups: list[list[Trajectory]] = []
+    rewards: list[list[Rewards]] = []
+    asked: list[int] = []
+    for attempt in range(config.resample_rounds + 1):
+        order = [i for i in question_order(config, len(questions), step, attempt) if i not in set(asked)]
+        numbered = list(enumerate(order[: wanted - len(groups)], start=len(asked)))
+        asked += [i for _, i in numbered]
+        episodes, played = [], []
+        for number, index in processes.share(numbered):
+            seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
+            group = environment.episodes(questions[index], seeds)
+            if group[0].trajectory.status is None:
+                episodes += group
+                played += [questions[index]] * size
+        trajectories = rollout(
+            policy, environment.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
+        )
+        verdicts = [reward(t, e, scorer, weights) for t, e in zip(trajectories, played, strict=True)]
+        penalties = [0.0] * len(trajectories)
+        if config.truncated == "penalise":
+            penalties = [config.truncation_penalty * is_truncated(t) for t in trajectories]
+        if reference is not None and config.kl == "k1":
+            penalties = [
+                p + config.beta * k
+                for p, k in zip(penalties, kl_of(config, trajectories, reference), strict=True)
+            ]
+        verdicts = [replace(v, total=v.total - p) for v, p in zip(verdicts, penalties, strict=True)]
+        starts = range(0, len(trajectories), size)
+        found = processes.gather([(trajectories[i : i + size], verdicts[i : i + size]) for i in starts])
+        for group, group_verdicts in found:
+            if attempt == config.resample_rounds or len({v.total for v in group_verdicts}) > 1:
+                groups.append(group)
+                rewards.append(group_verdicts)
+        if len(groups) >= wanted:
+            break
+    if not groups:
+        raise ValueError(
+            f"every prompt of step {step} is longer than --max-prompt-tokens {config.max_prompt_tokens}"
+        )
+    return groups, rewards, attempt + 1
+
+
+def kl_of(config: GrpoConfig, trajectories: Sequence[Trajectory], reference: Reference) -> list[float]:
+    """Sum over each trajectory's tokens of log policy - log reference, the policy's as it was sampled."""
+    sums = {id(t): 0.0 for t in trajectories}
+    with torch.no_grad(), reference.policy() as frozen:
+        for part in micro_batches([trajectories], "packed", config.micro_batch_positions):
+            batch = token_batch(part, "packed", frozen.device, config.attention)
+            logprobs, _ = token_logprobs(frozen, batch, config.temperature)
+            k1 = kl_estimate(batch.sampling_logprobs, logprobs, "k1")  # (tokens,)
+            for index, value in zip(batch.trajectory_index.tolist(), k1.tolist(), strict=True):
+                sums[id(part[index][0])] += value
+    return [sums[id(t)] for t in trajectories]
+
+
+def is_truncated(trajectory: Trajectory) -> bool:
+    """Whether it ended because it was too long."""
+    return trajectory.status is Status.OUT_OF_TOKENS
+
+
+def question_order(config: GrpoConfig, count: int, step: int, attempt: int = 0) -> list[int]:
+    """Indices of a step's questions: each epoch is a permutation of its own, drawn from the seed.
+
+    Later attempts of a step draw from all questions.
+    """
+    if attempt:
+        return np.random.default_rng((config.seed, step, attempt)).permutation(count).tolist()
     per_step = min(config.prompts_per_step, count)
     steps_in_epoch = count // per_step
     epoch, place = divmod(step, steps_in_epoch)

@@ -60,6 +60,8 @@ class Common:
     )
     sql_timeout: float = option(5.0, "seconds before a query is stopped")
     dtype: str = option("float32", "weights: float32, bfloat16")
+    quantise: str = option("none", "base weights: none, nf4 (QLoRA)")
+    attention: str = option("sdpa", "sdpa, flash_attention_2 (where installed, else sdpa)")
     device: str = option("auto", "auto, cpu, cuda")
 
 
@@ -104,8 +106,15 @@ CHOICES = {
     "history": ("gold", "predicted", "questions"),
     "dtype": ("float32", "bfloat16"),
     "device": ("auto", "cpu", "cuda"),
-    "aggregate": ("trajectory", "token"),
-    "divide_by": ("group", "none"),
+    "quantise": ("none", "nf4"),
+    "attention": ("sdpa", "flash_attention_2"),
+    "optimizer": ("adamw", "adamw8bit"),
+    "layout": ("shared", "packed", "rows"),
+    "aggregate": ("trajectory", "token", "constant"),
+    "ratio": ("token", "sequence"),
+    "kl": ("k1", "k2", "k3"),
+    "truncated": ("keep", "exclude", "penalise"),
+    "divide_by": ("group", "batch", "none"),
 }
 
 

@@ -14,6 +14,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.config import Common
 from mtsql.data.datasets import Dataset, load_dataset
 from mtsql.data.schema import DataError
+from mtsql.learn.checkpoint import newest_checkpoint
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
@@ -66,12 +67,27 @@ def make_scorer(environment: Environment) -> Scorer:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is a GPU."""
+    """`auto` is CUDA where there is a GPU: of several the one that `join_processes` took."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no usable GPU; choose --device cpu")
-    return torch.device(name)
+    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
+
+
+def find_checkpoint(out: Path, resume: bool) -> Path | None:
+    """The newest whole checkpoint of a run to go on from, None to start.
+
+    Raises FileExistsError if there is one but nobody asked to go on.
+    """
+    newest = newest_checkpoint(out)
+    if newest is not None and not resume:
+        raise FileExistsError(
+            f"{out} holds checkpoints of an earlier run; go on with --resume, or choose another --out"
+        )
+    if newest is None and resume:
+        print(f"{out} holds no checkpoint; starting at the beginning")
+    return newest
 
 
 def trajectory_seed(*numbers: int) -> int:

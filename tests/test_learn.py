@@ -29,7 +29,14 @@ from mtsql.learn.checkpoint import (
     save_training_state,
     write_atomically,
 )
-from mtsql.learn.logprobs import TokenBatch, row_batch, shared_prompt_batch, token_logprobs
+from mtsql.learn.logprobs import (
+    TokenBatch,
+    packed_batch,
+    row_batch,
+    shared_prompt_batch,
+    token_batch,
+    token_logprobs,
+)
 from mtsql.learn.loss import grpo_loss, kl_estimate, sft_loss
 from mtsql.learn.model import (
     Reference,
@@ -43,6 +50,8 @@ VOCABULARY = 61
 LAYOUTS = {
     "shared": shared_prompt_batch,
     "rows": lambda groups: row_batch(flatten(groups)),
+    "packed": lambda groups: packed_batch(flatten(groups)),
+    "packed one by one": lambda groups: token_batch(groups, "packed", "cpu"),
 }
 SIZES = {
     "vocab_size": VOCABULARY,

@@ -78,7 +78,7 @@ class Generator:
     ) -> None:
         attention = model.config._attn_implementation
         layer_types = set(getattr(model.config, "layer_types", None) or ())
-        if not attention.startswith("sdpa"):
+        if not attention.startswith(("sdpa", "flash_attention_2")):
             raise ValueError(f"The model uses {attention!r} attention; load it with 'sdpa'.")
         if layer_types - {"full_attention"}:
             raise ValueError(f"The model has {sorted(layer_types)}, only full attention is known.")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from mtsql.agent.trajectory import Trajectory
 
+LAYOUTS = ("shared", "packed", "rows")
+
 
 def row_micro_batches(trajectories: Sequence[Trajectory], max_positions: int) -> list[list[Trajectory]]:
     """Trajectories of like length together, at most `max_positions` positions with the padding.
@@ -40,15 +42,21 @@ def shared_prefix(group: Sequence[Trajectory]) -> int:
 def group_micro_batches(
     groups: Sequence[Sequence[Trajectory]], max_positions: int
 ) -> list[list[Sequence[Trajectory]]]:
-    """Whole groups of like length together, at most `max_positions` positions in each.
+    """Groups of like length together, at most `max_positions` positions in each micro-batch.
 
-    A group is a set of trajectories behind their shared prefix; it is never cut, and one that is
-    longer than `max_positions` stands alone. What follows the prefix counts as padded to the longest.
+    A group is a set of trajectories behind their shared prefix. One that does not fit is cut into as few
+    groups as do; a trajectory that is longer than `max_positions` stands alone. What follows the prefix
+    counts as padded to the longest.
     """
     measured = []
     for group in groups:
         prefix = shared_prefix(group)
-        measured.append((max(len(t.ids) for t in group) - prefix, prefix, group))
+        longest = max(len(t.ids) for t in group) - prefix
+        size = max(1, (max_positions - prefix) // max(1, longest))  # trajectories that fit behind the prefix
+        ordered = sorted(group, key=lambda t: len(t.ids)) if size < len(group) else group
+        for start in range(0, len(ordered), size):
+            part = ordered[start : start + size]
+            measured.append((max(len(t.ids) for t in part) - prefix, prefix, part))
     batches: list[list[Sequence[Trajectory]]] = []
     prefixes = rows = 0
     for longest, prefix, group in sorted(measured, key=lambda m: m[0]):
@@ -59,3 +67,15 @@ def group_micro_batches(
             prefixes, rows = prefix, len(group)
         batches[-1].append(group)
     return batches
+
+
+def micro_batches(
+    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int
+) -> list[list[Sequence[Trajectory]]]:
+    """The groups of each micro-batch in one of LAYOUTS; groups of one where no prompt is shared."""
+    if layout == "shared":
+        return group_micro_batches(groups, max_positions)
+    flat = [t for group in groups for t in group]
+    if layout == "rows":
+        return [[[t] for t in part] for part in row_micro_batches(flat, max_positions)]
+    return group_micro_batches([[t] for t in flat], max_positions)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 STATE_FILE = "training_state.pt"
+CHECKPOINTS = "checkpoints"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -71,6 +72,34 @@ def _temporary_sibling(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_checkpoint(out: Path, step: int, keep: int) -> Iterator[Path]:
+    """A folder to fill with the state after `step` steps; once it is whole, the last `keep` stay.
+
+    Until then it has another name, so that a process that is killed leaves the earlier ones.
+    """
+    folder = out / CHECKPOINTS / f"step_{step:08d}"
+    with folder_atomically(folder) as temporary:
+        yield temporary
+    for old in whole_checkpoints(out)[:-keep]:
+        retired = old.with_name(f".{old.name}.old")  # half a checkpoint must not bear its name
+        old.rename(retired)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def whole_checkpoints(out: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first."""
+    return sorted((out / CHECKPOINTS).glob("step_*"))
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The newest whole checkpoint of a run, None if there is none; what a killed process left is removed."""
+    for leftover in (out / CHECKPOINTS).glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    whole = whole_checkpoints(out)
+    return whole[-1] if whole else None
 
 
 def save_training_state(

@@ -69,6 +69,38 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     return _token_batch(trajectories, torch.tensor(ids), None, None, torch.cat(sources), device)
 
 
+def packed_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
+    """All trajectories behind each other in one row, positions counted anew in each.
+
+    flash-attn's variable-length kernel and transformers' SDPA attention mask (quadratic in the row, which is
+    why it is only the reference here) both read the borders off the positions. Raises ValueError if no token
+    has loss mask 1.
+    """
+    sources, start = [], 0
+    for trajectory in trajectories:
+        trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0]  # (tokens of the trajectory,)
+        sources.append(start + trained - 1)
+        start += len(trajectory.ids)
+    ids = torch.tensor([[i for t in trajectories for i in t.ids]])  # (1, positions)
+    position_ids = torch.cat([torch.arange(len(t.ids)) for t in trajectories])[None]  # (1, positions)
+    return _token_batch(trajectories, ids, position_ids, None, torch.cat(sources), device)
+
+
+def token_batch(
+    groups: Sequence[Sequence[Trajectory]], layout: str, device: torch.device | str, attention: str = "sdpa"
+) -> TokenBatch:
+    """A micro-batch in one of LAYOUTS: "rows", "packed" or "shared" (behind one copy of each group's prompt).
+
+    With SDPA a packed batch is one of shared prompts whose groups have one trajectory each.
+    """
+    flat = [t for group in groups for t in group]
+    if layout == "rows":
+        return row_batch(flat, device)
+    if layout == "packed" and attention.startswith("flash"):
+        return packed_batch(flat, device)
+    return shared_prompt_batch(groups if layout == "shared" else [[t] for t in flat], device)
+
+
 def shared_prompt_batch(
     groups: Sequence[Sequence[Trajectory]], device: torch.device | str = "cpu"
 ) -> TokenBatch:

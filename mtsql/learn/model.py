@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -40,6 +41,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     *,
     attention: str = "sdpa",
+    quantise: str = "none",
     lora_rank: int = 0,
     lora_alpha: int | None = None,
     gradient_checkpointing: bool = False,
@@ -48,7 +50,9 @@ def load_policy(
 
     A folder with a PEFT adapter gives its base model with the adapter trainable. `lora_rank` > 0
     puts new LoRA adapters on all linear layers but the head, with `lora_alpha` twice the rank by
-    default; base weights are `dtype`, adapter weights always float32. "flash_attention_2" falls
+    default; base weights are `dtype`, adapter weights always float32. `quantise` "nf4" keeps the
+    base's linear layers, but not the head, in 4-bit NormalFloat with doubly quantised constants
+    (QLoRA, Dettmers et al. 2023); only adapters can be trained then. "flash_attention_2" falls
     back to "sdpa" where it is not installed or the device is not CUDA; it cannot run shared-prompt
     batches.
     Raises ValueError if nothing can be loaded under that name, for an unknown dtype, and for a
@@ -66,9 +70,17 @@ def load_policy(
         attention = "sdpa"
     try:
         base = PeftConfig.from_pretrained(name_or_path).base_model_name_or_path if adapter else None
-        model = AutoModelForCausalLM.from_pretrained(
-            base or name_or_path, dtype=DTYPES[dtype], attn_implementation=attention
-        ).to(device)
+        how = {"dtype": DTYPES[dtype], "attn_implementation": attention}
+        if quantise == "nf4":
+            how["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=DTYPES[dtype],
+            )
+            how["device_map"] = {"": device}
+        model = AutoModelForCausalLM.from_pretrained(base or name_or_path, **how)
+        model = model.requires_grad_(False) if quantise == "nf4" else model.to(device)
         if adapter:
             model = PeftModel.from_pretrained(model, name_or_path, is_trainable=True)
     except (OSError, ValueError) as error:
@@ -114,6 +126,17 @@ def save_policy(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokeniz
         options = {"selected_adapters": ["default"]} if isinstance(model, PeftModel) else {}
         model.save_pretrained(temporary, **options)
         tokenizer.save_pretrained(temporary)
+
+
+def save_merged(policy: Path, folder: Path, dtype: str) -> None:
+    """Write the adapter folder `policy` merged into its base, an ordinary Hugging Face folder.
+
+    The base is loaded unquantised, on the CPU. Raises ValueError if `policy` holds no adapter.
+    """
+    model = load_policy(policy, dtype)
+    if not isinstance(model, PeftModel):
+        raise ValueError(f"{policy} holds no LoRA adapter, so there is nothing to merge; leave out --merge")
+    save_policy(model.merge_and_unload(), load_tokenizer(policy), folder)
 
 
 def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:

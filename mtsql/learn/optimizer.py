@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import math
 
+import bitsandbytes
 import torch
 from torch import nn
 
 
 def make_optimizer(
-    model: nn.Module, learning_rate: float, beta2: float = 0.999, weight_decay: float = 0.0
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed."""
+    model: nn.Module,
+    learning_rate: float,
+    beta2: float = 0.999,
+    weight_decay: float = 0.0,
+    kind: str = "adamw",
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed.
+
+    `kind` "adamw8bit" keeps the moments of tensors from 4,096 elements on in 8 bits (Dettmers et al. 2022).
+    Raises ValueError if nothing is trainable.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("nothing can be trained; a quantised model needs --lora-rank above 0 or an adapter")
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, beta2))
+    adamw = bitsandbytes.optim.AdamW8bit if kind == "adamw8bit" else torch.optim.AdamW
+    return adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, beta2))
 
 
 def make_muon(model: nn.Module, matrix_rate: float, learning_rate: float) -> list[torch.optim.Optimizer]:

@@ -5,17 +5,43 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
-from mtsql.agent.trajectory import Status
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.learn.checkpoint import write_atomically
+from mtsql.recipes.mtsql_r1 import Rewards
 from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
+
+
+def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> dict[str, float]:
+    """Means over the trajectories of a training step and their rewards."""
+    statuses = Counter(t.status for t in trajectories)
+    calls = Counter(o.tool for t in trajectories for o in t.observations)
+    count = len(trajectories)
+    return {
+        "reward": fmean(r.total for r in rewards),
+        "ex": fmean(r.ex for r in rewards),
+        "em": fmean(r.em for r in rewards),
+        "reward_proposal": fmean(r.proposal for r in rewards),
+        "reward_e_verify": fmean(r.e_verify for r in rewards),
+        "reward_m_verify": fmean(r.m_verify for r in rewards),
+        "response_tokens": fmean(t.response_length for t in trajectories),
+        "sampled_tokens": fmean(t.sampled_length for t in trajectories),
+        "interactions": fmean(t.interactions for t in trajectories),
+        "off_protocol": fmean(t.off_protocol for t in trajectories),
+        "calls_exec_sql": calls[EXEC_SQL] / count,
+        "calls_memory_retrieve": calls[MEMORY_RETRIEVE] / count,
+        **{f"status_{status}": statuses[status] / count for status in Status},
+    }
 
 
 def bootstrap_interval(

@@ -48,7 +48,13 @@ def trajectory_record(
 
 
 def drop_later_records(path: Path, step: int) -> None:
-    """Keep the rows of steps before `step` of a file of trajectories, as a resumed run needs it."""
+    """Keep the rows of steps before `step` of a file of trajectories, as a resumed run needs it.
+
+    A last line that was cut off, as a killed process leaves it, is dropped.
+    """
+    if step and path.exists():
+        text = path.read_text(encoding="utf-8")
+        write_atomically(path, text[: text.rfind("\n") + 1])
     kept = (
         [record for record in read_records(path) if record["step"] < step] if step and path.exists() else []
     )
