@@ -118,28 +118,32 @@ def evaluate_policy() -> None:
     from mtsql.agent.rollout import Sampling
     from mtsql.agent.tokens import ChatTokens
     from mtsql.learn.model import load_policy, load_tokenizer
+    from mtsql.learn.parallel import join_processes, leave_processes
     from mtsql.report.evaluation import answer_dialogues, score_records
     from mtsql.run import load_split, make_environment, make_scorer, pick_device, show, trajectory_seed
 
     config = load_config(EvaluateConfig, "evaluate", __doc__)
+    processes = join_processes()
     out = Path(config.out)
     device = pick_device(config.device)
     tokenizer = load_tokenizer(config.model)
     tokens = ChatTokens(tokenizer, config.thinking)
     dataset = load_split(config, config.split)
     environment = make_environment(config, dataset, tokens, config.tools)
-    policy = load_policy(config.model, config.dtype, device)
+    policy = load_policy(
+        config.model, config.dtype, device, attention=config.attention, quantise=config.quantise
+    )
     dialogues = dataset.dialogues[: config.dialogues or None]
     scorer = make_scorer(environment)
 
     def answer(temperature: float, run: int) -> list[tuple[Example, Trajectory]]:
         sampling = Sampling(temperature, max_turn_tokens=config.max_turn_tokens)
         seed = trajectory_seed(config.seed, run)
-        with tqdm(desc=f"evaluate at temperature {temperature:g}") as bar:
-            return answer_dialogues(
+        with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=not processes.first) as bar:
+            answered = answer_dialogues(
                 policy,
                 environment,
-                dialogues,
+                processes.share(dialogues),
                 config.history,
                 sampling,
                 seed,
@@ -147,10 +151,16 @@ def evaluate_policy() -> None:
                 show(bar),
                 config.cache_gib,
             )
+        everything = [pair for share in processes.of_each(answered) for pair in share]
+        return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
     answered = answer(0.0, 0)
+    samples = [answer(1.0, run + 1) for run in range(config.sampled_runs)]
+    leave_processes(processes)
+    if not processes.first:
+        return
     records = score_records(answered, scorer)
-    sampled = [score_records(answer(1.0, run + 1), scorer) for run in range(config.sampled_runs)]
+    sampled = [score_records(pairs, scorer) for pairs in samples]
     summary = summarise(records)
     if sampled:
         for metric in ("ex", "em"):

@@ -46,7 +46,7 @@ from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
 from mtsql.learn.advantages import group_advantages
 from mtsql.learn.batches import micro_batches
-from mtsql.learn.checkpoint import load_training_state, new_checkpoint, save_training_state, write_atomically
+from mtsql.learn.checkpoint import load_training_state, new_checkpoint, save_training_state
 from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, kl_estimate
@@ -71,6 +71,7 @@ from mtsql.run import (
     make_environment,
     make_scorer,
     pick_device,
+    raise_not_finite,
     trajectory_seed,
 )
 from mtsql.sql.score import Scorer
@@ -147,7 +148,7 @@ def main() -> None:
     first_step = 0
     if checkpoint is not None:
         restore_policy(policy, checkpoint / "policy", config.dtype)
-        first_step, _ = load_training_state(checkpoint, optimizer, None)
+        first_step, _ = load_training_state(checkpoint, optimizer)
     questions = scorable(examples(dataset.dialogues, config.history), scorer)
     if config.evaluate_every:
         dev = load_split(config, "dev")
@@ -199,7 +200,6 @@ def main() -> None:
             statistics: Counter[str] = Counter()
             largest_gap = 0.0
             for update in range(config.updates_per_batch):
-                optimizer.zero_grad()
                 for number, part in enumerate(batches):
                     flat = [t for group in part for t in group]
                     batch = token_batch(part, config.layout, device, config.attention)
@@ -239,6 +239,7 @@ def main() -> None:
                 processes.sum_gradients(parameters)
                 norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
+                optimizer.zero_grad()  # gradients need no memory during rollouts
             train_seconds = time.perf_counter() - began
             statistics = sum(processes.of_each(statistics), Counter())
             largest_gap = max(processes.of_each(largest_gap))
@@ -397,14 +398,6 @@ def question_order(config: GrpoConfig, count: int, step: int, attempt: int = 0) 
     epoch, place = divmod(step, steps_in_epoch)
     permutation = np.random.default_rng((config.seed, epoch)).permutation(count)
     return permutation[place * per_step : (place + 1) * per_step].tolist()
-
-
-def raise_not_finite(out: Path, step: int, flat: list[Trajectory], tokens: ChatTokens) -> None:
-    """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
-    path = out / "not_finite.jsonl"
-    lines = [json.dumps(trajectory_record(t, tokens.tokenizer.decode)) + "\n" for t in flat]
-    write_atomically(path, "".join(lines))
-    raise ValueError(f"step {step}: the loss is not finite; its trajectories are in {path}")
 
 
 if __name__ == "__main__":

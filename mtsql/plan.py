@@ -3,12 +3,12 @@
     python -m mtsql.plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
 
 The model stands on PyTorch's meta device, which knows shapes but holds no data. Weights, adapters, gradients
-and optimizer are counted on its parameters. For activations the training code itself runs there on the largest
-micro-batch, and the rollout's prefill too, while `LiveBytes` adds up what they allocate and free. Exit code: 0
-if the run fits, 1 if not, 2 for wrong input.
+and optimizer are counted on its parameters. For activations the training code itself runs there on the
+largest micro-batch, and the rollout's prefill, while `LiveBytes` adds up what they allocate and free. Exit
+code: 0 if the run fits, 1 if not, 2 for wrong input.
 
-Planned is the worst case: prompts and responses as long as the limits allow, all of the response trained, SDPA
-attention with CUDA's fused kernels. A second column has shorter responses. 4-bit layers run as layers of
+Planned is the worst case: prompts and responses as long as the limits allow, all of the response trained,
+SDPA attention with CUDA's fused kernels. A second column has shorter responses. 4-bit layers run as layers of
 `dtype` and one dequantised matrix: slightly too much, since PEFT's 4-bit layers add adapters in `dtype`.
 """
 
@@ -84,8 +84,8 @@ class PlanConfig:
 def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanConfig:
     """[common] and [stage] of a TOML file, then the given options.
 
-    [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none; the
-    groups of [sft] are the trajectories kept of a question. Raises ConfigError for what is wrong.
+    [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none; [sft]
+    trains on trajectories one by one, in rows by default. Raises ConfigError for what is wrong.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
@@ -95,8 +95,8 @@ def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanCo
         raise ConfigError(f"{path} is not valid TOML ({error})") from None
     warm, common, own = (content.get(table, {}) for table in ("sft", "common", stage))
     merged = {k: v for k, v in warm.items() if k in ("model", "lora_rank")} | common | own
-    if stage == "sft" and "keep_per_question" in own:
-        merged["samples_per_prompt"] = own["keep_per_question"]
+    if stage == "sft":
+        merged = {"layout": "rows"} | merged | {"samples_per_prompt": 1}
     hints = get_type_hints(PlanConfig)
     values = {name: value for name, value in (merged | options).items() if name in hints}
     for name, value in values.items():
@@ -138,8 +138,8 @@ def build_model(config: PlanConfig) -> PreTrainedModel | PeftModel:
         )  # fmt: skip
     else:
         raise ConfigError(
-            f"the shape of --model {name!r} is not known; give a local folder with config.json, an adapter of "
-            f"one, or one of {', '.join(QWEN3)}"
+            f"the shape of --model {name!r} is not known; give a local folder with config.json, an adapter "
+            f"of one, or one of {', '.join(QWEN3)}"
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -307,7 +307,7 @@ def training_bytes(model: PreTrainedModel | PeftModel, config: PlanConfig) -> di
 
 
 def sampling_rows(model: PreTrainedModel | PeftModel, config: PlanConfig) -> tuple[int, int]:
-    """(slots, positions) of the cache, as the rollout reserves them on a GPU; ConfigError if it holds no row."""
+    """(slots, positions) of the cache that the rollout reserves on a GPU; ConfigError if it holds no row."""
     positions = -(-config.longest // STATIC_BUCKET) * STATIC_BUCKET
     held = int(config.cache_gib * GIB / cache_bytes_per_token(model)) // positions
     if config.cache_gib == 0 or config.rows <= held:
@@ -469,8 +469,8 @@ def main() -> None:
         print(f"set {setting}: {plan.peak / GIB:.2f} GiB")
     else:
         print(
-            f"no knob brings it there; the least is {plan.peak / GIB:.2f} GiB ({setting or 'as it is'}). Lower "
-            "max_response_tokens or max_prompt_tokens, or choose a smaller model"
+            f"no knob brings it there; the least is {plan.peak / GIB:.2f} GiB ({setting or 'as it is'}). "
+            "Lower max_response_tokens or max_prompt_tokens, or choose a smaller model"
         )
     sys.exit(1)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ from tqdm import tqdm
 
 from mtsql.agent.env import TOOL_SETS, Environment, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.trajectory import Trajectory
 from mtsql.config import Common
 from mtsql.data.datasets import Dataset, load_dataset
 from mtsql.data.schema import DataError
-from mtsql.learn.checkpoint import newest_checkpoint
+from mtsql.learn.checkpoint import newest_checkpoint, write_atomically
 from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.report.viewer import trajectory_record
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 
@@ -106,3 +109,11 @@ def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:
         )
 
     return progress
+
+
+def raise_not_finite(out: Path, step: int, flat: Sequence[Trajectory], tokens: ChatTokens) -> None:
+    """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
+    path = out / "not_finite.jsonl"
+    lines = [json.dumps(trajectory_record(t, tokens.tokenizer.decode)) + "\n" for t in flat]
+    write_atomically(path, "".join(lines))
+    raise ValueError(f"step {step}: the loss is not finite; its trajectories are in {path}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +14,15 @@ import pytest
 from mtsql.agent.env import TOOL_SETS, Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop
+from mtsql.data import toy
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
 from mtsql.learn.tiny import train_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.sql.execute import Executor
 
+ROOT = Path(__file__).parents[1]
+TOY = ["--config", "configs/toy.toml"]
 QUESTION = "Which singers are from France?"
 GOLD = "SELECT name FROM singer WHERE country = 'france'"
 TABLES = """[{"db_id": "music", "table_names": ["label", "singer"],
@@ -86,3 +92,31 @@ def say(episode: Episode, text: str) -> bool:
     """Send one whole message; whether the episode goes on."""
     ids = episode.tokens.message_ids(text)
     return episode.step(ids, [-0.5] * len(ids), stop=Stop.END_OF_TURN) is not None
+
+
+def run(*command, expect=0):
+    """Run a Python command in the project's root on one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    outcome = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    assert outcome.returncode == expect, outcome.stdout + outcome.stderr
+    return outcome.stdout + outcome.stderr
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory):
+    """A small benchmark and a tiny model that has learned it nearly by heart."""
+    folder = tmp_path_factory.mktemp("work")
+    splits = toy.SPLITS
+    toy.SPLITS = {"train": (2, 5), "dev": (3, 2), "test": (3, 2)}
+    try:
+        toy.write_benchmark(folder / "benchmark", seed=0)
+    finally:
+        toy.SPLITS = splits
+    run(
+        "-m", "mtsql.learn.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
+        "--answer-steps", 150, "--agent-steps", 120, "--questions-per-database", 4, "--hidden", 96,
+        "--layers", 2,
+    )  # fmt: skip
+    return folder

@@ -4,56 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, TOY, run
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from evaluate import EvaluateConfig
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
-from mtsql.data import toy
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.report.evaluation import answer_dialogues
 from mtsql.run import load_split, make_environment
 
-ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
-TOY = ["--config", "configs/toy.toml"]
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
-
-
-def run(*command, expect=0):
-    """Run a Python command in the project's root on one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    outcome = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, env=environment
-    )
-    assert outcome.returncode == expect, outcome.stdout + outcome.stderr
-    return outcome.stdout + outcome.stderr
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A small benchmark and a tiny model that has learned it nearly by heart."""
-    folder = tmp_path_factory.mktemp("work")
-    splits = toy.SPLITS
-    toy.SPLITS = {"train": (2, 5), "dev": (3, 2), "test": (3, 2)}
-    try:
-        toy.write_benchmark(folder / "benchmark", seed=0)
-    finally:
-        toy.SPLITS = splits
-    run(
-        "-m", "mtsql.learn.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
-        "--answer-steps", 150, "--agent-steps", 120, "--questions-per-database", 4, "--hidden", 96,
-        "--layers", 2,
-    )  # fmt: skip
-    return folder
 
 
 def rows_of(path):

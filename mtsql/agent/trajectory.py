@@ -6,7 +6,7 @@ segment, each model message and each observation is one more segment, appended a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 
@@ -114,6 +114,25 @@ class Trajectory:
     answer_sql: str | None = None
     interactions: int = 0
     off_protocol: int = 0
+
+    def to_plain(self) -> dict:
+        """All of it as dictionaries, lists, numbers and strings, for a checkpoint."""
+        plain = asdict(self)
+        plain["status"] = None if self.status is None else str(self.status)
+        for action in plain["actions"]:
+            action["type"] = str(action["type"])
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: dict) -> Trajectory:
+        """What `to_plain` wrote."""
+        known = {
+            "segments": [Segment(**s) for s in plain["segments"]],
+            "actions": [Action(**a | {"type": ActionType(a["type"])}) for a in plain["actions"]],
+            "observations": [Observation(**o) for o in plain["observations"]],
+            "status": None if plain["status"] is None else Status(plain["status"]),
+        }
+        return cls(**plain | known)
 
     @property
     def ids(self) -> list[int]:

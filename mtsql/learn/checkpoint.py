@@ -140,9 +140,9 @@ def save_training_state(
 
 
 def load_training_state(
-    folder: Path, optimizer: Optimizer, scheduler: LRScheduler | None
+    folder: Path, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Restore optimizer, scheduler and RNGs; returns the step and the extra values.
+    """Restore what is given and the RNGs; returns the step and the extra values.
 
     Raises FileNotFoundError if the folder holds no training state.
     """
@@ -150,7 +150,8 @@ def load_training_state(
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {STATE_FILE}; nothing to resume")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     random.setstate(state["python_rng"])

@@ -1,0 +1,299 @@
+"""Time and peak memory of SFT and GRPO steps against plain code: `python bench/train_step.py --help`.
+
+Plain is what a tutorial does: fixed numbers of trajectories in the order given, each micro-batch padded to
+its longest row, full logits (rows, positions, vocabulary), log-softmax, a masked mean; no entropy. Ours is
+`token_logprobs`, entropy included, in three layouts: "rows" (padded, sorted by length, as train_sft.py),
+"packed" (trajectories end to end), "shared_prompt" (groups behind their prompt, as train_grpo.py). All run
+on one workload in one process, after their gradients were found to agree; a step here is micro-batches,
+forward and backward passes, without the optimizer, the same for all. The order alternates between the
+repetitions; ratios are medians. Memory is what a fresh process takes on top of model and data.
+
+Wanted: speedup at least 2 (the slower of both toy steps), loss_memory_ratio at most 1/20 (head and loss,
+8,000 tokens), shared_prompt_time_saved at least 0.8 of tokens_saved_share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.learn.advantages import group_advantages
+from mtsql.learn.batches import group_micro_batches, row_micro_batches
+from mtsql.learn.checkpoint import write_atomically
+from mtsql.learn.logprobs import TokenBatch, row_batch, shared_prompt_batch, token_logprobs
+from mtsql.learn.loss import grpo_loss, sft_loss
+
+SAMPLES = 8  # G
+LOSS_TOKENS = 8_000
+QWEN3_VOCABULARY = 151_936
+PARTS = ("toy", "vocabulary", "loss")
+LAYOUTS = {"sft": ("plain", "rows", "packed"), "grpo": ("plain", "packed", "shared_prompt")}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model's shape and the trajectories of its two steps; ranges of lengths are inclusive."""
+
+    shape: dict[str, int]
+    questions: dict[str, int]  # of each step; SFT has one trajectory of each, GRPO has G
+    prompt: tuple[int, int]
+    text: tuple[int, int]  # a model message, a tool output
+    positions: dict[str, int]  # of a micro-batch of ours
+    plain_rows: int  # of a micro-batch of plain
+
+
+WORK = {
+    "toy": Work(  # shape and positions as in configs/toy.toml
+        {"vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
+        {"sft": 32, "grpo": 16}, (80, 330), (5, 60), {"sft": 2500, "grpo": 4000}, 16,
+    ),
+    "vocabulary": Work(
+        {"vocab_size": QWEN3_VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+        {"sft": 8, "grpo": 1}, (200, 400), (20, 150), {"sft": 16_384, "grpo": 16_384}, 2,
+    ),
+}  # fmt: skip
+
+
+def make_groups(work: Work, task: str) -> list[list[Trajectory]]:
+    """Trajectories of one to four model messages with tool outputs between them, behind their prompt."""
+    draw = np.random.default_rng(0)
+
+    def text(shortest: int, longest: int) -> list[int]:
+        length = int(draw.integers(shortest, longest + 1))
+        return draw.integers(1, work.shape["vocab_size"], length).tolist()
+
+    groups = []
+    for question in range(work.questions[task]):
+        prompt = Segment.given("prompt", text(*work.prompt))
+        group = []
+        for sample in range(SAMPLES if task == "grpo" else 1):
+            segments = [prompt]
+            for message in range(int(draw.integers(1, 5))):
+                if message > 0:
+                    segments.append(Segment.given("environment", text(*work.text)))
+                ids = text(*work.text)
+                segments.append(Segment.sampled(ids, [0.0] * len(ids)))
+            group.append(Trajectory(str(question), sample, segments))
+        groups.append(group)
+    return groups
+
+
+class Step:
+    """The gradient of one step, in any of the layouts."""
+
+    def __init__(self, name: str, task: str) -> None:
+        self.work, self.task = WORK[name], task
+        torch.manual_seed(0)
+        self.model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **self.work.shape)).train()
+        self.groups = make_groups(self.work, task)
+        self.flat = [t for group in self.groups for t in group]
+        rewards = torch.rand(len(self.groups), SAMPLES)  # (questions, G)
+        advantages = group_advantages(rewards)[0].flatten()  # (questions x G,)
+        self.advantage_of = dict(zip(map(id, self.flat), advantages, strict=False))
+        self.tokens = sum(t.sampled_length for t in self.flat)
+
+    def parts(self, layout: str) -> list:
+        """The step's micro-batches: lists of trajectories, or of groups."""
+        if layout == "plain":
+            rows = self.work.plain_rows
+            return [self.flat[i : i + rows] for i in range(0, len(self.flat), rows)]
+        positions = self.work.positions[self.task]
+        if layout == "rows":
+            return row_micro_batches(self.flat, positions)
+        groups = self.groups if layout == "shared_prompt" else [[t] for t in self.flat]
+        return group_micro_batches(groups, positions)
+
+    def positions(self, layout: str) -> int:
+        """Positions that the model runs on, padding included."""
+        if layout in ("plain", "rows"):
+            return sum(len(part) * max(len(t.ids) for t in part) for part in self.parts(layout))
+        return sum(shared_prompt_batch(part).ids.numel() for part in self.parts(layout))
+
+    def run(self, layout: str) -> None:
+        """Leave the gradient in the model."""
+        self.model.zero_grad()
+        for part in self.parts(layout):
+            (self.plain_loss(part) if layout == "plain" else self.our_loss(layout, part)).backward()
+
+    def our_loss(self, layout: str, part: list) -> Tensor:
+        """As train_sft.py and train_grpo.py."""
+        batch = row_batch(part) if layout == "rows" else shared_prompt_batch(part)
+        logprobs, _ = token_logprobs(self.model, batch)  # (tokens,)
+        if self.task == "sft":
+            return sft_loss(logprobs, self.tokens)
+        advantages = torch.stack([self.advantage_of[id(t)] for group in part for t in group])
+        return grpo_loss(logprobs, advantages, batch.trajectory_index, len(self.flat))[0]
+
+    def plain_loss(self, part: list[Trajectory]) -> Tensor:
+        """As a tutorial."""
+        columns = ([t.ids for t in part], [[1] * len(t.ids) for t in part], [t.loss_mask for t in part])
+        ids, visible, mask = (
+            pad_sequence([torch.tensor(row) for row in rows], batch_first=True) for rows in columns
+        )  # (rows, positions) each
+        mask = mask[:, 1:]  # (rows, positions - 1), as everything below
+        logits = self.model(input_ids=ids, attention_mask=visible).logits[:, :-1]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        if self.task == "sft":
+            return -(logprobs * mask).sum() / self.tokens
+        advantage = torch.stack([self.advantage_of[id(t)] for t in part])[:, None]  # (rows, 1)
+        ratio = (logprobs - logprobs.detach()).exp()
+        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return -((objective * mask).sum(1) / mask.sum(1)).sum() / len(self.flat)
+
+    def check(self) -> float:
+        """Largest relative distance of a gradient from the plain one; RuntimeError above 1e-4."""
+        gradients = []
+        for layout in LAYOUTS[self.task]:
+            self.run(layout)
+            gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters()]))
+        plain, *others = gradients  # (parameters,) each
+        worst = max(float((g - plain).norm() / plain.norm()) for g in others)
+        if not worst <= 1e-4:
+            raise RuntimeError(f"{self.task}: a gradient is {worst:.1e} from the plain one")
+        return worst
+
+
+def peak_of(action: Callable[[], None]) -> tuple[float, float]:
+    """Bytes that this process takes at most on top of what it has now, and seconds."""
+
+    def resident(which: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(which)[1].split()[0]) * 1024
+
+    before = resident("VmRSS:")
+    start = time.perf_counter()
+    action()
+    return resident("VmHWM:") - before, time.perf_counter() - start
+
+
+def step_peak(name: str, task: str, layout: str) -> float:
+    """Peak bytes of a step, gradients included; for a fresh process."""
+    step = Step(name, task)
+    return peak_of(lambda: step.run(layout))[0]
+
+
+def loss_peak(layout: str, tokens: int, chunk: int | None = None) -> tuple[float, float]:
+    """Peak bytes and seconds of head and loss, forward and backward; the head's gradient is there before,
+    as after a first micro-batch. For a fresh process.
+    """
+    hidden_size = WORK["vocabulary"].shape["hidden_size"]
+    head = torch.nn.Linear(hidden_size, QWEN3_VOCABULARY, bias=False)
+    head.weight.grad = torch.zeros_like(head.weight).add_(0.0)
+    hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
+    targets = torch.randint(QWEN3_VOCABULARY, (tokens,))
+    everything = torch.arange(tokens)
+
+    def loss() -> Tensor:
+        if layout == "plain":
+            logits = head(hidden[0])  # (tokens, vocabulary)
+            return -logits.log_softmax(-1).gather(-1, targets[:, None]).mean()
+        output = SimpleNamespace(last_hidden_state=hidden)
+        model = SimpleNamespace(config=None, base_model=lambda **_: output)
+        model.get_output_embeddings = lambda: head
+        batch = TokenBatch(everything[None], None, None, everything, targets, everything, everything)
+        return sft_loss(token_logprobs(model, batch, **({"chunk": chunk} if chunk else {}))[0], tokens)
+
+    return peak_of(lambda: loss().backward())
+
+
+def in_fresh_process(function: Callable, *arguments: object):
+    """The function's result, from a process that has computed nothing yet."""
+    threads = torch.get_num_threads()
+    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def measure_steps(name: str, repetitions: int) -> dict[str, float]:
+    """Seconds, peaks and ratios of both steps, by the names under which they are written."""
+    found: dict[str, float] = {}
+    for task, layouts in LAYOUTS.items():
+        step = Step(name, task)
+        found[f"{task}_gradient_distance"] = step.check()
+        seconds = np.zeros((repetitions, len(layouts)))
+        for repetition in range(repetitions):
+            for column in range(len(layouts))[:: 1 if repetition % 2 == 0 else -1]:
+                start = time.perf_counter()
+                step.run(layouts[column])
+                seconds[repetition, column] = time.perf_counter() - start
+        speedups = np.median(seconds[:, :1] / seconds, axis=0)  # (layouts,), over plain, the first
+        for column, layout in enumerate(layouts):
+            found[f"{task}_{layout}_positions"] = step.positions(layout)
+            found[f"{task}_{layout}_seconds"] = float(np.median(seconds[:, column]))
+            found[f"{task}_{layout}_peak_mib"] = in_fresh_process(step_peak, name, task, layout) / 2**20
+            found[f"{task}_{layout}_speedup"] = float(speedups[column])
+    found["shared_prompt_speedup"] = float(np.median(seconds[:, 1] / seconds[:, 2]))
+    found["shared_prompt_time_saved"] = 1 - 1 / found["shared_prompt_speedup"]
+    found["tokens_saved_share"] = 1 - found["grpo_shared_prompt_positions"] / found["grpo_packed_positions"]
+    found["speedup"] = min(found["sft_rows_speedup"], found["grpo_shared_prompt_speedup"])
+    return found
+
+
+def measure_loss(plain_tokens: int, chunks: list[int]) -> dict[str, float]:
+    """Peaks at 8,000 tokens; the plain one on a line through two smaller ones if need be."""
+    plain, seconds = in_fresh_process(loss_peak, "plain", plain_tokens)
+    if plain_tokens < LOSS_TOKENS:
+        half, _ = in_fresh_process(loss_peak, "plain", plain_tokens // 2)
+        plain += (plain - half) / (plain_tokens - plain_tokens // 2) * (LOSS_TOKENS - plain_tokens)
+    found = {
+        "plain_memory_measured_at_tokens": plain_tokens,
+        "loss_plain_peak_mib": plain / 2**20,
+        "loss_plain_seconds": seconds * LOSS_TOKENS / plain_tokens,
+    }
+    for chunk in (None, *chunks):
+        key = "loss_ours" if chunk is None else f"loss_chunk_{chunk}"
+        ours, seconds = in_fresh_process(loss_peak, "ours", LOSS_TOKENS, chunk)
+        found |= {f"{key}_peak_mib": ours / 2**20, f"{key}_seconds": seconds}
+        found["loss_memory_ratio" if chunk is None else f"{key}_memory_ratio"] = ours / plain
+    return found
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=PARTS, help="which parts to run [all]")
+    add("--repetitions", type=int, default=5, help="of a toy step; 2 at Qwen3's vocabulary [5]")
+    add("--plain-tokens", type=int, default=4_000, help="of the plain loss, at most; 8,000 take 15 GB [4000]")
+    add("--chunks", type=int, nargs="*", default=[], help="of token_logprobs, for the loss, besides its own")
+    add("--threads", type=int, help="of torch; 1 where others use the same cores [its default]")
+    add("--json", type=Path, help="file for all figures")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    figures = {}
+    for part in options.only:
+        if part == "loss":
+            found = measure_loss(min(options.plain_tokens, LOSS_TOKENS), options.chunks)
+        elif part == "toy":
+            found = measure_steps(part, options.repetitions)
+        else:
+            found = measure_steps(part, min(2, options.repetitions))
+            found = {f"{part}_{key}": value for key, value in found.items()}
+        print(f"\n{part}")
+        for key, value in found.items():
+            print(f"  {key:46}{value:>14,.4g}" if abs(value) < 100 else f"  {key:46}{value:>14,.0f}")
+        figures |= found
+    if options.json:
+        write_atomically(options.json, json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

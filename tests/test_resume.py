@@ -1,0 +1,94 @@
+"""Training runs that are killed at random moments and resumed give the bits of unbroken ones."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
+KILLS = 12  # of each script
+SCRIPTS = {
+    "train_grpo": [
+        "--steps", 3, "--prompts-per-step", 2, "--samples-per-prompt", 4, "--save-every", 1, "--beta", 0.01,
+        "--evaluate-every", 2, "--evaluate-dialogues", 2, "--lora-rank", 4, "--max-turn-tokens", 60,
+    ],
+    "train_sft": [
+        "--questions", 8, "--samples-per-question", 4, "--rounds", 2, "--epochs", 2, "--save-every", 2,
+        "--trajectories-per-step", 3, "--tools", "none",
+    ],
+}  # fmt: skip
+
+
+def play(script: str, arguments: list[str]) -> None:
+    """A script's main in a process of its own, on one thread, without its output."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    sys.argv = [script, *arguments]
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        __import__(script).main()
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Starts a script quickly: the heavy imports are done once, in the server that processes fork from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "train_grpo", "train_sft"])
+
+    def begin(script: str, arguments: list) -> multiprocessing.Process:
+        process = context.Process(target=play, args=(script, [str(a) for a in arguments]))
+        process.start()
+        return process
+
+    return begin
+
+
+def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
+    """The weights, and every figure that is not a time."""
+    weights = {p.name: p.read_bytes() for p in sorted((folder / "policy").glob("*.safetensors"))}
+    rows = []
+    for name in ("metrics.csv", "dev.csv"):
+        if (folder / name).is_file():
+            with (folder / name).open(newline="") as file:
+                rows += [{k: v for k, v in r.items() if k not in CLOCKS} for r in csv.DictReader(file)]
+    return weights, rows
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_killed_and_resumed_is_bit_equal(script, start, work, tmp_path):
+    data = ["--config", ROOT / "configs" / "toy.toml", "--data", work / "benchmark", "--resume"]
+    arguments = [*data, "--model", work / "imitation", *SCRIPTS[script]]
+    began = time.perf_counter()
+    unbroken = start(script, [*arguments, "--out", tmp_path / "unbroken"])
+    unbroken.join()
+    assert unbroken.exitcode == 0
+    duration = time.perf_counter() - began
+    expected = outcome(tmp_path / "unbroken")
+    assert expected[0] and expected[1]
+    draw, kills, run = random.Random(script), 0, 0
+    while kills < KILLS:
+        folder = tmp_path / f"broken{run}"
+        while True:
+            process = start(script, [*arguments, "--out", folder])
+            process.join(draw.uniform(0.1, 1.0) * duration if kills < KILLS else None)
+            if process.exitcode is not None:
+                break
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            kills += 1
+        assert process.exitcode == 0
+        assert outcome(folder) == expected
+        run += 1
