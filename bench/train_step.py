@@ -68,7 +68,7 @@ WORK = {
     "vocabulary": Work(
         {"vocab_size": QWEN3_VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-        {"sft": 8, "grpo": 1}, (200, 400), (20, 150), {"sft": 16_384, "grpo": 16_384}, 2,
+        {"sft": 8, "grpo": 1}, (100, 200), (10, 40), {"sft": 16_384, "grpo": 16_384}, 2,
     ),
 }  # fmt: skip
 

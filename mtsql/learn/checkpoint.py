@@ -84,7 +84,7 @@ def new_checkpoint(out: Path, step: int, keep: int) -> Iterator[Path]:
     with folder_atomically(folder) as temporary:
         yield temporary
     for old in whole_checkpoints(out)[:-keep]:
-        retired = old.with_name(f".{old.name}.old")  # half a checkpoint must not bear its name
+        retired = old.with_name(f".{old.name}.pruned")  # half a checkpoint must not bear its name
         old.rename(retired)
         shutil.rmtree(retired, ignore_errors=True)
 
@@ -96,6 +96,8 @@ def whole_checkpoints(out: Path) -> list[Path]:
 
 def newest_checkpoint(out: Path) -> Path | None:
     """The newest whole checkpoint of a run, None if there is none; what a killed process left is removed."""
+    for replaced in (out / CHECKPOINTS).glob(".step_*.old"):
+        recover_folder(replaced.with_name(replaced.name[1 : -len(".old")]))
     for leftover in (out / CHECKPOINTS).glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
     whole = whole_checkpoints(out)

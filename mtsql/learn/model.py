@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import (
@@ -80,7 +81,10 @@ def load_policy(
             )
             how["device_map"] = {"": device}
         model = AutoModelForCausalLM.from_pretrained(base or name_or_path, **how)
-        model = model.requires_grad_(False) if quantise == "nf4" else model.to(device)
+        if quantise == "nf4":
+            _keep_trainable_after_sampling(model.requires_grad_(False))
+        else:
+            model.to(device)
         if adapter:
             model = PeftModel.from_pretrained(model, name_or_path, is_trainable=True)
     except (OSError, ValueError) as error:
@@ -98,6 +102,14 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:
+    """On CPUs with bfloat16 instructions bitsandbytes repacks a 4-bit layer at its first evaluation, and
+    from then on it passes no gradient, without a word. Forbid that."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _check_exists(name_or_path: str | Path) -> None:

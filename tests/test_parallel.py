@@ -1,0 +1,110 @@
+"""Two gloo processes on the CPU do what one does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TOY, run
+from safetensors.torch import load_file
+
+from mtsql.learn.parallel import Processes, join_processes, leave_processes
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
+
+
+def play(rank: int, store: str) -> None:
+    """One of three processes: its checks fail the whole."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    processes = Processes(rank, 3)
+    assert processes.first == (rank == 0)
+    for count in (0, 1, 2, 7):
+        items = [f"item {i}" for i in range(count)]
+        assert processes.gather(processes.share(items)) == items
+    assert processes.of_each(rank * 10) == [0, 10, 20]
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
+    parameters[0].grad = torch.full((2, 3), float(rank + 1))
+    if rank == 1:  # the others have no micro-batch that reaches it
+        parameters[1].grad = torch.arange(4.0)
+    processes.sum_gradients(parameters)
+    assert torch.equal(parameters[0].grad, torch.full((2, 3), 6.0))
+    assert torch.equal(parameters[1].grad, torch.arange(4.0))
+    leave_processes(processes)
+
+
+def test_shares_come_back_in_order_and_gradients_add_up(tmp_path):
+    torch.multiprocessing.spawn(play, args=(str(tmp_path / "store"),), nprocs=3)
+
+
+def test_alone_without_torchrun(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    processes = join_processes()
+    assert processes == Processes(0, 1)
+    assert processes.gather(processes.share([1, 2, 3])) == [1, 2, 3]
+    leave_processes(processes)
+
+
+def rows_of(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{k: float(v) for k, v in row.items() if k not in CLOCKS} for row in csv.DictReader(file)]
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(Path(root, name).relative_to(folder)) for root, _, names in os.walk(folder) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (
+            "train_grpo.py",
+            ["--steps", 2, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
+             "--evaluate-every", 2, "--evaluate-dialogues", 3, "--resample-rounds", 1, "--beta", 0.01,
+             "--kl", "k1", "--truncated", "penalise", "--learning-rate", 1e-6],
+        ),
+        (
+            "train_sft.py",
+            ["--questions", 8, "--samples-per-question", 4, "--rounds", 2, "--epochs", 1, "--tools", "none",
+             "--trajectories-per-step", 5, "--learning-rate", 1e-6],
+        ),
+    ],
+)  # fmt: skip
+def test_two_processes_train_as_one(script, options, work, tmp_path):
+    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation", *options]
+    run(*base, "--out", tmp_path / "one")
+    run(*TORCHRUN, *base, "--out", tmp_path / "two")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    one, two = rows_of(tmp_path / "one" / "metrics.csv"), rows_of(tmp_path / "two" / "metrics.csv")
+    assert len(one) == len(two) > 0
+    for a, b in zip(one, two, strict=True):
+        # The log-probability gap is itself a difference by rounding.
+        assert a.pop("logprob_gap", 0) < 1e-3 and b.pop("logprob_gap", 0) < 1e-3
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
+    weights = [load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("one", "two")]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=4e-6)
+
+
+def test_two_processes_evaluate_as_one(work, tmp_path):
+    base = [
+        "evaluate.py",
+        *TOY,
+        "--data",
+        work / "benchmark",
+        "--model",
+        work / "imitation",
+        "--split",
+        "test",
+    ]
+    base += ["--history", "predicted", "--sampled-runs", 1]
+    run(*base, "--out", tmp_path / "one")
+    run(*TORCHRUN, *base, "--out", tmp_path / "two")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    one, two = ((tmp_path / name / "predictions.jsonl").read_text() for name in ("one", "two"))
+    assert [json.loads(line) for line in two.splitlines()] == [json.loads(line) for line in one.splitlines()]

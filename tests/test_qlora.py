@@ -1,0 +1,188 @@
+"""Quantised bases, adapters, 8-bit optimizer states, merging, and how micro-batches are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TOY, run
+from peft import PeftModel
+from test_learn import SIZES, VOCABULARY, difference, flatten, gradients, make_groups, make_trajectory
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mtsql.agent.generator import Generator
+from mtsql.agent.trajectory import Segment
+from mtsql.learn.batches import LAYOUTS, group_micro_batches, micro_batches, shared_prefix
+from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.model import Reference, load_policy, save_merged, save_policy
+from mtsql.learn.optimizer import make_optimizer
+
+WIDER = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny) -> Path:
+    """An ordinary folder of a random model."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("base")
+    config = Qwen3Config(tie_word_embeddings=True, **WIDER)
+    save_policy(Qwen3ForCausalLM(config), tiny.tokens.tokenizer, folder)
+    return folder
+
+
+def randomise_adapters(policy: PeftModel) -> PeftModel:
+    for name, parameter in policy.named_parameters():
+        if "lora_B.default" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy
+
+
+def test_only_adapters_of_a_quantised_model_are_trained(base):
+    policy = load_policy(base, quantise="nf4", lora_rank=4)
+    trainable = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+    assert trainable and all("lora_" in n and p.dtype == torch.float32 for n, p in trainable.items())
+    in_layers = [p for n, p in policy.named_parameters() if "layers" in n and "base_layer.weight" in n]
+    assert len(in_layers) == 7 * SIZES["num_hidden_layers"]
+    assert {p.dtype for p in in_layers} == {torch.uint8}  # two 4-bit numbers a byte
+    assert policy.get_output_embeddings().weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="nothing can be trained"):
+        make_optimizer(load_policy(base, quantise="nf4"), 1e-3)
+
+
+@pytest.mark.parametrize("quantise", ["none", "nf4"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_every_layout_gives_the_gradient_of_row_by_row_training(base, quantise, lora_rank):
+    if quantise == "nf4" and not lora_rank:
+        pytest.skip("a quantised base has no gradient without adapters")
+    policy = load_policy(base, quantise=quantise, lora_rank=lora_rank)
+    if lora_rank:
+        randomise_adapters(policy)
+    groups = make_groups()
+
+    def step(layout: str, max_positions: int) -> list[torch.Tensor]:
+        total: list[torch.Tensor] = []
+        for part in micro_batches(groups, layout, max_positions):
+            if any(t.sampled_length for group in part for t in group):
+                logprobs, _ = token_logprobs(policy, token_batch(part, layout, "cpu"), chunk=7)
+                new = gradients(policy, logprobs.sum() / 40)
+                total = new if not total else [a + b for a, b in zip(total, new, strict=True)]
+        return total
+
+    expected = step("rows", 1)  # each trajectory alone
+    for layout in LAYOUTS:
+        for max_positions in (40, 10_000):
+            assert difference(step(layout, max_positions), expected) <= 1e-5
+
+
+def test_sampling_changes_nothing_in_the_training_of_a_quantised_policy(base):
+    """bitsandbytes repacks 4-bit layers when they are evaluated; then they would pass no gradient."""
+    policy = randomise_adapters(load_policy(base, quantise="nf4", lora_rank=4))
+    batch = token_batch(make_groups(), "shared", "cpu")
+    before, _ = token_logprobs(policy, batch)
+    expected = gradients(policy, before.sum())
+    with Generator(policy, (), temperature=1.0) as generator:
+        generator.start([[5, 6, 7]], [0], [10])
+        for _ in range(10):
+            generator.step()
+        row = generator.rows[0]
+        trajectory = make_trajectory(np.random.default_rng(0), [5, 6, 7], [10])
+        sampled = Segment.sampled(row.ids, row.logprobs)
+    trajectory.segments[1:] = [sampled]
+    after, _ = token_logprobs(policy, batch)
+    assert torch.equal(after, before)
+    assert difference(gradients(policy, after.sum()), expected) == 0
+    logprobs, _ = token_logprobs(policy, token_batch([[trajectory]], "shared", "cpu"))
+    torch.testing.assert_close(logprobs, torch.tensor(sampled.logprobs), atol=1e-4, rtol=0)
+
+
+def test_the_reference_of_a_quantised_policy_is_its_adapter_at_the_start(base):
+    policy = randomise_adapters(load_policy(base, quantise="nf4", lora_rank=4))
+    batch = token_batch(make_groups(), "shared", "cpu")
+    with torch.no_grad():
+        before, _ = token_logprobs(policy, batch)
+        reference = Reference(policy)
+        randomise_adapters(policy)
+        with reference.policy() as frozen:
+            kept, _ = token_logprobs(frozen, batch)
+        after, _ = token_logprobs(policy, batch)
+    torch.testing.assert_close(kept, before)
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_eight_bit_moments_take_nearly_the_same_step(base):
+    steps = {}
+    for kind in ("adamw", "adamw8bit"):
+        policy = load_policy(base)
+        before = policy.model.embed_tokens.weight.detach().clone()
+        optimizer = make_optimizer(policy, 1e-3, kind=kind)
+        for _ in range(3):
+            logprobs, _ = token_logprobs(policy, token_batch(make_groups(), "shared", "cpu"))
+            (-logprobs.mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        steps[kind] = policy.model.layers[0].mlp.up_proj.weight.detach().clone()
+        assert not torch.equal(policy.model.embed_tokens.weight, before)
+        if kind == "adamw8bit":
+            moments = {s["state1"].dtype for s in optimizer.state.values()}
+            assert torch.uint8 in moments
+    assert (steps["adamw"] - steps["adamw8bit"]).abs().mean() < 3e-4  # of at most 3e-3
+
+
+@pytest.mark.parametrize("quantise", ["none", "nf4"])
+def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, tiny, quantise):
+    policy = randomise_adapters(load_policy(base, quantise=quantise, lora_rank=4))
+    save_policy(policy, tiny.tokens.tokenizer, tmp_path / "adapter")
+    save_merged(tmp_path / "adapter", tmp_path / "merged", "float32")
+    merged = load_policy(tmp_path / "merged")
+    assert not isinstance(merged, PeftModel)
+    batch = token_batch(make_groups(), "shared", "cpu")
+    unquantised = load_policy(tmp_path / "adapter")  # the merged copy stands on the unquantised base
+    with torch.no_grad():
+        torch.testing.assert_close(
+            token_logprobs(merged, batch)[0], token_logprobs(unquantised, batch)[0], atol=1e-4, rtol=0
+        )
+    with pytest.raises(ValueError, match="leave out --merge"):
+        save_merged(base, tmp_path / "again", "float32")
+
+
+def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
+    draw = np.random.default_rng(3)
+    groups = []
+    for length in (30, 5, 90, 12):
+        prompt = draw.integers(1, VOCABULARY, length).tolist()
+        group = [make_trajectory(draw, prompt, [int(draw.integers(1, 60))]) for _ in range(8)]
+        groups.append(group)
+    for max_positions in (1, 100, 200, 100_000):
+        batches = group_micro_batches(groups, max_positions)
+        seen = [id(t) for batch in batches for group in batch for t in group]
+        assert sorted(seen) == sorted(id(t) for t in flatten(groups))
+        for batch in batches:
+            prefixes = sum(shared_prefix(group) for group in batch)
+            rows = sum(map(len, batch))
+            longest = max(len(t.ids) - shared_prefix(group) for group in batch for t in group)
+            alone = len(batch) == 1 and rows == 1
+            # A trajectory alone counts all of its prompt as shared.
+            assert alone or prefixes + rows * longest <= max_positions
+    assert len(group_micro_batches(groups, 100_000)) == 1
+
+
+def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
+    options = ["--quantise", "nf4", "--lora-rank", 4, "--optimizer", "adamw8bit", "--merge"]
+    base = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    run(
+        "train_grpo.py", *base, *options, "--steps", 2, "--prompts-per-step", 3, "--samples-per-prompt", 4,
+        "--beta", 0.1, "--aggregate", "constant", "--ratio", "sequence", "--tis-cap", 2.0, "--dual-clip", 3.0,
+        "--divide-by", "batch", "--updates-per-batch", 2, "--layout", "packed", "--truncated", "exclude",
+        "--out", tmp_path / "grpo",
+    )  # fmt: skip
+    merged = tmp_path / "grpo" / "policy_merged"
+    assert (merged / "model.safetensors").is_file() and not (merged / "adapter_config.json").exists()
+    out = run(
+        "evaluate.py", *TOY, "--data", work / "benchmark", "--model", merged,
+        "--out", tmp_path / "evaluation", "--dialogues", 2,
+    )  # fmt: skip
+    assert "EX %" in out
+    out = run("train_grpo.py", *base, "--steps", 1, "--out", tmp_path / "full", "--quantise", "nf4", expect=2)
+    assert "needs --lora-rank above 0" in out
