@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mtsql import plan
 from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.config import ConfigError, user_errors
+from mtsql.learn import footprint
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.optimizer import make_optimizer
 
@@ -44,10 +45,10 @@ def tiny_shape() -> Qwen3Config:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> plan.PlanConfig:
+def tiny(tmp_path_factory) -> footprint.PlanConfig:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_shape().save_pretrained(folder)
-    return plan.PlanConfig(
+    return footprint.PlanConfig(
         model=str(folder),
         lora_rank=4,
         micro_batch_positions=600,
@@ -59,8 +60,8 @@ def tiny(tmp_path_factory) -> plan.PlanConfig:
     )
 
 
-def real_model(config: plan.PlanConfig) -> torch.nn.Module:
-    """What `plan.build_model` builds, with weights, on the CPU."""
+def real_model(config: footprint.PlanConfig) -> torch.nn.Module:
+    """What `footprint.build_model` builds, with weights, on the CPU."""
     model = Qwen3ForCausalLM._from_config(tiny_shape(), attn_implementation="sdpa")
     if config.lora_rank:
         lora = LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -71,30 +72,30 @@ def real_model(config: plan.PlanConfig) -> torch.nn.Module:
 
 
 def test_counts_by_hand(tiny):
-    lora = plan.state_bytes(plan.build_model(tiny), tiny)
+    lora = footprint.state_bytes(footprint.build_model(tiny), tiny)
     assert lora["weights"] == 4 * PARAMETERS
     assert lora["adapters"] == lora["gradients"] == 4 * ADAPTERS
     assert lora["optimizer"] == 8 * ADAPTERS
     half = replace(tiny, dtype="bfloat16", lora_rank=0, beta=0.1)
-    full = plan.state_bytes(plan.build_model(half), half)
+    full = footprint.state_bytes(footprint.build_model(half), half)
     assert full["weights"] == full["gradients"] == full["reference policy"] == 2 * PARAMETERS
     assert (full["adapters"], full["optimizer"]) == (0, 4 * PARAMETERS)
 
 
 def test_qwen3_has_its_published_size():
-    config = plan.PlanConfig(model="Qwen/Qwen3-1.7B", dtype="bfloat16", lora_rank=32)
-    model = plan.build_model(config)
-    assert plan.state_bytes(model, config)["weights"] == 2 * 1_720_574_976
+    config = footprint.PlanConfig(model="Qwen/Qwen3-1.7B", dtype="bfloat16", lora_rank=32)
+    model = footprint.build_model(config)
+    assert footprint.state_bytes(model, config)["weights"] == 2 * 1_720_574_976
     assert cache_bytes_per_token(model) == 28 * 2 * 8 * 128 * 2
     four = replace(config, model="Qwen/Qwen3-4B")
-    assert plan.state_bytes(plan.build_model(four), four)["weights"] == 2 * 4_022_468_096
+    assert footprint.state_bytes(footprint.build_model(four), four)["weights"] == 2 * 4_022_468_096
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("rank", [0, 16])
 def test_state_is_that_of_a_real_step(tiny, rank, kind):
     config = replace(tiny, lora_rank=rank, optimizer=kind)
-    planned = plan.state_bytes(plan.build_model(config), config)
+    planned = footprint.state_bytes(footprint.build_model(config), config)
     model = real_model(config)
     optimizer = make_optimizer(model, 1e-4, kind=kind)
     model(torch.arange(9)[None]).logits.sum().backward()
@@ -119,22 +120,24 @@ def test_nf4_is_what_bitsandbytes_stores(shape):
     ).to("cpu")
     state = weight.quant_state
     constants = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
-    assert plan.nf4_bytes(shape[0] * shape[1]) == weight.nbytes + sum(c.nbytes for c in constants)
+    assert footprint.nf4_bytes(shape[0] * shape[1]) == weight.nbytes + sum(c.nbytes for c in constants)
 
 
 def test_nf4_leaves_embeddings_and_norms(tiny):
     config = replace(tiny, quantise="nf4")
     matrices = [64 * 64] * 2 + [64 * 32] * 2 + [64 * 160] * 3
     rest = PARAMETERS - LAYERS * sum(matrices)
-    weights = plan.state_bytes(plan.build_model(config), config)["weights"]
-    assert weights == 4 * rest + LAYERS * sum(map(plan.nf4_bytes, matrices))
+    weights = footprint.state_bytes(footprint.build_model(config), config)["weights"]
+    assert weights == 4 * rest + LAYERS * sum(map(footprint.nf4_bytes, matrices))
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "rows"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_saved_activations_are_those_of_a_real_forward_pass(tiny, rank, layout):
     config = replace(tiny, lora_rank=rank, layout=layout)
-    planned = plan.training_bytes(plan.build_model(config), config)["training, layers"]["kept for backward"]
+    planned = footprint.training_bytes(footprint.build_model(config), config)["training, layers"][
+        "kept for backward"
+    ]
     model = real_model(config)
     saved: dict[int, torch.UntypedStorage | None] = {
         p.untyped_storage()._cdata: None for p in model.parameters()
@@ -145,7 +148,7 @@ def test_saved_activations_are_those_of_a_real_forward_pass(tiny, rank, layout):
         saved.setdefault(storage._cdata, storage)
         return tensor
 
-    batch = token_batch(plan.largest_micro_batch(config), layout, "cpu")
+    batch = token_batch(footprint.largest_micro_batch(config), layout, "cpu")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logprobs, _ = token_logprobs(model, batch)
     real = sum(storage.nbytes() for storage in saved.values() if storage is not None)
@@ -157,12 +160,12 @@ def test_saved_activations_are_those_of_a_real_forward_pass(tiny, rank, layout):
 @pytest.mark.parametrize("rank", [0, 4])
 def test_peak_is_that_of_a_real_step(tiny, rank, checkpointing):
     config = replace(tiny, lora_rank=rank, gradient_checkpointing=checkpointing)
-    phases = plan.training_bytes(plan.build_model(config), config)
+    phases = footprint.training_bytes(footprint.build_model(config), config)
     planned = max(sum(phase.values()) for phase in phases.values())
     model = real_model(config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    groups = plan.largest_micro_batch(config)
+    groups = footprint.largest_micro_batch(config)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         batch = token_batch(groups, config.layout, "cpu")
         token_logprobs(model, batch)[0].sum().backward()
@@ -182,17 +185,17 @@ def test_checkpoints_keep_one_hidden_state_a_layer(tiny):
     config = replace(tiny, gradient_checkpointing=True)
     kept = []
     for layers in (1, LAYERS):
-        model = plan.build_model(config)
+        model = footprint.build_model(config)
         model.config.num_hidden_layers = layers  # it runs so many of them
-        kept.append(plan.training_bytes(model, config)["training, head"]["kept for backward"])
-    (group,) = plan.largest_micro_batch(config)
+        kept.append(footprint.training_bytes(model, config)["training, head"]["kept for backward"])
+    (group,) = footprint.largest_micro_batch(config)
     positions = len(group[0].segments[0].ids) + sum(len(t.segments[1].ids) - 1 for t in group)
     assert kept[1] - kept[0] == (LAYERS - 1) * positions * HIDDEN * 4
 
 
 def test_largest_micro_batch_fills_the_positions(tiny):
     def lengths(**changes) -> list[list[int]]:
-        return [[len(t.ids) for t in g] for g in plan.largest_micro_batch(replace(tiny, **changes))]
+        return [[len(t.ids) for t in g] for g in footprint.largest_micro_batch(replace(tiny, **changes))]
 
     assert lengths() == [[100 + 125] * 4]  # 100 + 4 x 125 positions
     assert lengths(micro_batch_positions=400) == [[100 + 150] * 2]  # a group is cut
@@ -201,14 +204,14 @@ def test_largest_micro_batch_fills_the_positions(tiny):
 
 
 def test_cache_holds_powers_of_two_of_whole_rows(tiny):
-    model = plan.build_model(tiny)
+    model = footprint.build_model(tiny)
     row = 256 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 4  # 220 positions become 256
     for rows, cache, slots in [(5, 0.0, 8), (5, 7.5, 8), (16, 7.5, 4), (16, 1.0, 1)]:
-        config = replace(tiny, rows=rows, cache_gib=cache * row / plan.GIB)
-        assert plan.sampling_rows(model, config) == (slots, 256)
-    assert plan.rollout_bytes(model, replace(tiny, rows=3))["key/value cache"] == 4 * row
+        config = replace(tiny, rows=rows, cache_gib=cache * row / footprint.GIB)
+        assert footprint.sampling_rows(model, config) == (slots, 256)
+    assert footprint.rollout_bytes(model, replace(tiny, rows=3))["key/value cache"] == 4 * row
     with pytest.raises(ConfigError, match="does not hold one row"):
-        plan.sampling_rows(model, replace(tiny, cache_gib=0.9 * row / plan.GIB))
+        footprint.sampling_rows(model, replace(tiny, cache_gib=0.9 * row / footprint.GIB))
 
 
 @pytest.mark.parametrize("name", ["sparc_qwen3_1.7b_lora_24gb", "sparc_qwen3_4b_qlora_24gb"])
@@ -221,10 +224,10 @@ def test_shipped_settings_fit_24_gib(name):
         5,
     )
     assert config.lora_rank == 32
-    assert 8 < plan.make_plan(config).peak / plan.GIB < 22
+    assert 8 < plan.make_plan(config).peak / footprint.GIB < 22
     warm_start = plan.read_config(path, "sft", {})
     assert (warm_start.samples_per_prompt, warm_start.layout) == (1, "packed")
-    assert plan.make_plan(warm_start).peak / plan.GIB < 22
+    assert plan.make_plan(warm_start).peak / footprint.GIB < 22
 
 
 def test_advice_turns_knobs_until_it_fits(tiny):
@@ -232,25 +235,25 @@ def test_advice_turns_knobs_until_it_fits(tiny):
     first = plan.make_plan(config)
     easy, planned = plan.advise(config, first, first.peak - 1)
     assert easy == {"gradient_checkpointing": True}
-    limit = plan.CUDA_CONTEXT + (planned.peak - plan.CUDA_CONTEXT) * 2 // 3
+    limit = footprint.CUDA_CONTEXT + (planned.peak - footprint.CUDA_CONTEXT) * 2 // 3
     turned, fitting = plan.advise(config, first, limit)
     assert fitting.peak <= limit
     assert plan.make_plan(replace(config, **turned)).peak == fitting.peak
-    everything, least = plan.advise(config, first, plan.CUDA_CONTEXT)
-    assert least.peak > plan.CUDA_CONTEXT
+    everything, least = plan.advise(config, first, footprint.CUDA_CONTEXT)
+    assert least.peak > footprint.CUDA_CONTEXT
     assert everything["gradient_checkpointing"] and everything["micro_batch_positions"] == 220
 
 
 def test_cache_is_advised_in_gib():
-    config = plan.PlanConfig(
+    config = footprint.PlanConfig(
         model="Qwen/Qwen3-0.6B", dtype="bfloat16", lora_rank=8, gradient_checkpointing=True, rows=64,
         max_prompt_tokens=200, max_response_tokens=800, micro_batch_positions=1000,
     )  # fmt: skip
     first = plan.make_plan(config)
     assert first.phases["rollout"]["key/value cache"] == 64 * 1024 * 114_688
-    turned, fitting = plan.advise(config, first, 6 * plan.GIB)
+    turned, fitting = plan.advise(config, first, 6 * footprint.GIB)
     assert list(turned) == ["cache_gib"]
-    assert fitting.phases["rollout"]["key/value cache"] <= turned["cache_gib"] * plan.GIB
+    assert fitting.phases["rollout"]["key/value cache"] <= turned["cache_gib"] * footprint.GIB
     assert fitting.slots == 32
 
 
