@@ -1,14 +1,7 @@
 """Runs SQL from a model without risk, and compares results as the official evaluation does.
 
-Design invariant 10: read-only (URI mode, authorizer and query_only), with limits on time, rows, memory
-and the size of a cell that really stop the statement. The comparison is section 6 of the notes on the
-official evaluation, which has no such safeguard.
-
-A watchdog thread interrupts a statement that is past its time, which SQLite obeys between the rounds of a
-loop (a progress handler would do the same, but takes Python's lock again and again: beside a busy thread
-a query that takes 13 ms then took 4 s); while it prepares a statement, the authorizer looks at the clock at
-every name. What runs in between is kept short by the limits on cells, patterns, function calls and the
-statement's length; what grows in between is stopped by the heap limit.
+What makes it safe is in guard.py; here are the connections and results that threads share, and the
+comparison: section 6 of the notes on the official evaluation, which has no such safeguard.
 """
 
 from __future__ import annotations
@@ -16,195 +9,27 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from mtsql.sql.compare import results_equal
+from mtsql.sql.guard import MAX_SQL_BYTES, OUT_OF_MEMORY, Connection, ExecutionResult, Watchdog
 from mtsql.sql.text import join_operators, without_distinct
 
 __all__ = ["ExecutionResult", "Executor", "as_executed", "execution_match", "results_equal", "set_match"]
 
-ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
-ALLOWED_PRAGMAS = frozenset(
-    "table_info table_xinfo table_list index_list index_info index_xinfo foreign_key_list".split()
-)
-DENIED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
-PREPARED_TABLES = (  # table-valued functions; their first use looks like a CREATE to the authorizer
-    *(f"pragma_{name}" for name in sorted(ALLOWED_PRAGMAS)),
-    "json_each",
-    "json_tree",
-)
-LONG_FORMAT = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
-DENIED_TABLES = frozenset({"sqlite_dbpage", "dbstat"})  # raw pages of the file
-WATCH_SECONDS = 0.02  # between two looks at the clock
-MAX_SQL_BYTES = 100_000
-MAX_CELL_BYTES = 150_000
-MAX_PATTERN_BYTES = 250  # of LIKE and GLOB
-MAX_FUNCTION_CALLS = 50  # written in one statement
-MAX_HEAP_BYTES = 80_000_000  # SQLite's own memory, in the whole process
+
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_ROWS = 1_000_000
 MAX_IDLE_CONNECTIONS = 32
-PAGE_CACHE_KIB = 500  # of one connection
-OUT_OF_MEMORY = "the query needs more memory than it may have"
-
-
-@dataclass(frozen=True)
-class ExecutionResult:
-    """What came of one statement: "rows", "empty", "error", "timeout" or "refused" (unsafe)."""
-
-    status: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple, ...] = ()
-    truncated: bool = False
-    message: str = ""
-    bytes: int = 0  # of memory that the rows take
-
-    @property
-    def ok(self) -> bool:
-        """True if the statement ran to its end or to the row limit."""
-        return self.status in ("rows", "empty")
-
-
-class _Connection:
-    """A read-only connection, for one thread at a time: the guards, and what they saw last."""
-
-    def __init__(self, path: str) -> None:
-        self.deadline = 0.0
-        self.timed_out = False
-        self.refused = False
-        self.functions = 0
-        uri = Path(path).absolute().as_uri() + "?mode=ro"
-        self.sqlite = sqlite3.connect(
-            uri, uri=True, isolation_level=None, cached_statements=0, check_same_thread=False
-        )
-        self.sqlite.text_factory = lambda raw: raw.decode(errors="ignore")
-        self.sqlite.execute("PRAGMA query_only = ON")
-        self.sqlite.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP_BYTES}")
-        self.sqlite.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
-        self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
-        self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_BYTES)
-        self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN_BYTES)
-        self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        for name in PREPARED_TABLES:
-            self.sqlite.execute(f"SELECT 1 FROM {name}").fetchone()
-        self.formatter = sqlite3.connect(":memory:", check_same_thread=False, cached_statements=0)
-        self.formatter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
-        for name in ("printf", "format"):
-            # Not a method: SQLite would hold this connection alive where no garbage collector looks.
-            self.sqlite.create_function(name, -1, partial(_printf, self.formatter), deterministic=True)
-        self.sqlite.set_authorizer(self._authorize)
-
-    def close(self) -> None:
-        self.sqlite.close()
-        self.formatter.close()
-
-    def _authorize(self, action: int, name: str | None, detail: str | None, *_: object) -> int:
-        if time.monotonic() > self.deadline:
-            self.timed_out = True
-            return sqlite3.SQLITE_DENY
-        if action == sqlite3.SQLITE_FUNCTION:
-            self.functions += 1
-            allowed = self.functions <= MAX_FUNCTION_CALLS and (detail or "").lower() not in DENIED_FUNCTIONS
-        elif action == sqlite3.SQLITE_READ:
-            allowed = (name or "").lower() not in DENIED_TABLES
-        elif action == sqlite3.SQLITE_PRAGMA:
-            allowed = (name or "").lower() in ALLOWED_PRAGMAS
-        else:
-            allowed = action in ALLOWED_ACTIONS
-        self.refused |= not allowed
-        return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
-
-    def run(self, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
-        self.timed_out = self.refused = False
-        self.functions = 0
-        cursor = self.sqlite.cursor()
-        try:
-            cursor.execute(sql)
-            if cursor.description is None:
-                return ExecutionResult("error", message="the query holds no statement")
-            columns = tuple(column[0] for column in cursor.description)
-            rows, truncated, size = self._fetch(cursor, max_rows, max_bytes)
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            return self._failure(str(error), seconds)
-        except MemoryError:
-            return ExecutionResult("error", message=OUT_OF_MEMORY)
-        finally:
-            cursor.close()
-        return ExecutionResult("rows" if rows else "empty", columns, rows, truncated, bytes=size)
-
-    def _fetch(
-        self, cursor: sqlite3.Cursor, max_rows: int, max_bytes: int
-    ) -> tuple[tuple[tuple, ...], bool, int]:
-        rows: list[tuple] = []
-        size = 0
-        for row in cursor:
-            size += sys.getsizeof(row) + sum(map(sys.getsizeof, row))
-            if len(rows) == max_rows or size > max_bytes:
-                return tuple(rows), True, size
-            rows.append(row)
-        return tuple(rows), False, size
-
-    def _failure(self, message: str, seconds: float) -> ExecutionResult:
-        if self.timed_out:
-            return ExecutionResult("timeout", message=f"stopped after {seconds:g} seconds")
-        if self.refused or message == "You can only execute one statement at a time.":
-            return ExecutionResult("refused", message=message)
-        return ExecutionResult("error", message=message)
-
-
-def _printf(formatter: sqlite3.Connection, *arguments: object) -> str | None:
-    """SQLite's own printf, which would write a width of a billion character by character."""
-    if arguments and LONG_FORMAT.search(str(arguments[0])):
-        raise ValueError("the width is too large")
-    places = ", ".join("?" * len(arguments))
-    return formatter.execute(f"SELECT printf({places})", arguments).fetchone()[0]
-
-
-class _Watchdog:
-    """Interrupts statements that are past their time, from a thread that lives while any run."""
-
-    def __init__(self) -> None:
-        self._running: set[_Connection] = set()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def watching(self, connection: _Connection) -> Iterator[None]:
-        with self._lock:
-            self._running.add(connection)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="sql watchdog", daemon=True)
-                self._thread.start()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running.discard(connection)
-
-    def _watch(self) -> None:
-        idle = 0.0
-        while True:
-            time.sleep(WATCH_SECONDS)
-            with self._lock:
-                idle = 0.0 if self._running else idle + WATCH_SECONDS
-                if idle > 1:
-                    self._thread = None
-                    return
-                for connection in self._running:
-                    if time.monotonic() > connection.deadline:
-                        connection.timed_out = True
-                        connection.sqlite.interrupt()
 
 
 class Executor:
@@ -227,8 +52,8 @@ class Executor:
         self._cached_bytes = 0
         self._lock = threading.Lock()
         self._memory_lock = threading.Lock()
-        self._idle: list[tuple[tuple, _Connection]] = []  # the one used last is last
-        self._watchdog = _Watchdog()
+        self._idle: list[tuple[tuple, Connection]] = []  # the one used last is last
+        self._watchdog = Watchdog()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sql")
 
     def execute(self, db_path: str | Path, sql: str) -> ExecutionResult:
@@ -311,14 +136,14 @@ class Executor:
     def _forget(self, key: tuple) -> None:
         self._cached_bytes -= self._cache.pop(key).bytes + 2 * len(key[-1])
 
-    def _borrow(self, version: tuple[str, int, int, int, int]) -> _Connection:
+    def _borrow(self, version: tuple[str, int, int, int, int]) -> Connection:
         with self._lock:
             for at in range(len(self._idle) - 1, -1, -1):
                 if self._idle[at][0] == version:
                     return self._idle.pop(at)[1]
-        return _Connection(version[0])
+        return Connection(version[0])
 
-    def _give_back(self, version: tuple[str, int, int, int, int], connection: _Connection) -> None:
+    def _give_back(self, version: tuple[str, int, int, int, int], connection: Connection) -> None:
         with self._lock:
             self._idle.append((version, connection))
             surplus = self._idle.pop(0)[1] if len(self._idle) > MAX_IDLE_CONNECTIONS else None
