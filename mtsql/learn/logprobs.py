@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -23,6 +23,7 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.batches import shared_prefix
 
 SHARED_PROMPT = "sdpa_shared_prompt"
+HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
 
 
 @dataclass(frozen=True)
@@ -271,22 +272,72 @@ AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
 AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)
 
 
+class _HeadLogprobs(torch.autograd.Function):
+    """The output head on trained tokens only, a chunk of them at a time, forward and backward.
+
+    Logits of a chunk exist only while it is worked on: the backward pass computes them again. With
+    p = softmax(logits), d logprob / d logits = onehot(target) - p.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden` (tokens, hidden), `weight` (vocabulary, hidden), `targets` (tokens,) int64 give
+        log-probabilities and entropies, (tokens,) float32."""
+        normalisers, logprobs, entropies = [], [], []
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            logits = (h @ weight.t()).float().div_(temperature)  # (chunk, vocabulary)
+            normaliser = logits.logsumexp(-1)  # (chunk,)
+            logprobs.append(logits.gather(-1, t[:, None])[:, 0] - normaliser)
+            probabilities = (logits - normaliser[:, None]).exp_()  # (chunk, vocabulary)
+            entropies.append(normaliser - torch.linalg.vecdot(probabilities, logits))
+            normalisers.append(normaliser)
+        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers))
+        ctx.temperature, ctx.chunk = temperature, chunk
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """`slope` (tokens,) is d loss / d logprob."""
+        hidden, weight, targets, normalisers = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (tokens, hidden)
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (vocabulary, hidden)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = (hidden[part] @ weight.t()).float().div_(ctx.temperature)  # (chunk, vocabulary)
+            of_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-slope[part, None])
+            of_logits.scatter_add_(1, targets[part, None], slope[part, None])
+            of_logits = of_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[part])
+            if of_weight is not None:
+                of_weight.addmm_(of_logits.t(), hidden[part])
+        return of_hidden, of_weight, None, None, None
+
+
 def token_logprobs(
     model: PreTrainedModel | PeftModel,
     batch: TokenBatch,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each trained token, entropy of its distribution; (tokens,) float32 both.
 
     Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states
-    at a time and again in the backward pass; entropies carry no gradient. With a shared-prompt
-    batch the model's attention is switched from "sdpa" to a superset of it. Raises ValueError for
-    an attention other than SDPA there, and for models that cap their logits.
+    at a time, by default as many as HEAD_CHUNK_BYTES of float32 logits, and again in the backward pass;
+    entropies carry no gradient. With a shared-prompt batch the model's attention is switched from "sdpa"
+    to a superset of it. Raises ValueError for an attention other than SDPA there, for models that cap
+    their logits, and for heads that are more than one matrix.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if getattr(inner.config, "final_logit_softcapping", None) is not None:
         raise ValueError(f"{type(inner).__name__} caps its logits, which is not supported")
+    head = inner.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise ValueError(f"the head of {type(inner).__name__} is not one matrix, which is not supported")
     options = {}
     if batch.layout is not None:
         attention = inner.config._attn_implementation
@@ -301,20 +352,6 @@ def token_logprobs(
         input_ids=batch.ids, position_ids=batch.position_ids, use_cache=False, **options
     )
     hidden = output.last_hidden_state.flatten(0, 1)[batch.source]  # (tokens, hidden)
-    head = inner.get_output_embeddings()
-
-    def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float() / temperature  # (chunk, vocabulary)
-        normaliser = logits.logsumexp(-1)  # (chunk,)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-        with torch.no_grad():
-            probabilities = (logits - normaliser[:, None]).exp()
-            entropy = normaliser - (probabilities * logits).sum(-1)
-        return logprobs, entropy
-
-    parts = [
-        checkpoint(score, h, t, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    if chunk is None:
+        chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
+    return _HeadLogprobs.apply(hidden.to(head.weight.dtype), head.weight, batch.targets, temperature, chunk)
