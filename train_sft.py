@@ -86,7 +86,7 @@ class SftConfig(Common):
     epochs: int = option(2, "passes over the kept trajectories in each round")
     trajectories_per_step: int = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
     learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
-    layout: str = option("rows", "positions of a batch: packed, rows, shared prompts")
+    layout: str = option("packed", "positions of a batch: packed, rows, shared prompts")
     micro_batch_positions: int = option(8192, "positions in one forward pass")
     lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
     optimizer: str = option("adamw", "adamw, adamw8bit")

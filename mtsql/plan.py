@@ -42,7 +42,7 @@ def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanCo
     """[common] and [stage] of a TOML file, then the given options.
 
     [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none; [sft]
-    trains on trajectories one by one, in rows by default. Raises ConfigError for what is wrong.
+    trains on trajectories one by one, packed by default. Raises ConfigError for what is wrong.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
@@ -53,7 +53,7 @@ def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanCo
     warm, common, own = (content.get(table, {}) for table in ("sft", "common", stage))
     merged = {k: v for k, v in warm.items() if k in ("model", "lora_rank")} | common | own
     if stage == "sft":
-        merged = {"layout": "rows"} | merged | {"samples_per_prompt": 1}
+        merged = {"layout": "packed"} | merged | {"samples_per_prompt": 1}
     hints = get_type_hints(PlanConfig)
     values = {name: value for name, value in (merged | options).items() if name in hints}
     for name, value in values.items():

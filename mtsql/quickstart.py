@@ -72,7 +72,17 @@ def main() -> None:
     )
     _run(
         "warm start: self-taught fine-tuning on its own right trajectories",
-        ["train_sft.py", *shared, "--model", str(imitation), "--out", str(out / "sft"), "--seed", seed],
+        [
+            "train_sft.py",
+            *shared,
+            "--model",
+            str(imitation),
+            "--out",
+            str(out / "sft"),
+            "--seed",
+            seed,
+            "--resume",
+        ],
         policies["sft"],
     )
     _run(
@@ -86,6 +96,7 @@ def main() -> None:
             str(out / "grpo"),
             "--seed",
             seed,
+            "--resume",
         ],
         policies["grpo"],
     )

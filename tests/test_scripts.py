@@ -127,7 +127,11 @@ def test_grpo_with_lora_is_resumed_to_the_same_weights(work):
     ]  # fmt: skip
     run(*options, "--out", work / "unbroken")
     run(*options, "--out", work / "broken", "--steps", 2)
-    run(*options, "--out", work / "broken", "--resume")
+    out = run(*options, "--out", work / "broken", expect=2)
+    assert "go on with --resume" in out
+    run(*options, "--out", work / "broken", "--resume", "--keep-checkpoints", 1)
+    assert [p.name for p in (work / "broken" / "checkpoints").iterdir()] == ["step_00000004"]
+    assert len(list((work / "unbroken" / "checkpoints").iterdir())) == 2
     first, second = (
         (work / name / "policy" / "adapter_model.safetensors").read_bytes() for name in ("unbroken", "broken")
     )
@@ -138,6 +142,18 @@ def test_grpo_with_lora_is_resumed_to_the_same_weights(work):
         assert {k: v for k, v in a.items() if k not in dropped} == {
             k: v for k, v in b.items() if k not in dropped
         }
+
+
+def test_groups_without_signal_are_replaced(work):
+    options = [
+        "train_grpo.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation", "--steps", 1,
+        "--prompts-per-step", 6, "--samples-per-prompt", 2, "--temperature", 0.3,
+    ]  # fmt: skip
+    run(*options, "--out", work / "as_they_come")
+    run(*options, "--out", work / "replaced", "--resample-rounds", 5)
+    (one,), (other,) = (rows_of(work / name / "metrics.csv") for name in ("as_they_come", "replaced"))
+    assert int(one["sampling_rounds"]) == 1 < int(other["sampling_rounds"]) <= 6
+    assert float(one["informative_groups"]) < float(other["informative_groups"])
 
 
 def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path):

@@ -23,21 +23,27 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.batches import shared_prefix
 
 SHARED_PROMPT = "sdpa_shared_prompt"
+SEQUENCES_TOGETHER = 4  # Attention pads so many sequences of like length to the longest of them.
 HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
 
 
 @dataclass(frozen=True)
-class SharedPromptLayout:
-    """Where prompts and responses lie among `positions` packed tokens, for the attention.
+class Responses:
+    """A few responses of like length among packed positions. A pad entry of a slot tensor points at position
+    0; what is computed there is not read."""
 
-    A pad entry of the two slot tensors points at position 0; what is computed there is not read.
-    """
-
-    prompt_slots: Tensor  # (groups, longest prompt) int64, indices of packed positions
-    response_slots: Tensor  # (responses, longest response) int64
-    group_of_response: Tensor  # (responses,) int64
-    unpad: Tensor  # (positions,) int64, into the flattened prompt slots, then response slots
+    prompt_slots: Tensor  # (responses, longest prompt) int64, indices of packed positions
+    slots: Tensor  # (responses, longest response) int64
     attention_mask: Tensor  # (responses, 1, longest response, longest prompt + response) bool
+
+
+@dataclass(frozen=True)
+class SharedPromptLayout:
+    """Where prompts and responses lie among `positions` packed tokens, for the attention."""
+
+    prompts: tuple[Tensor, ...]  # each (prompts, longest prompt) int64, indices of packed positions
+    responses: tuple[Responses, ...]
+    unpad: Tensor  # (positions,) int64, into the flattened slots of all prompts, then of all responses
 
 
 @dataclass(frozen=True)
@@ -180,10 +186,10 @@ def _token_batch(
     )
 
 
-def _slots(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+def _slots(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Slots of packed positions and which of them are real, (spans, longest) int64 and bool."""
-    start, length = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(1)  # (spans,) each
-    offset = torch.arange(int(length.max()) if spans else 0)  # (longest,)
+    start, length = torch.tensor(spans, dtype=torch.int64).unbind(1)  # (spans,) each
+    offset = torch.arange(int(length.max()))  # (longest,)
     real = offset < length[:, None]
     return (start[:, None] + offset) * real, real
 
@@ -195,23 +201,30 @@ def _layout(
     positions: int,
     device: torch.device | str,
 ) -> SharedPromptLayout:
-    prompt_slots, prompt_real = _slots(prompt_spans)
-    response_slots, response_real = _slots(response_spans)
-    owner = torch.tensor(group_of_response, dtype=torch.int64)  # (responses,)
-    responses, longest = response_slots.shape
-    sees_prompt = prompt_real[owner][:, None].expand(-1, longest, -1)
-    causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(responses, -1, -1)
-    real = torch.cat([prompt_real.flatten(), response_real.flatten()])
-    slots = torch.cat([prompt_slots.flatten(), response_slots.flatten()])
+    slots, reals, prompts, responses = [], [], [], []
+    in_order = sorted(prompt_spans, key=lambda span: span[1])
+    for start in range(0, len(in_order), SEQUENCES_TOGETHER):
+        prompt_slots, real = _slots(in_order[start : start + SEQUENCES_TOGETHER])
+        slots.append(prompt_slots)
+        reals.append(real)
+        prompts.append(prompt_slots.to(device))
+    pairs = [(prompt_spans[g], span) for g, span in zip(group_of_response, response_spans, strict=True)]
+    pairs.sort(key=lambda pair: (pair[0][1], pair[1][1]))
+    for start in range(0, len(pairs), SEQUENCES_TOGETHER):
+        of_prompts, own = zip(*pairs[start : start + SEQUENCES_TOGETHER], strict=True)
+        prompt_slots, prompt_real = _slots(of_prompts)
+        own_slots, own_real = _slots(own)
+        count, longest = own_slots.shape
+        sees_prompt = prompt_real[:, None].expand(-1, longest, -1)
+        causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, -1, -1)
+        attention_mask = torch.cat([sees_prompt, causal], dim=2)[:, None]
+        responses.append(Responses(*(x.to(device) for x in (prompt_slots, own_slots, attention_mask))))
+        slots.append(own_slots)
+        reals.append(own_real)
+    real = torch.cat([r.flatten() for r in reals])
     unpad = torch.empty(positions, dtype=torch.int64)
-    unpad[slots[real]] = real.nonzero()[:, 0]
-    return SharedPromptLayout(
-        prompt_slots=prompt_slots.to(device),
-        response_slots=response_slots.to(device),
-        group_of_response=owner.to(device),
-        unpad=unpad.to(device),
-        attention_mask=torch.cat([sees_prompt, causal], dim=2)[:, None].to(device),
-    )
+    unpad[torch.cat([s.flatten() for s in slots])[real]] = real.nonzero()[:, 0]
+    return SharedPromptLayout(tuple(prompts), tuple(responses), unpad.to(device))
 
 
 def _take(x: Tensor, slots: Tensor) -> Tensor:
@@ -244,28 +257,20 @@ def _shared_prompt_attention(
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (positions, heads, dim)
 
-    def attend(slots: Tensor, keys: Tensor, values: Tensor, **how) -> Tensor:
+    def attend(slots: Tensor, seen: Tensor, **how: Any) -> Tensor:
+        """Queries in `slots` (sequences, longest), keys and values in `seen` (sequences, any)."""
         out = nn.functional.scaled_dot_product_attention(
-            _take(query, slots).transpose(1, 2), keys, values, scale=scaling, **how
+            *(_take(x, i).transpose(1, 2) for x, i in ((query, slots), (key, seen), (value, seen))),
+            scale=scaling,
+            **how,
         )  # (sequences, heads, longest, dim)
         return out.transpose(1, 2).flatten(0, 1)  # (sequences x longest, heads, dim)
 
-    prompt_keys, prompt_values = (_take(x, layout.prompt_slots).transpose(1, 2) for x in (key, value))
-    out = attend(layout.prompt_slots, prompt_keys, prompt_values, is_causal=True)
-    if len(layout.response_slots):
-        keys, values = (
-            torch.cat(
-                [
-                    _take(p, layout.group_of_response),
-                    _take(x, layout.response_slots).transpose(1, 2),
-                ],
-                dim=2,
-            )
-            for p, x in ((prompt_keys, key), (prompt_values, value))
-        )  # (responses, heads, longest prompt + longest response, dim)
-        responses = attend(layout.response_slots, keys, values, attn_mask=layout.attention_mask)
-        out = torch.cat([out, responses])
-    return _take(out, layout.unpad)[None], None
+    outs = [attend(slots, slots, is_causal=True) for slots in layout.prompts]
+    for part in layout.responses:
+        seen = torch.cat([part.prompt_slots, part.slots], dim=1)  # (responses, longest prompt + response)
+        outs.append(attend(part.slots, seen, attn_mask=part.attention_mask))
+    return _take(torch.cat(outs), layout.unpad)[None], None
 
 
 AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
