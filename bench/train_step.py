@@ -2,8 +2,8 @@
 
 Plain is what a tutorial does: fixed numbers of trajectories in the order given, each micro-batch padded to
 its longest row, full logits (rows, positions, vocabulary), log-softmax, a masked mean; no entropy. Ours is
-`token_logprobs`, entropy included, in three layouts: "rows" (padded, sorted by length), "packed" (trajectories
-end to end, as train_sft.py), "shared_prompt" (groups behind their prompt, as train_grpo.py). All run on one
+`token_logprobs`, entropy included, in three layouts: "rows" (padded, sorted by length), "packed"
+(trajectories end to end, as train_sft.py), "shared_prompt" (groups behind their prompt, as train_grpo.py). All run on one
 workload in one process, after their gradients were found to agree; a step here is micro-batches, forward and
 backward passes, without the optimizer, the same for all. The order alternates between the repetitions; ratios
 are medians. Memory is what a fresh process takes on top of model and data.
