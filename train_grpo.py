@@ -125,7 +125,7 @@ def main() -> None:
     processes = join_processes()
     out = Path(config.out)
     device = pick_device(config.device)
-    checkpoint = find_checkpoint(out, config.resume)
+    checkpoint = processes.of_each(find_checkpoint(out, config.resume) if processes.first else None)[0]
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     tokenizer = load_tokenizer(config.model)
     tokens = ChatTokens(tokenizer, config.thinking)
@@ -166,7 +166,7 @@ def main() -> None:
         for step in bar:
             # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
-            groups, rewards, rounds = sample_groups(
+            groups, rewards, dropped = sample_groups(
                 config, policy, reference, environment, scorer, questions, step, processes
             )
             rollout_seconds = time.perf_counter() - began
@@ -250,7 +250,7 @@ def main() -> None:
                     "minutes": round((time.perf_counter() - started) / 60, 3),
                     **describe(trajectories, [r for verdicts in rewards for r in verdicts]),
                     "informative_groups": informative.float().mean().item(),
-                    "sampling_rounds": rounds,
+                    "dropped_groups": dropped / (dropped + len(groups)),
                     "entropy": statistics["entropy"] / max(1, statistics["trained_tokens"]),
                     "clip_fraction": statistics["clip_fraction"] / config.updates_per_batch,
                     "kl": statistics["kl"] / config.updates_per_batch,
@@ -316,7 +316,7 @@ def sample_groups(
     step: int,
     processes: Processes,
 ) -> tuple[list[list[Trajectory]], list[list[Rewards]], int]:
-    """G trajectories, with their rewards, for each question of a step; and in how many rounds.
+    """G trajectories, with their rewards, for each question of a step; and how many groups were replaced.
 
     With --resample-rounds, groups whose rewards are all equal are replaced by those of other questions,
     so many times at most (DAPO, section 3.2); after the last time they stay. Questions whose prompt is too
@@ -329,6 +329,7 @@ def sample_groups(
     groups: list[list[Trajectory]] = []
     rewards: list[list[Rewards]] = []
     asked: list[int] = []
+    dropped = 0
     for attempt in range(config.resample_rounds + 1):
         order = [i for i in question_order(config, len(questions), step, attempt) if i not in set(asked)]
         numbered = list(enumerate(order[: wanted - len(groups)], start=len(asked)))
@@ -359,13 +360,15 @@ def sample_groups(
             if attempt == config.resample_rounds or len({v.total for v in group_verdicts}) > 1:
                 groups.append(group)
                 rewards.append(group_verdicts)
+            else:
+                dropped += 1
         if len(groups) >= wanted:
             break
     if not groups:
         raise ValueError(
             f"every prompt of step {step} is longer than --max-prompt-tokens {config.max_prompt_tokens}"
         )
-    return groups, rewards, attempt + 1
+    return groups, rewards, dropped
 
 
 def kl_of(config: GrpoConfig, trajectories: Sequence[Trajectory], reference: Reference) -> list[float]:

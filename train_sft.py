@@ -103,7 +103,7 @@ def main() -> None:
     processes = join_processes()
     out = Path(config.out)
     device = pick_device(config.device)
-    checkpoint = find_checkpoint(out, config.resume)
+    checkpoint = processes.of_each(find_checkpoint(out, config.resume) if processes.first else None)[0]
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     tokenizer = load_tokenizer(config.model)
     tokens = ChatTokens(tokenizer, config.thinking)
