@@ -58,8 +58,16 @@ from mtsql.learn.model import (
     save_merged,
     save_policy,
 )
-from mtsql.learn.optimizer import make_optimizer, set_learning_rate
-from mtsql.learn.parallel import Processes, join_processes, leave_processes
+from mtsql.learn.optimizer import clip_gradients, make_optimizer, set_learning_rate
+from mtsql.learn.parallel import (
+    Processes,
+    join_processes,
+    leave_processes,
+    restore_optimizer,
+    shard_policy,
+    whole_state,
+    whole_weights,
+)
 from mtsql.recipes.mtsql_r1 import Rewards, RewardWeights, reward
 from mtsql.report.evaluation import answer_dialogues, scorable, score_records
 from mtsql.report.metrics import MetricsLog, describe
@@ -111,6 +119,7 @@ class GrpoConfig(Common):
     lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
     optimizer: str = option("adamw", "adamw, adamw8bit")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
     evaluate_every: int = option(0, "steps between greedy evaluations on the dev split; 0 is never")
     evaluate_dialogues: int = option(100, "dialogues of the dev split in these evaluations")
     save_every: int = option(20, "steps between checkpoints")
@@ -143,12 +152,16 @@ def main() -> None:
     )
     # The reference policy is the policy at the start of RL, adapters of a warm start included.
     reference = Reference(policy) if config.beta else None
+    if checkpoint is not None:
+        restore_policy(policy, checkpoint / "policy", config.dtype)
+    if config.shard:
+        shard_policy(policy, processes)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = make_optimizer(policy, config.learning_rate, config.beta2, kind=config.optimizer)
     first_step = 0
     if checkpoint is not None:
-        restore_policy(policy, checkpoint / "policy", config.dtype)
-        first_step, _ = load_training_state(checkpoint, optimizer)
+        first_step, _, optimizer_state = load_training_state(checkpoint)
+        restore_optimizer(policy, optimizer, optimizer_state)
     questions = scorable(examples(dataset.dialogues, config.history), scorer)
     if config.evaluate_every:
         dev = load_split(config, "dev")
@@ -166,9 +179,10 @@ def main() -> None:
         for step in bar:
             # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
-            groups, rewards, dropped = sample_groups(
-                config, policy, reference, environment, scorer, questions, step, processes
-            )
+            with whole_weights(policy):
+                groups, rewards, dropped = sample_groups(
+                    config, policy, reference, environment, scorer, questions, step, processes
+                )
             rollout_seconds = time.perf_counter() - began
 
             # Normalise within each group.
@@ -193,6 +207,10 @@ def main() -> None:
             ]
             trained = sorted(filter(None, trained), key=lambda g: sum(len(t.ids) for t in g))
             batches = micro_batches(processes.share(trained), config.layout, config.micro_batch_positions)
+            if config.shard:
+                batches = processes.pad(batches, [trained[0][:1]]) if trained else []
+            else:
+                batches = [(part, 1.0) for part in batches]
             rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
             set_learning_rate(optimizer, rate)
             policy.train()
@@ -200,7 +218,7 @@ def main() -> None:
             statistics: Counter[str] = Counter()
             largest_gap = 0.0
             for update in range(config.updates_per_batch):
-                for number, part in enumerate(batches):
+                for number, (part, weight) in enumerate(batches):
                     flat = [t for group in part for t in group]
                     batch = token_batch(part, config.layout, device, config.attention)
                     logprobs, entropy = token_logprobs(policy, batch, config.temperature)
@@ -229,7 +247,9 @@ def main() -> None:
                     )
                     if not torch.isfinite(loss):
                         raise_not_finite(out, step, flat, tokens)
-                    loss.backward()
+                    (loss * weight).backward()
+                    if weight == 0:
+                        continue
                     statistics.update(parts)
                     if update == 0:
                         gap = (logprobs.detach() - batch.sampling_logprobs).abs().max().item()
@@ -237,7 +257,7 @@ def main() -> None:
                         statistics["entropy"] += entropy.sum().item()
                         statistics["trained_tokens"] += len(entropy)
                 processes.sum_gradients(parameters)
-                norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                norm = clip_gradients(parameters, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()  # gradients need no memory during rollouts
             train_seconds = time.perf_counter() - began
@@ -256,7 +276,7 @@ def main() -> None:
                     "kl": statistics["kl"] / config.updates_per_batch,
                     "tis_weight": statistics["tis_weight"] / config.updates_per_batch,
                     "logprob_gap": largest_gap,
-                    "gradient_norm": float(norm),
+                    "gradient_norm": norm,
                     "learning_rate": rate,
                     "rollout_seconds": round(rollout_seconds, 2),
                     "train_seconds": round(train_seconds, 2),
@@ -274,31 +294,35 @@ def main() -> None:
                     f"entropy {row['entropy']:.2f}, {row['sampled_tokens_per_second']} tokens/s"
                 )
             if config.evaluate_every and (step + 1) % config.evaluate_every == 0:
-                answered = answer_dialogues(
-                    policy,
-                    dev_environment,
-                    processes.share(dev.dialogues[: config.evaluate_dialogues]),
-                    config.history,
-                    Sampling(0.0, max_turn_tokens=config.max_turn_tokens),
-                    config.seed,
-                    config.rows,
-                    cache_gib=config.cache_gib,
-                )
+                with whole_weights(policy):
+                    answered = answer_dialogues(
+                        policy,
+                        dev_environment,
+                        processes.share(dev.dialogues[: config.evaluate_dialogues]),
+                        config.history,
+                        Sampling(0.0, max_turn_tokens=config.max_turn_tokens),
+                        config.seed,
+                        config.rows,
+                        cache_gib=config.cache_gib,
+                    )
                 records = processes.gather(score_records(answered, dev_scorer))
                 if processes.first:
                     dev_log.append({"step": step, **{k: fmean(r[k] for r in records) for k in ("ex", "em")}})
             stop = any(processes.of_each(bool(interrupted)))
-            if processes.first and (stop or (step + 1) % config.save_every == 0):
-                with new_checkpoint(out, step + 1, config.keep_checkpoints) as folder:
-                    save_policy(policy, tokenizer, folder / "policy")
-                    save_training_state(folder, optimizer, None, step + 1, {})
+            if stop or (step + 1) % config.save_every == 0:
+                weights, optimizer_state = whole_state(policy, optimizer)
+                if processes.first:
+                    with new_checkpoint(out, step + 1, config.keep_checkpoints) as folder:
+                        save_policy(policy, tokenizer, folder / "policy", weights)
+                        save_training_state(folder, optimizer_state, step + 1, {})
             if stop:
                 if processes.first:
                     print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
                 break
         else:
+            weights, _ = whole_state(policy, optimizer)
             if processes.first:
-                save_policy(policy, tokenizer, out / "policy")
+                save_policy(policy, tokenizer, out / "policy", weights)
                 if config.merge:
                     save_merged(out / "policy", out / "policy_merged", config.dtype)
                 plot_training(out / "metrics.csv", out)

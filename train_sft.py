@@ -54,8 +54,16 @@ from mtsql.learn.model import (
     save_merged,
     save_policy,
 )
-from mtsql.learn.optimizer import cosine_rate, make_optimizer, set_learning_rate
-from mtsql.learn.parallel import join_processes, leave_processes
+from mtsql.learn.optimizer import clip_gradients, cosine_rate, make_optimizer, set_learning_rate
+from mtsql.learn.parallel import (
+    Processes,
+    join_processes,
+    leave_processes,
+    restore_optimizer,
+    shard_policy,
+    whole_state,
+    whole_weights,
+)
 from mtsql.learn.selection import select_trajectories
 from mtsql.recipes.mtsql_r1 import RewardWeights, reward
 from mtsql.report.evaluation import scorable
@@ -91,6 +99,7 @@ class SftConfig(Common):
     lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
     optimizer: str = option("adamw", "adamw, adamw8bit")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
     save_every: int = option(200, "optimizer steps between checkpoints; there is one after each collection")
     keep_checkpoints: int = option(2, "newest checkpoints that are kept")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
@@ -119,6 +128,10 @@ def main() -> None:
         lora_rank=config.lora_rank,
         gradient_checkpointing=config.gradient_checkpointing,
     )
+    if checkpoint is not None:
+        restore_policy(policy, checkpoint / "policy", config.dtype)
+    if config.shard:
+        shard_policy(policy, processes)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     rng = random.Random(config.seed)
     remaining = scorable(examples(dataset.dialogues, config.history), scorer)  # D_0
@@ -128,8 +141,7 @@ def main() -> None:
     sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
     started, step, first_round, resumed = time.perf_counter(), 0, 0, None
     if checkpoint is not None:
-        restore_policy(policy, checkpoint / "policy", config.dtype)
-        step, resumed = load_training_state(checkpoint)
+        step, resumed, optimizer_state = load_training_state(checkpoint)
         first_round, kept = resumed["round"], [Trajectory.from_plain(t) for t in resumed["kept"]]
         remaining = [example for example in remaining if example.id in set(resumed["remaining"])]
     if processes.first:
@@ -154,7 +166,8 @@ def main() -> None:
                     if episode.trajectory.status is None
                 ]
                 title = f"round {round_index + 1}: collect"
-                with tqdm(total=len(episodes), desc=title, disable=not processes.first) as bar:
+                progress = tqdm(total=len(episodes), desc=title, disable=not processes.first)
+                with progress as bar, whole_weights(policy):
                     raw = rollout(
                         policy, tokens, episodes, sampling, config.rows, show(bar), config.cache_gib
                     )
@@ -183,7 +196,7 @@ def main() -> None:
                     )
                 first_index, rng_state = 0, rng.getstate()
             else:
-                load_training_state(checkpoint, optimizer)
+                restore_optimizer(policy, optimizer, optimizer_state)
                 solved, right_share = set(resumed["solved"]), resumed["right_share"]
                 first_index, rng_state = resumed["index"], resumed["rng"]
                 rng.setstate(rng_state)
@@ -197,8 +210,8 @@ def main() -> None:
                 "right_share": right_share,
                 "rng": rng_state,
             }
-            if first_index == 0 and processes.first:
-                save_checkpoint(config, policy, tokenizer, optimizer, step, state | {"index": 0})
+            if first_index == 0:
+                save_checkpoint(config, processes, policy, tokenizer, optimizer, step, state | {"index": 0})
 
             # S3: supervised fine-tuning on T, only on what the policy wrote.
             policy.train()
@@ -217,19 +230,22 @@ def main() -> None:
                 denominator = sum(t.sampled_length for t in batch)
                 share = processes.share(sorted(batch, key=lambda t: len(t.ids)))
                 loss_sum = entropy_sum = 0.0
-                for part in micro_batches([[t] for t in share], config.layout, config.micro_batch_positions):
+                parts = micro_batches([[t] for t in share], config.layout, config.micro_batch_positions)
+                weighted = processes.pad(parts, [batch[:1]]) if config.shard else [(p, 1.0) for p in parts]
+                for part, weight in weighted:
                     inputs = token_batch(part, config.layout, device, config.attention)
                     logprobs, entropy = token_logprobs(policy, inputs)
                     loss = sft_loss(logprobs, denominator)
                     if not torch.isfinite(loss):
                         raise_not_finite(out, step, [t for group in part for t in group], tokens)
-                    loss.backward()
-                    loss_sum += loss.item()
-                    entropy_sum += entropy.sum().item() / denominator
+                    (loss * weight).backward()
+                    if weight > 0:
+                        loss_sum += loss.item()
+                        entropy_sum += entropy.sum().item() / denominator
                 rate = cosine_rate(config.learning_rate, index / steps)
                 set_learning_rate(optimizer, rate)
                 processes.sum_gradients(parameters)
-                norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                norm = clip_gradients(parameters, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()  # gradients need no memory during rollouts
                 sums = processes.of_each((loss_sum, entropy_sum))
@@ -243,7 +259,7 @@ def main() -> None:
                             "round": round_index + 1,
                             "loss": loss_sum,
                             "entropy": entropy_sum,
-                            "gradient_norm": float(norm),
+                            "gradient_norm": norm,
                             "learning_rate": rate,
                             "trajectories_right": right_share,
                             "questions_solved": len(solved) / len(remaining),
@@ -251,12 +267,14 @@ def main() -> None:
                     )
                 step += 1
                 stop = any(processes.of_each(bool(interrupted)))
-                if processes.first and (stop or (index + 1) % config.save_every == 0):
-                    save_checkpoint(config, policy, tokenizer, optimizer, step, state | {"index": index + 1})
+                if stop or (index + 1) % config.save_every == 0:
+                    done = state | {"index": index + 1}
+                    save_checkpoint(config, processes, policy, tokenizer, optimizer, step, done)
                 if stop:
                     break
+            weights, _ = whole_state(policy, optimizer)
             if processes.first:
-                save_policy(policy, tokenizer, out / "policy")
+                save_policy(policy, tokenizer, out / "policy", weights)
                 records = (trajectory_record(t, tokenizer.decode) for t in kept)
                 lines = "".join(json.dumps(record) + "\n" for record in records)
                 write_atomically(out / "trajectories.jsonl", lines)
@@ -276,6 +294,7 @@ def main() -> None:
 
 def save_checkpoint(
     config: SftConfig,
+    processes: Processes,
     policy: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: torch.optim.Optimizer,
@@ -283,9 +302,11 @@ def save_checkpoint(
     state: dict,
 ) -> None:
     """Write a checkpoint; `state` is what a round has collected and how far its fine-tuning is."""
-    with new_checkpoint(Path(config.out), step, config.keep_checkpoints) as folder:
-        save_policy(policy, tokenizer, folder / "policy")
-        save_training_state(folder, optimizer, None, step, state)
+    weights, optimizer_state = whole_state(policy, optimizer)
+    if processes.first:
+        with new_checkpoint(Path(config.out), step, config.keep_checkpoints) as folder:
+            save_policy(policy, tokenizer, folder / "policy", weights)
+            save_training_state(folder, optimizer_state, step, state)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,46 @@ def test_two_processes_train_as_one(script, options, work, tmp_path):
         torch.testing.assert_close(weights[1][name], value, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (
+            "train_grpo.py",
+            ["--steps", 3, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
+             "--evaluate-every", 2, "--evaluate-dialogues", 3, "--micro-batch-positions", 900,
+             "--gradient-checkpointing", "--learning-rate", 1e-6],
+        ),
+        (
+            "train_sft.py",
+            ["--questions", 8, "--samples-per-question", 4, "--rounds", 1, "--epochs", 1, "--tools", "none",
+             "--trajectories-per-step", 5, "--micro-batch-positions", 400, "--learning-rate", 1e-6],
+        ),
+    ],
+)  # fmt: skip
+def test_sharded_weights_train_as_whole_ones(script, options, work, tmp_path):
+    """FSDP2: uneven micro-batches, checkpoints, and a resumed run."""
+    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation", *options]
+    run(*base, "--out", tmp_path / "whole")
+    run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "sharded")
+    one, two = (rows_of(tmp_path / name / "metrics.csv") for name in ("whole", "sharded"))
+    assert len(one) == len(two) > 0
+    for a, b in zip(one, two, strict=True):
+        assert a.pop("logprob_gap", 0) < 1e-3 and b.pop("logprob_gap", 0) < 1e-3
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
+    weights = [load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("whole", "sharded")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=6e-6)
+    if script == "train_grpo.py":
+        run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "resumed", "--steps", 2)
+        run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "resumed", "--resume")
+        again = load_file(tmp_path / "resumed" / "policy" / "model.safetensors")
+        for name, value in weights[1].items():
+            assert torch.equal(again[name], value), name
+    else:
+        assert "start them with torchrun" in run(*base, "--shard", "--out", tmp_path / "alone", expect=2)
+
+
 def test_two_processes_evaluate_as_one(work, tmp_path):
     base = [
         "evaluate.py",

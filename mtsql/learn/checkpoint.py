@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 STATE_FILE = "training_state.pt"
 CHECKPOINTS = "checkpoints"
@@ -106,20 +104,18 @@ def newest_checkpoint(out: Path) -> Path | None:
 
 def save_training_state(
     folder: Path,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
+    optimizer_state: dict[str, Any],
     step: int,
     extra: dict[str, Any],
 ) -> None:
-    """Write `training_state.pt`: optimizer, scheduler, step, and the states of all global RNGs.
+    """Write `training_state.pt`: optimizer, step, and the states of all global RNGs.
 
     `extra` holds tensors and plain Python values, such as the state of a NumPy generator; anything
     else is a ValueError. The weights are saved beside it by `save_policy`.
     """
     numpy_state = np.random.get_state(legacy=False)
     state = {
-        "optimizer": optimizer.state_dict(),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "optimizer": optimizer_state,
         "step": step,
         "extra": extra,
         "python_rng": random.getstate(),
@@ -141,10 +137,8 @@ def save_training_state(
         temporary.replace(folder / STATE_FILE)
 
 
-def load_training_state(
-    folder: Path, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
-) -> tuple[int, dict[str, Any]]:
-    """Restore what is given and the RNGs; returns the step and the extra values.
+def load_training_state(folder: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Restore the RNGs; returns the step, the extra values and the optimizer's state.
 
     Raises FileNotFoundError if the folder holds no training state.
     """
@@ -152,13 +146,9 @@ def load_training_state(
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {STATE_FILE}; nothing to resume")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-    if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
     random.setstate(state["python_rng"])
     np.random.set_state(("MT19937", np.array(state["numpy_rng"], dtype=np.uint32), *state["numpy_rng_rest"]))
     torch.set_rng_state(state["torch_rng"])
     if state["cuda_rng"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda_rng"])
-    return state["step"], state["extra"]
+    return state["step"], state["extra"], state["optimizer"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -353,10 +354,12 @@ def token_logprobs(
         # A model that ignored the layout would use this attention mask and return NaN everywhere.
         poison = torch.full((1, 1, 1, 1), torch.nan, dtype=inner.dtype, device=batch.ids.device)
         options = {"layout": batch.layout, "attention_mask": poison}
-    output = inner.base_model(
-        input_ids=batch.ids, position_ids=batch.position_ids, use_cache=False, **options
-    )
-    hidden = output.last_hidden_state.flatten(0, 1)[batch.source]  # (tokens, hidden)
+    inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False, **options}
+    if isinstance(inner, FSDPModule):  # it gathers embedding, last norm and head for its own forward only
+        hidden = inner(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
+    else:
+        hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
+    hidden = hidden.flatten(0, 1)[batch.source]  # (tokens, hidden)
     if chunk is None:
         chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
     return _HeadLogprobs.apply(hidden.to(head.weight.dtype), head.weight, batch.targets, temperature, chunk)

@@ -132,11 +132,19 @@ def _not_loadable(name_or_path: str | Path, what: str) -> ValueError:
     )
 
 
-def save_policy(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing."""
+def save_policy(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing.
+
+    `weights` are those of a sharded model, gathered.
+    """
     with folder_atomically(folder) as temporary:
         options = {"selected_adapters": ["default"]} if isinstance(model, PeftModel) else {}
-        model.save_pretrained(temporary, **options)
+        model.save_pretrained(temporary, state_dict=weights, **options)
         tokenizer.save_pretrained(temporary)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import bitsandbytes
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def make_optimizer(
@@ -48,6 +50,12 @@ def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
     if progress < warmup:
         return peak * (progress + 1e-3) / (warmup + 1e-3)
     return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warmup) / (1.0 - warmup))))
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> float:
+    """Scale all gradients so that their norm is at most `largest`; returns the norm that they had."""
+    norm = nn.utils.clip_grad_norm_(parameters, largest)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

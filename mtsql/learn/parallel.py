@@ -8,13 +8,24 @@ optimizer step's own denominators.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -48,11 +59,20 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
+    def pad(self, items: list[T], filler: T) -> list[tuple[T, float]]:
+        """The items with weight 1, then the filler with weight 0 until all processes have equally many.
+
+        FSDP2 wants as many forward and backward passes of each. It takes the mean over the processes of
+        gradients that should be added, for which the weights are multiplied by their number.
+        """
+        most = max(self.of_each(len(items)))
+        return [(item, float(self.count)) for item in items] + [(filler, 0.0)] * (most - len(items))
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients of all processes; one that a process lacks counts as zeros."""
-        if self.count == 1:
-            return
         parameters = list(parameters)
+        if self.count == 1 or any(isinstance(p, DTensor) for p in parameters):
+            return  # FSDP2 has reduced them
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -72,6 +92,56 @@ def join_processes() -> Processes:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     return Processes(dist.get_rank(), dist.get_world_size())
+
+
+def shard_policy(policy: PreTrainedModel, processes: Processes) -> None:
+    """Shard weights, gradients and optimizer over the processes with torch's FSDP2, layer by layer.
+
+    Raises ValueError for a model with adapters or quantised weights, and for a single process.
+    """
+    if processes.count == 1:
+        raise ValueError("--shard is for several processes; start them with torchrun")
+    if not all(p.requires_grad for p in policy.parameters()):
+        raise ValueError("--shard is for full fine-tuning; leave out --lora-rank and --quantise")
+    mesh = init_device_mesh(policy.device.type, (processes.count,))
+    for layer in policy.base_model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+
+
+@contextmanager
+def whole_weights(policy: nn.Module) -> Iterator[None]:
+    """All weights in every process, for rollouts, whose forward passes differ in number between processes."""
+    sharded = [m for m in policy.modules() if isinstance(m, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+    yield
+    for module in sharded:
+        module.reshard()
+        module.set_reshard_after_forward(module is not policy, recurse=False)
+
+
+def whole_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict | None, dict]:
+    """Weights, None if they are not sharded, and optimizer state, on the first process; all must call it."""
+    if not isinstance(policy, FSDPModule):
+        return None, optimizer.state_dict()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(policy, options=options)
+    once = {name for name, _ in policy.named_parameters()}
+    for name, _ in policy.named_parameters(remove_duplicate=False):
+        if name not in once:  # tied to another, under whose name it is saved
+            weights.pop(name, None)
+    return weights, get_optimizer_state_dict(policy, optimizer, options=options)
+
+
+def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Load what `whole_state` gave."""
+    if isinstance(policy, FSDPModule):
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(policy, optimizer, state, options=options)
+    else:
+        optimizer.load_state_dict(state)
 
 
 def leave_processes(processes: Processes) -> None:
