@@ -44,7 +44,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
-from mtsql.learn.advantages import group_advantages
+from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, save_training_state
 from mtsql.learn.interrupt import finish_step_on_interrupt
@@ -74,6 +74,8 @@ from mtsql.report.metrics import MetricsLog, describe
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records, trajectory_record
 from mtsql.run import (
+    attention_in_use,
+    check_training,
     find_checkpoint,
     load_split,
     make_environment,
@@ -121,7 +123,7 @@ class GrpoConfig(Common):
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
     evaluate_every: int = option(0, "steps between greedy evaluations on the dev split; 0 is never")
-    evaluate_dialogues: int = option(100, "dialogues of the dev split in these evaluations")
+    evaluate_dialogues: int = option(100, "dialogues of the dev split in these evaluations; 0 is all")
     save_every: int = option(20, "steps between checkpoints")
     keep_checkpoints: int = option(2, "newest checkpoints that are kept")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
@@ -131,6 +133,11 @@ class GrpoConfig(Common):
 def main() -> None:
     """The GRPO loop."""
     config = load_config(GrpoConfig, "grpo", __doc__)
+    check_training(config)
+    if config.temperature <= 0:
+        raise ValueError("--temperature should be above 0: greedy samples of a question are all the same")
+    if 0 < config.dual_clip <= 1:
+        raise ValueError(f"--dual-clip should be above 1, or 0 for none, not {config.dual_clip:g}")
     processes = join_processes()
     out = Path(config.out)
     device = pick_device(config.device)
@@ -150,6 +157,7 @@ def main() -> None:
         lora_rank=config.lora_rank,
         gradient_checkpointing=config.gradient_checkpointing,
     )
+    attention = attention_in_use(policy, config.layout)
     # The reference policy is the policy at the start of RL, adapters of a warm start included.
     reference = Reference(policy) if config.beta else None
     if checkpoint is not None:
@@ -180,7 +188,7 @@ def main() -> None:
             # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
             with whole_weights(policy):
-                groups, rewards, dropped = sample_groups(
+                groups, rewards, divergences, dropped = sample_groups(
                     config, policy, reference, environment, scorer, questions, step, processes
                 )
             rollout_seconds = time.perf_counter() - began
@@ -188,11 +196,16 @@ def main() -> None:
             # Normalise within each group.
             began = time.perf_counter()
             totals = torch.tensor([[v.total for v in verdicts] for verdicts in rewards])  # (questions, G)
-            advantages, informative = group_advantages(totals, config.divide_by)  # (questions, G)
+            informative = informative_groups(totals)  # (questions,)
+            # KL in the reward counts after a group was found to teach something without it.
+            totals = totals - config.beta * torch.tensor(divergences)
+            advantages, _ = group_advantages(totals, config.divide_by)
+            advantages = advantages * informative[:, None]  # (questions, G)
             trajectories = [t for group in groups for t in group]
             advantage_of = dict(zip(map(id, trajectories), advantages.flatten(), strict=True))
 
-            # Clipped policy gradient on what the model wrote. Groups without variance add nothing.
+            # Clipped policy gradient on what the model wrote. Groups without variance add nothing, or KL.
+            kl_in_loss = reference is not None and config.kl != "k1"
             out_of_loss = {id(t) for t in trajectories if config.truncated == "exclude" and is_truncated(t)}
             counted = [t for t in trajectories if id(t) not in out_of_loss]
             denominator = {
@@ -203,7 +216,7 @@ def main() -> None:
             trained = [
                 [t for t in group if id(t) not in out_of_loss]
                 for group, keep in zip(groups, informative, strict=True)
-                if keep
+                if keep or kl_in_loss
             ]
             trained = sorted(filter(None, trained), key=lambda g: sum(len(t.ids) for t in g))
             batches = micro_batches(processes.share(trained), config.layout, config.micro_batch_positions)
@@ -216,16 +229,16 @@ def main() -> None:
             policy.train()
             old_logprobs: list[torch.Tensor] = []  # of each micro-batch, before the first update
             statistics: Counter[str] = Counter()
-            largest_gap = 0.0
+            largest_gap = norm = 0.0
             for update in range(config.updates_per_batch):
                 for number, (part, weight) in enumerate(batches):
                     flat = [t for group in part for t in group]
-                    batch = token_batch(part, config.layout, device, config.attention)
+                    batch = token_batch(part, config.layout, device, attention)
                     logprobs, entropy = token_logprobs(policy, batch, config.temperature)
                     if update == 0:
                         old_logprobs.append(logprobs.detach())
                     reference_logprobs = None
-                    if reference is not None and config.kl != "k1":
+                    if kl_in_loss:
                         with torch.no_grad(), reference.policy() as frozen:
                             reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
                     loss, parts = grpo_loss(
@@ -241,7 +254,7 @@ def main() -> None:
                         dual_clip=config.dual_clip,
                         reference_logprobs=reference_logprobs,
                         kl=config.kl,
-                        beta=0.0 if config.kl == "k1" else config.beta,
+                        beta=config.beta if kl_in_loss else 0.0,
                         sampling_logprobs=batch.sampling_logprobs,
                         tis_cap=config.tis_cap,
                     )
@@ -256,10 +269,11 @@ def main() -> None:
                         largest_gap = max(largest_gap, gap)
                         statistics["entropy"] += entropy.sum().item()
                         statistics["trained_tokens"] += len(entropy)
-                processes.sum_gradients(parameters)
-                norm = clip_gradients(parameters, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()  # gradients need no memory during rollouts
+                if trained:
+                    processes.sum_gradients(parameters)
+                    norm = clip_gradients(parameters, 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()  # gradients need no memory during rollouts
             train_seconds = time.perf_counter() - began
             statistics = sum(processes.of_each(statistics), Counter())
             largest_gap = max(processes.of_each(largest_gap))
@@ -273,7 +287,8 @@ def main() -> None:
                     "dropped_groups": dropped / (dropped + len(groups)),
                     "entropy": statistics["entropy"] / max(1, statistics["trained_tokens"]),
                     "clip_fraction": statistics["clip_fraction"] / config.updates_per_batch,
-                    "kl": statistics["kl"] / config.updates_per_batch,
+                    "kl": statistics["kl"] / config.updates_per_batch
+                    + fmean(k for group in divergences for k in group),
                     "tis_weight": statistics["tis_weight"] / config.updates_per_batch,
                     "logprob_gap": largest_gap,
                     "gradient_norm": norm,
@@ -298,7 +313,7 @@ def main() -> None:
                     answered = answer_dialogues(
                         policy,
                         dev_environment,
-                        processes.share(dev.dialogues[: config.evaluate_dialogues]),
+                        processes.share(dev.dialogues[: config.evaluate_dialogues or None]),
                         config.history,
                         Sampling(0.0, max_turn_tokens=config.max_turn_tokens),
                         config.seed,
@@ -339,24 +354,24 @@ def sample_groups(
     questions: Sequence[Example],
     step: int,
     processes: Processes,
-) -> tuple[list[list[Trajectory]], list[list[Rewards]], int]:
-    """G trajectories, with their rewards, for each question of a step; and how many groups were replaced.
+) -> tuple[list[list[Trajectory]], list[list[Rewards]], list[list[float]], int]:
+    """G trajectories, with their rewards and, with --kl k1, their divergences from the reference, for each
+    question of a step; and how many groups were replaced.
 
     With --resample-rounds, groups whose rewards are all equal are replaced by those of other questions,
-    so many times at most (DAPO, section 3.2); after the last time they stay. Questions whose prompt is too
-    long are left out. Raises ValueError if no group is left.
+    so many times at most (DAPO, section 3.2); what is missing then is filled up with them. Questions
+    whose prompt is too long are left out. Raises ValueError if no group is left.
     """
     wanted = min(config.prompts_per_step, len(questions))
     sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
     weights = RewardWeights(config.w_ex, config.w_em, config.w_proposal, config.w_verify)
     size = config.samples_per_prompt
-    groups: list[list[Trajectory]] = []
-    rewards: list[list[Rewards]] = []
+    kept: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
+    equal: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
     asked: list[int] = []
-    dropped = 0
     for attempt in range(config.resample_rounds + 1):
         order = [i for i in question_order(config, len(questions), step, attempt) if i not in set(asked)]
-        numbered = list(enumerate(order[: wanted - len(groups)], start=len(asked)))
+        numbered = list(enumerate(order[: wanted - len(kept)], start=len(asked)))
         asked += [i for _, i in numbered]
         episodes, played = [], []
         for number, index in processes.share(numbered):
@@ -369,30 +384,31 @@ def sample_groups(
             policy, environment.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
         )
         verdicts = [reward(t, e, scorer, weights) for t, e in zip(trajectories, played, strict=True)]
-        penalties = [0.0] * len(trajectories)
         if config.truncated == "penalise":
-            penalties = [config.truncation_penalty * is_truncated(t) for t in trajectories]
-        if reference is not None and config.kl == "k1":
-            penalties = [
-                p + config.beta * k
-                for p, k in zip(penalties, kl_of(config, trajectories, reference), strict=True)
+            verdicts = [
+                replace(v, total=v.total - config.truncation_penalty * is_truncated(t))
+                for v, t in zip(verdicts, trajectories, strict=True)
             ]
-        verdicts = [replace(v, total=v.total - p) for v, p in zip(verdicts, penalties, strict=True)]
-        starts = range(0, len(trajectories), size)
-        found = processes.gather([(trajectories[i : i + size], verdicts[i : i + size]) for i in starts])
-        for group, group_verdicts in found:
-            if attempt == config.resample_rounds or len({v.total for v in group_verdicts}) > 1:
-                groups.append(group)
-                rewards.append(group_verdicts)
-            else:
-                dropped += 1
-        if len(groups) >= wanted:
+        divergences = [0.0] * len(trajectories)
+        if reference is not None and config.kl == "k1":
+            divergences = kl_of(config, trajectories, reference)
+        found = [
+            (trajectories[i : i + size], verdicts[i : i + size], divergences[i : i + size])
+            for i in range(0, len(trajectories), size)
+        ]
+        for group in processes.gather(found):
+            spread = informative_groups(torch.tensor([[v.total for v in group[1]]])).item()
+            (kept if spread or config.resample_rounds == 0 else equal).append(group)
+        if len(kept) >= wanted:
             break
-    if not groups:
+    replaced = max(0, len(equal) - max(0, wanted - len(kept)))
+    kept += equal[: wanted - len(kept)]
+    if not kept:
         raise ValueError(
             f"every prompt of step {step} is longer than --max-prompt-tokens {config.max_prompt_tokens}"
         )
-    return groups, rewards, dropped
+    groups, rewards, divergences = (list(parts) for parts in zip(*kept, strict=True))
+    return groups, rewards, divergences, replaced
 
 
 def kl_of(config: GrpoConfig, trajectories: Sequence[Trajectory], reference: Reference) -> list[float]:
@@ -400,7 +416,7 @@ def kl_of(config: GrpoConfig, trajectories: Sequence[Trajectory], reference: Ref
     sums = {id(t): 0.0 for t in trajectories}
     with torch.no_grad(), reference.policy() as frozen:
         for part in micro_batches([trajectories], "packed", config.micro_batch_positions):
-            batch = token_batch(part, "packed", frozen.device, config.attention)
+            batch = token_batch(part, "packed", frozen.device, frozen.config._attn_implementation)
             logprobs, _ = token_logprobs(frozen, batch, config.temperature)
             k1 = kl_estimate(batch.sampling_logprobs, logprobs, "k1")  # (tokens,)
             for index, value in zip(batch.trajectory_index.tolist(), k1.tolist(), strict=True):

@@ -5,8 +5,7 @@
 
 Each round samples trajectories from the policy itself, keeps those whose answer is right by EX and
 EM, fine-tunes on all that were kept so far, and drops the questions that are solved. The run folder
-gets policy/ (after the last finished round), trajectories.jsonl (all that were kept), metrics.csv and
-checkpoints/ (for --resume).
+gets policy/, trajectories.jsonl (all that were kept), metrics.csv and checkpoints/ (for --resume).
 
 Departures from the paper:
 - S2 keeps a random choice of the right trajectories of a question; the paper's difficulty-aware
@@ -70,6 +69,8 @@ from mtsql.report.evaluation import scorable
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.viewer import trajectory_record
 from mtsql.run import (
+    attention_in_use,
+    check_training,
     find_checkpoint,
     load_split,
     make_environment,
@@ -109,6 +110,7 @@ class SftConfig(Common):
 def main() -> None:
     """Algorithm 1."""
     config = load_config(SftConfig, "sft", __doc__)
+    check_training(config)
     processes = join_processes()
     out = Path(config.out)
     device = pick_device(config.device)
@@ -128,6 +130,7 @@ def main() -> None:
         lora_rank=config.lora_rank,
         gradient_checkpointing=config.gradient_checkpointing,
     )
+    attention = attention_in_use(policy, config.layout)
     if checkpoint is not None:
         restore_policy(policy, checkpoint / "policy", config.dtype)
     if config.shard:
@@ -142,6 +145,10 @@ def main() -> None:
     started, step, first_round, resumed = time.perf_counter(), 0, 0, None
     if checkpoint is not None:
         step, resumed, optimizer_state = load_training_state(checkpoint)
+        if resumed["round"] >= config.rounds:
+            raise ValueError(
+                f"{checkpoint} is in round {resumed['round'] + 1}; give --rounds at least so many"
+            )
         first_round, kept = resumed["round"], [Trajectory.from_plain(t) for t in resumed["kept"]]
         remaining = [example for example in remaining if example.id in set(resumed["remaining"])]
     if processes.first:
@@ -230,10 +237,12 @@ def main() -> None:
                 denominator = sum(t.sampled_length for t in batch)
                 share = processes.share(sorted(batch, key=lambda t: len(t.ids)))
                 loss_sum = entropy_sum = 0.0
-                parts = micro_batches([[t] for t in share], config.layout, config.micro_batch_positions)
+                by_question = groupby(sorted(share, key=lambda t: t.example_id), key=lambda t: t.example_id)
+                groups = [list(group) for _, group in by_question]
+                parts = micro_batches(groups, config.layout, config.micro_batch_positions)
                 weighted = processes.pad(parts, [batch[:1]]) if config.shard else [(p, 1.0) for p in parts]
                 for part, weight in weighted:
-                    inputs = token_batch(part, config.layout, device, config.attention)
+                    inputs = token_batch(part, config.layout, device, attention)
                     logprobs, entropy = token_logprobs(policy, inputs)
                     loss = sft_loss(logprobs, denominator)
                     if not torch.isfinite(loss):
@@ -272,20 +281,21 @@ def main() -> None:
                     save_checkpoint(config, processes, policy, tokenizer, optimizer, step, done)
                 if stop:
                     break
-            weights, _ = whole_state(policy, optimizer)
-            if processes.first:
-                save_policy(policy, tokenizer, out / "policy", weights)
-                records = (trajectory_record(t, tokenizer.decode) for t in kept)
-                lines = "".join(json.dumps(record) + "\n" for record in records)
-                write_atomically(out / "trajectories.jsonl", lines)
-
-            # S4: what is solved leaves the pool.
             if stop:
                 break
+
+            # S4: what is solved leaves the pool.
             remaining = [example for example in remaining if example.id not in solved]
             if not remaining:
                 break
-    if processes.first:
+    weights, _ = whole_state(policy, optimizer)
+    if processes.first and stop:
+        print(f"saved a checkpoint after step {step} in {out}; go on with --resume")
+    elif processes.first:
+        save_policy(policy, tokenizer, out / "policy", weights)
+        records = (trajectory_record(t, tokenizer.decode) for t in kept)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_atomically(out / "trajectories.jsonl", lines)
         if config.merge:
             save_merged(out / "policy", out / "policy_merged", config.dtype)
         print(f"policy after {round_index + 1} round(s): {out / 'policy'}")

@@ -118,7 +118,25 @@ CHOICES = {
 }
 
 
+MINIMA = {
+    "save_every": 1,
+    "keep_checkpoints": 1,
+    "rounds": 1,
+    "samples_per_prompt": 2,
+    "samples_per_question": 1,
+    "micro_batch_positions": 1,
+    "updates_per_batch": 1,
+    "prompts_per_step": 1,
+    "trajectories_per_step": 1,
+    "rows": 1,
+}
+
+
 def _check_choices(config: Any) -> None:
+    for name, least in MINIMA.items():
+        value = getattr(config, name, least)
+        if value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} should be at least {least}, not {value}")
     for name, choices in CHOICES.items():
         value = getattr(config, name, choices[0])
         if value not in choices:

@@ -93,6 +93,25 @@ def find_checkpoint(out: Path, resume: bool) -> Path | None:
     return newest
 
 
+def attention_in_use(policy: torch.nn.Module, layout: str) -> str:
+    """The attention that the policy was loaded with, which may be another than was asked for.
+
+    Raises ValueError if it cannot run `layout`.
+    """
+    attention = policy.config._attn_implementation
+    if layout == "shared" and attention.startswith("flash"):
+        raise ValueError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
+    return attention
+
+
+def check_training(config: Common) -> None:
+    """Raise ValueError for options that training cannot follow."""
+    if config.history == "predicted":
+        raise ValueError("--history predicted is for evaluation; train with gold or questions")
+    if config.shard and config.optimizer == "adamw8bit":
+        raise ValueError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
+
+
 def trajectory_seed(*numbers: int) -> int:
     """One seed for one trajectory, from the run's seed and its place in the run."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])

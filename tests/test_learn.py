@@ -21,7 +21,7 @@ from transformers import (
 
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.learn import checkpoint
-from mtsql.learn.advantages import group_advantages
+from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.checkpoint import (
     folder_atomically,
     load_training_state,
@@ -481,6 +481,7 @@ def test_group_advantages_by_hand():
         group_advantages(torch.zeros(3, 1))
     with pytest.raises(ValueError, match="not finite"):
         group_advantages(torch.tensor([[0.0, torch.nan]]))
+    assert informative_groups(rewards).tolist() == [True, False, False]
     # Over the batch: deviations -1, 1, -2, 2 of the two informative groups.
     batch, _ = group_advantages(torch.tensor([[0.0, 2.0], [5.0, 5.0], [0.0, 4.0]]), divide_by="batch")
     std = ((1 + 1 + 4 + 4) / 3) ** 0.5

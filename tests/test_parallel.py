@@ -55,6 +55,16 @@ def rows_of(path: Path) -> list[dict[str, float]]:
         return [{k: float(v) for k, v in row.items() if k not in CLOCKS} for row in csv.DictReader(file)]
 
 
+def assert_trained_alike(start: Path, one: Path, other: Path) -> None:
+    """Both are as far from where they started, to 2 % of the way, as rounding differs where gradients are
+    nearly 0 and Adam moves a weight by its rate all the same."""
+    before, a, b = (load_file(folder / "model.safetensors") for folder in (start, one, other))
+    assert before.keys() == a.keys() == b.keys()
+    way = torch.cat([(a[name] - before[name]).flatten() for name in a])  # (parameters,)
+    apart = torch.cat([(b[name] - a[name]).flatten() for name in a])  # (parameters,)
+    assert way.norm() > 0 and apart.norm() <= 0.02 * way.norm()
+
+
 def files_of(folder: Path) -> set[str]:
     return {str(Path(root, name).relative_to(folder)) for root, _, names in os.walk(folder) for name in names}
 
@@ -66,12 +76,12 @@ def files_of(folder: Path) -> set[str]:
             "train_grpo.py",
             ["--steps", 2, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
              "--evaluate-every", 2, "--evaluate-dialogues", 3, "--resample-rounds", 1, "--beta", 0.01,
-             "--kl", "k1", "--truncated", "penalise", "--learning-rate", 1e-6],
+             "--kl", "k1", "--truncated", "penalise", "--learning-rate", 3e-5],
         ),
         (
             "train_sft.py",
             ["--questions", 8, "--samples-per-question", 4, "--rounds", 2, "--epochs", 1, "--tools", "none",
-             "--trajectories-per-step", 5, "--learning-rate", 1e-6],
+             "--trajectories-per-step", 5, "--learning-rate", 3e-5],
         ),
     ],
 )  # fmt: skip
@@ -86,9 +96,7 @@ def test_two_processes_train_as_one(script, options, work, tmp_path):
         # The log-probability gap is itself a difference by rounding.
         assert a.pop("logprob_gap", 0) < 1e-3 and b.pop("logprob_gap", 0) < 1e-3
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
-    weights = [load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("one", "two")]
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=4e-6)
+    assert_trained_alike(work / "imitation", tmp_path / "one" / "policy", tmp_path / "two" / "policy")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +106,12 @@ def test_two_processes_train_as_one(script, options, work, tmp_path):
             "train_grpo.py",
             ["--steps", 3, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
              "--evaluate-every", 2, "--evaluate-dialogues", 3, "--micro-batch-positions", 900,
-             "--gradient-checkpointing", "--learning-rate", 1e-6],
+             "--gradient-checkpointing", "--learning-rate", 3e-5],
         ),
         (
             "train_sft.py",
             ["--questions", 8, "--samples-per-question", 4, "--rounds", 1, "--epochs", 1, "--tools", "none",
-             "--trajectories-per-step", 5, "--micro-batch-positions", 400, "--learning-rate", 1e-6],
+             "--trajectories-per-step", 5, "--micro-batch-positions", 400, "--learning-rate", 3e-5],
         ),
     ],
 )  # fmt: skip
@@ -117,15 +125,12 @@ def test_sharded_weights_train_as_whole_ones(script, options, work, tmp_path):
     for a, b in zip(one, two, strict=True):
         assert a.pop("logprob_gap", 0) < 1e-3 and b.pop("logprob_gap", 0) < 1e-3
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
-    weights = [load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("whole", "sharded")]
-    assert weights[0].keys() == weights[1].keys()
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=6e-6)
+    assert_trained_alike(work / "imitation", tmp_path / "whole" / "policy", tmp_path / "sharded" / "policy")
     if script == "train_grpo.py":
         run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "resumed", "--steps", 2)
         run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "resumed", "--resume")
         again = load_file(tmp_path / "resumed" / "policy" / "model.safetensors")
-        for name, value in weights[1].items():
+        for name, value in load_file(tmp_path / "sharded" / "policy" / "model.safetensors").items():
             assert torch.equal(again[name], value), name
     else:
         assert "start them with torchrun" in run(*base, "--shard", "--out", tmp_path / "alone", expect=2)

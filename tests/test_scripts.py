@@ -168,6 +168,16 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path):
     tokenizer.save_pretrained(bare)
     out = run(*base, "--data", work / "benchmark", "--model", bare, expect=2)
     assert "has no chat template" in out and "Traceback" not in out
+    model = ["--data", work / "benchmark", "--model", work / "imitation", "--out", tmp_path / "out"]
+    for script, options, sentence in (
+        ("train_grpo.py", ["--save-every", 0], "--save-every should be at least 1"),
+        ("train_grpo.py", ["--samples-per-prompt", 1], "--samples-per-prompt should be at least 2"),
+        ("train_grpo.py", ["--temperature", 0], "--temperature should be above 0"),
+        ("train_grpo.py", ["--dual-clip", 0.5], "--dual-clip should be above 1"),
+        ("train_sft.py", ["--history", "predicted"], "--history predicted is for evaluation"),
+    ):
+        out = run(script, *TOY, *model, *options, expect=2)
+        assert sentence in out and "Traceback" not in out
     out = run(*base, "--data", work / "benchmark", "--model", work / "imitation", "--typo", 1, expect=2)
     assert "unrecognized arguments: --typo" in out
     assert not (tmp_path / "out").exists()

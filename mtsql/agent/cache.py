@@ -116,6 +116,7 @@ def _grouped_attention(
         out = _decode_attention(grouped, key, value, attention_mask, scaling or head_dim**-0.5, reaches)
     else:
         visible = attention_mask.expand(rows, shared, tokens, reach).reshape(rows, 1, shared * tokens, reach)
+        visible = visible.contiguous()
         out = nn.functional.scaled_dot_product_attention(grouped, key, value, visible, scale=scaling)
     # out: (rows, kv_heads, shared x tokens, head_dim)
     return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2), None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from mtsql.agent.cache import BUCKET, DECODE_ROWS, GROUPED, STATIC_BUCKET, RowCache
@@ -91,7 +92,8 @@ class Generator:
         self.stops = stops
         on_gpu = model.device.type == "cuda"
         self.static_shapes = on_gpu if static_shapes is None else static_shapes
-        self.graphs = DecodeGraphs() if on_gpu and self.static_shapes else None
+        capture = on_gpu and self.static_shapes and not isinstance(model, FSDPModule)
+        self.graphs = DecodeGraphs() if capture else None
         self.longest = longest
         self.rows: list[Row] = []
         self.cache = self._new_cache()

@@ -71,7 +71,7 @@ def rollout(
     waiting: list[tuple[Row, Future[list[int] | None]]] = []
     started_at, sampled, done, steps, busy, interactions = time.perf_counter(), 0, 0, 0, 0, 0
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
-    if cache_gib > 0:
+    if cache_gib > 0 and episodes:
         max_rows = min(max_rows, rows_within(model, cache_gib, longest))
 
     def limit(episode: Episode) -> int:

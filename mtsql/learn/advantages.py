@@ -8,6 +8,11 @@ DIVISORS = ("group", "batch", "none")
 NO_VARIANCE = 1e-6  # Groups whose rewards spread less than this teach nothing.
 
 
+def informative_groups(rewards: Tensor) -> Tensor:
+    """Which questions' rewards (questions, samples) differ enough to teach something, (questions,) bool."""
+    return rewards.double().std(dim=1) >= NO_VARIANCE
+
+
 def group_advantages(rewards: Tensor, divide_by: str = "group", eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """A = (r - mean(r)) / (std(r) + eps) in each question's group of samples.
 
@@ -26,7 +31,7 @@ def group_advantages(rewards: Tensor, divide_by: str = "group", eps: float = 1e-
         raise ValueError("a reward is not finite")
     exact = rewards.double()  # float32 would see a spread in a group of equal rewards like 0.1
     std = exact.std(dim=1, keepdim=True)  # (questions, 1)
-    informative = std >= NO_VARIANCE
+    informative = informative_groups(rewards)[:, None]  # (questions, 1)
     advantages = (exact - exact.mean(dim=1, keepdim=True)) * informative  # (questions, samples)
     if divide_by == "group":
         advantages = advantages / (std + eps)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -89,8 +90,13 @@ def join_processes() -> Processes:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return Processes(0, 1)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(f"there are {gpus} GPUs; start at most so many processes with --nproc-per-node")
+        torch.cuda.set_device(local)
+    # A process may wait for hours until the others have played their share.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(days=1))
     return Processes(dist.get_rank(), dist.get_world_size())
 
 
@@ -128,18 +134,21 @@ def whole_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[di
         return None, optimizer.state_dict()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(policy, options=options)
+    # Asked for the state of an optimizer that has none, torch would take a step to make one.
+    state = get_optimizer_state_dict(policy, optimizer, options=options) if optimizer.state else {}
     once = {name for name, _ in policy.named_parameters()}
     for name, _ in policy.named_parameters(remove_duplicate=False):
         if name not in once:  # tied to another, under whose name it is saved
             weights.pop(name, None)
-    return weights, get_optimizer_state_dict(policy, optimizer, options=options)
+    return weights, state
 
 
 def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Load what `whole_state` gave."""
     if isinstance(policy, FSDPModule):
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(policy, optimizer, state, options=options)
+        if state:
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(policy, optimizer, state, options=options)
     else:
         optimizer.load_state_dict(state)
 

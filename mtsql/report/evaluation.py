@@ -34,7 +34,7 @@ def answer_dialogues(
     if history != "predicted":
         batches = [[(d.id, e) for d in dialogues for e in examples([d], history)]]
     else:
-        batches = [[] for _ in range(max(len(d.turns) for d in dialogues))]
+        batches = [[] for _ in range(max((len(d.turns) for d in dialogues), default=0))]
         for dialogue in dialogues:
             for turn in dialogue.turns:
                 batches[turn.index].append((dialogue.id, dialogue))
