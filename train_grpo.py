@@ -12,8 +12,8 @@ Departures from the paper:
 - No curriculum yet: questions come in a random order (section 3.3.1 has an issue of its own).
 - EM is the official exact set match, as in the authors' code; the paper's text says string match.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone.
-- Groups without variance in their rewards get no gradient (their advantage is 0 by definition) and
-  stay in the denominator, as in the paper's formula.
+- Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
+  is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta turns on an estimate
   (--kl) against the policy at the start of the run.
 - One update a batch, so that the importance ratio is 1 and the clip does nothing; the clipped loss is
@@ -288,7 +288,11 @@ def main() -> None:
                     "entropy": statistics["entropy"] / max(1, statistics["trained_tokens"]),
                     "clip_fraction": statistics["clip_fraction"] / config.updates_per_batch,
                     "kl": statistics["kl"] / config.updates_per_batch
-                    + fmean(k for group in divergences for k in group),
+                    + fmean(
+                        k / max(1, t.sampled_length)
+                        for group, ks in zip(groups, divergences, strict=True)
+                        for t, k in zip(group, ks, strict=True)
+                    ),
                     "tis_weight": statistics["tis_weight"] / config.updates_per_batch,
                     "logprob_gap": largest_gap,
                     "gradient_norm": norm,

@@ -36,10 +36,12 @@ def play(rank: int, store: str) -> None:
     assert torch.equal(parameters[0].grad, torch.full((2, 3), 6.0))
     assert torch.equal(parameters[1].grad, torch.arange(4.0))
     leave_processes(processes)
+    Path(f"{store}.{rank}").touch()
 
 
 def test_shares_come_back_in_order_and_gradients_add_up(tmp_path):
     torch.multiprocessing.spawn(play, args=(str(tmp_path / "store"),), nprocs=3)
+    assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1", "store.2"}
 
 
 def test_alone_without_torchrun(monkeypatch):
