@@ -398,3 +398,13 @@ def test_garbage_is_refused_and_never_crashes(schema):
 )
 def test_hardness(schema, sql, level):
     assert hardness(sql, schema) == level
+
+
+def test_joins_without_on_are_refused_before_they_take_forever(schema):
+    """sqlglot takes twice as long for each of them."""
+    gold = "SELECT Name FROM Singer"
+    for join in ("JOIN Concert ", "LEFT JOIN Concert ", "NATURAL JOIN Concert "):
+        assert clause_f1(gold, f"SELECT Name FROM Singer {join * 60}", schema) == 0.0
+        assert clause_f1(gold, f"SELECT Name FROM Singer {join * 60} WHERE {'on ' * 60}", schema) == 0.0
+    many = "SELECT Name FROM Singer " + "JOIN Concert ON Singer.Singer_ID = Concert.Singer_ID " * 60
+    assert clause_f1(gold, many, schema) > 0

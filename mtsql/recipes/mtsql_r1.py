@@ -1,4 +1,4 @@
-"""MTSQL-R1: prompts and tags (appendix B.0.1 and D) and multi-level rewards (section 3.3.2).
+"""MTSQL-R1: prompts and tags (appendix B.0.1 and D); its rewards are in mtsql_r1_rewards.py.
 
 Two wordings of the same prompts: `paper`, and `compact` for the tiny model, for which the paper's are
 ten times too long. The compact prompt names the earlier questions and leaves their SQL to the memory
@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from statistics import fmean
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, ModelMessage
 from mtsql.agent.memory import MemoryEntry
-from mtsql.agent.trajectory import ActionType, Status, Trajectory
+from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult
-from mtsql.sql.score import Scorer
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_ANSWER = re.compile(r"<answer_sql>(.*?)</answer_sql>", re.DOTALL)
-_VERDICT = {
+ANSWER = re.compile(r"<answer_sql>(.*?)</answer_sql>", re.DOTALL)
+VERDICT = {
     EXEC_SQL: re.compile(r"<exec_verify>\s*(pass|no_pass)\s*</exec_verify>"),
     MEMORY_RETRIEVE: re.compile(r"<memory_verify>\s*(pass|no_pass)\s*</memory_verify>"),
 }
@@ -158,6 +156,11 @@ def verdict(tool: str, passed: bool) -> str:
     return f"<{tag}>{'pass' if passed else 'no_pass'}</{tag}>"
 
 
+def final_answer(sql: str) -> str:
+    """The answer that ends an episode."""
+    return f"<answer_sql>{sql}</answer_sql>"
+
+
 @dataclass(frozen=True)
 class MtsqlR1:
     """The recipe; `compact` chooses the wording, `result_characters` cuts results (paper: 200)."""
@@ -214,7 +217,7 @@ class MtsqlR1:
         text = text.rpartition("</think>")[2]
         verdicts = {
             tool: (found[-1] == "pass") if (found := pattern.findall(text)) else None
-            for tool, pattern in _VERDICT.items()
+            for tool, pattern in VERDICT.items()
         }
         seen = {"exec_verdict": verdicts[EXEC_SQL], "memory_verdict": verdicts[MEMORY_RETRIEVE]}
         if "<tool_call>" in text:
@@ -229,7 +232,7 @@ class MtsqlR1:
             if tool not in tools:
                 return ModelMessage(**seen, problem=Status.UNKNOWN_TOOL)
             return ModelMessage(**seen, tool=tool, sql=sql.strip())
-        answers = _ANSWER.findall(text)
+        answers = ANSWER.findall(text)
         if not answers or not answers[-1].strip():
             return ModelMessage(**seen, problem=Status.NO_ACTION)
         return ModelMessage(**seen, answer=answers[-1].strip())
@@ -280,73 +283,3 @@ class MtsqlR1:
 
 def _message(role: str, content: str) -> dict:
     return {"role": role, "content": content}
-
-
-@dataclass(frozen=True)
-class RewardWeights:
-    """w1..w4 of R_all (section 3.3.2); the paper chose its own by grid search and gives none."""
-
-    ex: float = 1.0
-    em: float = 1.0
-    proposal: float = 0.0
-    verify: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """The parts of R_all, each in [0, 1], and their weighted sum."""
-
-    ex: float
-    em: float
-    proposal: float
-    e_verify: float
-    m_verify: float
-    total: float
-
-
-# Section 3.3.2, the E-verify table: (execution outcome, verdict is pass) -> reward.
-E_VERIFY_TABLE = {
-    ("ok", False): 0.0,
-    ("ok", True): 1.0,
-    ("null", False): 0.1,
-    ("null", True): 0.0,
-    ("error", False): 1.0,
-    ("error", True): 0.0,
-}
-
-
-def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
-    """R_all = w1 R_EX + w2 R_EM + w3 R_Propose/Self-Correct + w4 (R_E-Verify + R_M-Verify).
-
-    Process rewards are means over the trajectory's actions of their type, 0 where there is none. A
-    verification without a verdict earns 0; an unanswered question is never right. Rewards read the
-    recorded actions only, which come from what the model wrote.
-    """
-    answered = trajectory.status is Status.ANSWERED
-    gold, answer = example.gold_sql, trajectory.answer_sql
-    ex = float(answered and scorer.ex(example.db_id, gold, answer))
-    em = float(answered and scorer.em(example.db_id, gold, answer))
-    proposals, e_verdicts, m_verdicts = [], [], []
-    if weights.proposal or weights.verify:
-        executed = iter(o for o in trajectory.observations if o.tool == EXEC_SQL)
-        for action in trajectory.actions:
-            if action.type in (ActionType.PROPOSE, ActionType.SELF_CORRECT):
-                proposals.append(scorer.clause_f1(example.db_id, gold, action.sql))
-            elif action.type is ActionType.E_VERIFY:
-                outcome = next(executed).outcome
-                known = action.passed is not None
-                e_verdicts.append(E_VERIFY_TABLE[outcome, action.passed] if known else 0.0)
-            elif action.type is ActionType.M_VERIFY:
-                f1 = scorer.clause_f1(example.db_id, gold, action.sql)
-                right = f1 if action.passed else 1.0 - f1
-                m_verdicts.append(right if action.passed is not None else 0.0)
-    proposal, e_verify, m_verify = (
-        fmean(values) if values else 0.0 for values in (proposals, e_verdicts, m_verdicts)
-    )
-    total = (
-        weights.ex * ex
-        + weights.em * em
-        + weights.proposal * proposal
-        + weights.verify * (e_verify + m_verify)
-    )
-    return Rewards(ex, em, proposal, e_verify, m_verify, total)

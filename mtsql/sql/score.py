@@ -7,8 +7,8 @@ from pathlib import Path
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import Executor, execution_match, set_match
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import clause_f1, exact_set_match, string_match
-from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, parse_sql
+from mtsql.sql.match import clause_f1, exact_set_match, string_match, whole_clause_f1
+from mtsql.sql.parse import Mode, SqlParseError, SqlSchema, foreign_key_map, parse_sql
 
 FURTHER_METRICS = {
     "ex_keep_distinct": "EX, DISTINCT kept",
@@ -68,14 +68,22 @@ class Scorer:
         """Execution match (section 3.3.2, R_EX), as the official evaluator defines it."""
         return execution_match(self.executor, self.paths[db_id], gold, predicted)
 
-    def em(self, db_id: str, gold: str, predicted: str | None) -> bool:
-        """Exact set match: the official EM, which the authors' code also rewards."""
-        return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id])
+    def em(self, db_id: str, gold: str, predicted: str | None, mode: Mode = "official") -> bool:
+        """Exact set match: the official EM; in mode "authors" the numbers after nested LIMITs count."""
+        return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id], mode)
+
+    def string_em(self, gold: str, predicted: str | None) -> bool:
+        """The strict EM of section 3.3.2."""
+        return string_match(gold, predicted)
 
     def further(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
         """FURTHER_METRICS of one prediction, 0 or 1 each."""
         schema, keys = self.schemas[db_id], self.foreign_keys[db_id]
         return further_verdicts(self.executor, self.paths[db_id], schema, keys, gold, predicted)
+
+    def runs(self, db_id: str, predicted: str | None) -> bool:
+        """Whether it executes without an error."""
+        return predicted is not None and self.executor.execute(self.paths[db_id], predicted).ok
 
     def readable(self, db_id: str, predicted: str | None) -> bool:
         """Whether the official grammar reads it."""
@@ -94,6 +102,10 @@ class Scorer:
     def clause_f1(self, db_id: str, gold: str, predicted: str) -> float:
         """Mean F1 over SELECT, WHERE, JOIN, GROUP, ORDER (section 3.3.2)."""
         return clause_f1(gold, predicted, self.schemas[db_id])
+
+    def whole_clause_f1(self, db_id: str, gold: str, predicted: str) -> float:
+        """The share of whole clauses that are equal: what the authors' released reward calls F1."""
+        return whole_clause_f1(gold, predicted, self.schemas[db_id])
 
     def hardness(self, db_id: str, gold: str) -> str:
         """easy, medium, hard or extra, by the gold SQL."""

@@ -12,6 +12,7 @@ from mtsql.sql.text import first_statement, join_operators
 
 MAX_CHARACTERS = 100_000
 MAX_COPIED_NODES = 10_000
+MAX_OPEN_JOINS = 12  # JOIN without ON; each doubles the time that sqlglot takes
 QUERY = re.compile(r"[\s(]*(select|with)\b", re.IGNORECASE)
 
 
@@ -24,7 +25,13 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     """
     if len(sql) > MAX_CHARACTERS:
         raise SqlParseError(f"longer than {MAX_CHARACTERS} characters")
-    text = "".join(first_statement(join_operators(sql)))
+    pieces = first_statement(join_operators(sql))
+    open_joins = 0
+    for word in map(str.lower, pieces):
+        open_joins = max(0, open_joins + (word == "join") - (word in ("on", "using")))
+        if open_joins > MAX_OPEN_JOINS:
+            raise SqlParseError("too many joins without ON")
+    text = "".join(pieces)
     if not QUERY.match(text):
         raise SqlParseError("not a query")
     try:

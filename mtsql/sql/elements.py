@@ -1,0 +1,225 @@
+"""What the clauses of a query hold, for comparing two queries: elements taken apart, tables, join keys."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+from sqlglot import exp
+
+from mtsql.sql.structure import SqlSchema
+from mtsql.sql.tree import join_condition, sources
+
+ELEMENTS = ("select", "inner", "conditions", "group", "order")  # inner: what sub-queries select
+CLAUSES = (*ELEMENTS, "or", "limit", "operators", "from", "distinct", "tables", "joins", "sides")
+OR = exp.var("or")
+NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+class Element(NamedTuple):
+    """An expression of a clause, taken apart."""
+
+    text: str  # each column as _, each sub-query as "query"
+    frame: str  # each aggregate as _ too
+    columns: tuple[str, ...]
+    aggregates: tuple[str, ...]
+    nested: bool  # whether it holds a sub-query
+
+
+Reading: TypeAlias = dict[str, Counter]  # clause -> what it holds: elements, texts, or pairs of columns
+
+
+def read_clauses(
+    tree: exp.Query, schema: SqlSchema, same: dict[str, str], strict: bool, main_only: bool = False
+) -> Reading:
+    """What the clauses of a canonical tree hold, its sub-queries included; the most in any one of them.
+
+    `same` maps columns to the ones that they are taken for. `strict` adds the sub-queries up, and keeps
+    DISTINCT, what count() counts, and quotes around numbers. `main_only` leaves out the later parts of
+    set operations and the sub-queries inside expressions.
+    """
+    found: Reading = {clause: Counter() for clause in CLAUSES}
+    names = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
+    first = tree
+    while isinstance(first, exp.SetOperation | exp.Subquery):
+        first = first.this
+    for query in tree.find_all(exp.Query):
+        main = _is_main(query)
+        if main_only and not main:
+            continue
+        for clause, items in _clauses(query, schema, strict).items():
+            if clause == "select" and query is not first:
+                if main:
+                    continue  # what a sub-query in FROM selects stands where its names are used
+                clause = "inner"
+            if clause in ELEMENTS:
+                items = [_element(item, same, strict) for item in items]
+            held = Counter(item for item in items if clause != "tables" or item not in names)
+            found[clause] = found[clause] + held if strict else found[clause] | held
+    return found
+
+
+def _is_main(query: exp.Expression) -> bool:
+    """Whether a query is the whole, the first part of a set operation, or in FROM or WITH of such a one."""
+    while query.parent is not None:
+        parent = query.parent
+        inside = isinstance(parent, exp.From | exp.Join | exp.With | exp.CTE | exp.Query)
+        if not inside or (query.arg_key in ("expression", "expressions") and isinstance(parent, exp.Query)):
+            return False
+        query = parent
+    return True
+
+
+def _clauses(query: exp.Query, schema: SqlSchema, strict: bool) -> dict[str, list]:
+    """The clauses of one query, its sub-queries left aside."""
+    held: dict[str, list] = {clause: [] for clause in CLAUSES}
+    if isinstance(query, exp.SetOperation):
+        held["operators"] = [query.key if query.args.get("distinct") else f"{query.key} all"]
+    elif isinstance(query, exp.Subquery):
+        held["from"] = ["query"] * isinstance(query.parent, exp.From | exp.Join)
+    else:
+        _read_select(query, schema, strict, held)
+    for ordered in query.args["order"].expressions if query.args.get("order") else []:
+        held["order"].append(_ordinal(ordered, query))
+    cut = [query.args[name].sql("sqlite").strip() for name in ("limit", "offset") if query.args.get(name)]
+    held["limit"] = [" ".join(cut)] if cut else []
+    return held
+
+
+def _read_select(select: exp.Select, schema: SqlSchema, strict: bool, held: dict[str, list]) -> None:
+    """Adds the clauses that only SELECT has; comparing columns of two tables is joining, even in WHERE."""
+    tables = [source.name for source in sources(select) if isinstance(source, exp.Table)]
+    joins = select.args.get("joins") or []
+    held["select"] = select.expressions
+    held["distinct"] = ["distinct"] if strict and select.args.get("distinct") else []
+    held["tables"] = tables
+    held["joins"] = _shared_columns(select, schema)
+    held["sides"] = [join.side for join in joins if join.side]
+    ons = [condition for join in joins if (condition := join_condition(join)) is not None]
+    wheres = [select.args[name].this for name in ("where", "having") if select.args.get(name)]
+    for position, place in enumerate(ons + wheres):
+        for condition in _split(place):
+            pair = _compared_columns(condition)
+            if condition is OR:
+                held["sides" if position < len(ons) else "or"].append("or")
+            elif not pair or (position >= len(ons) and table_of(pair[0]) == table_of(pair[1])):
+                held["conditions"].append(condition)
+            elif isinstance(condition, exp.EQ):
+                held["joins"].append(pair)
+            else:
+                held["sides"].append(f"{pair} {condition.key}")
+    if select.args.get("group"):
+        held["group"] = [_ordinal(item, select) for item in select.args["group"].expressions]
+
+
+def _shared_columns(select: exp.Select, schema: SqlSchema) -> list[tuple[str, str]]:
+    """The pairs of columns that USING and NATURAL join on."""
+    pairs, earlier = [], [source.name for source in sources(select)[:1]]
+    for join in select.args.get("joins") or []:
+        own = schema.tables.get(join.this.name, ())
+        using = [name.name.lower() for name in join.args.get("using") or []]
+        for column in own if join.method == "NATURAL" else using:
+            left = [table for table in earlier if column in schema.tables.get(table, ())]
+            if left and column in own:
+                pairs.append(tuple(sorted((f"{left[0]}.{column}", f"{join.this.name}.{column}"))))
+        earlier.append(join.this.name)
+    return pairs
+
+
+def _compared_columns(condition: exp.Expression) -> tuple[str, ...]:
+    """The two columns that a condition compares, sorted; none if it compares anything else."""
+    sides = [condition.left.unnest(), condition.right.unnest()] if isinstance(condition, exp.Binary) else []
+    columns = sorted(_column(side) for side in sides if isinstance(side, exp.Column))
+    return tuple(columns) if len(columns) == 2 else ()
+
+
+def _split(condition: exp.Expression) -> list[exp.Expression]:
+    """What AND and OR connect, with OR itself for each; BETWEEN as two conditions, IN (a, b) as a OR b."""
+    condition = condition.unnest()
+    if isinstance(condition, exp.And | exp.Or):
+        connector = [OR] if isinstance(condition, exp.Or) else []
+        return _split(condition.left) + connector + _split(condition.right)
+    if isinstance(condition, exp.Between):
+        low, high = condition.args["low"], condition.args["high"]
+        return [_comparison(exp.GTE, condition, low), _comparison(exp.LTE, condition, high)]
+    if isinstance(condition, exp.In) and condition.expressions:
+        equal = [_comparison(exp.EQ, condition, value) for value in condition.expressions]
+        return equal + [OR] * (len(equal) - 1)
+    return [condition]
+
+
+def _comparison(operator: type[exp.Binary], condition: exp.Expression, value: exp.Expression) -> exp.Binary:
+    return operator(this=condition.this.copy(), expression=value.copy())
+
+
+def _ordinal(item: exp.Expression, query: exp.Query) -> exp.Expression:
+    """ORDER BY 2 and GROUP BY 2 mean the second item that is selected."""
+    place = item.this if isinstance(item, exp.Ordered) else item
+    if isinstance(place, exp.Literal) and place.name in map(str, range(1, len(query.selects) + 1)):
+        meant = query.selects[int(place.name) - 1].copy()
+        return exp.Ordered(this=meant, desc=item.args.get("desc")) if place is not item else meant
+    return item
+
+
+def _element(node: exp.Expression, same: dict[str, str], strict: bool) -> Element:
+    root = exp.Paren(this=node.copy())  # so that the node itself can be replaced
+    if isinstance(node, exp.Ordered):
+        root.this.set("nulls_first", None)
+        root.this.set("desc", bool(node.args.get("desc")))
+    nested = False
+    while (query := root.find(exp.Query)) is not None:
+        query.replace(exp.var("query"))
+        nested = True
+    if not strict:
+        for count in root.find_all(exp.Count):
+            count.set("this", exp.Star())
+        for distinct in [d for d in root.find_all(exp.Distinct) if d.expressions]:
+            distinct.replace(distinct.expressions[0])
+        for value in root.find_all(exp.Literal):
+            value.set("is_string", value.is_string and not NUMBER.fullmatch(value.name))
+    columns = []
+    for column in list(root.find_all(exp.Column, bfs=False)):
+        columns.append(same.get(_column(column), _column(column)))
+        column.replace(exp.var("_"))
+    if isinstance(root.this, exp.Star):
+        columns.append("*")
+        root.set("this", exp.var("_"))
+    aggregates = list(root.find_all(exp.AggFunc))
+    names = [a.key + " distinct" * isinstance(a.this, exp.Distinct) for a in aggregates]
+    text = root.sql(dialect="sqlite")
+    for aggregate in aggregates:
+        aggregate.replace(exp.var("_"))
+    return Element(text, root.sql(dialect="sqlite"), tuple(columns), tuple(names), nested)
+
+
+def column_classes(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Each column of the pairs -> the first of all columns that are equal to it through them."""
+    first: dict[str, str] = {}
+    for pair in pairs:
+        roots = {first.get(column, column) for column in pair}
+        for column in {*first, *pair}:
+            if first.get(column, column) in roots:
+                first[column] = min(roots)
+    return first
+
+
+def with_outputs(tree: exp.Query) -> Iterator[tuple[str, str]]:
+    """The plain columns that the queries of WITH give out, by the names under which they may be used."""
+    for cte in tree.find_all(exp.CTE):
+        for item in cte.this.selects if isinstance(cte.this, exp.Query) else []:
+            if isinstance(item, exp.Column):
+                yield f"{cte.alias.lower()}.{item.name}", _column(item)
+                yield f".{item.name}", _column(item)
+
+
+def _column(column: exp.Column) -> str:
+    if isinstance(column.this, exp.Star):
+        return ".*"  # of which table is lost with its alias
+    return f"{column.table}.{column.name}".lower()
+
+
+def table_of(column: str) -> str:
+    """The table of a column as elements name it."""
+    return column.partition(".")[0]

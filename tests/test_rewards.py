@@ -1,0 +1,351 @@
+"""MTSQL-R1's rewards, on numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from conftest import GOLD, make_episode, say
+
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Limits
+from mtsql.agent.trajectory import Status
+from mtsql.recipes.mtsql_r1 import tool_call, verdict
+from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PRESETS, RewardRules, RewardWeights, reward
+from mtsql.sql.score import Scorer
+
+ALL = RewardWeights(ex=1.0, em=1.0, proposal=0.8, verify=0.1)
+WRONG_VALUE = "SELECT name FROM singer WHERE country = 'France'"
+SPAIN = "SELECT name FROM singer WHERE country = 'italy'"
+BROKEN = "SELECT nam FROM singer"
+MORE = GOLD + " AND age > 20"  # the same row; of WHERE one condition of two is right
+OTHER = "SELECT name FROM singer WHERE id = 2"  # the same row
+PASS, NO_PASS = verdict(EXEC_SQL, True), verdict(EXEC_SQL, False)
+LONG = Limits(max_prompt_tokens=10_000, max_response_tokens=20_000, max_tool_tokens=10_000)
+
+
+@pytest.fixture
+def scorer(tiny):
+    return Scorer({"music": tiny.schema}, tiny.executor)
+
+
+def play(tiny, *messages, **options):
+    episode = make_episode(tiny, **options)
+    for message in messages:
+        say(episode, message)
+    return episode
+
+
+def answer(sql):
+    return f"<answer_sql>{sql}</answer_sql>"
+
+
+def call(sql, tool=EXEC_SQL):
+    return tool_call(tool, sql)
+
+
+def test_right_answer_with_right_verdicts(tiny, scorer):
+    episode = play(
+        tiny,
+        tool_call(EXEC_SQL, GOLD),
+        verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, GOLD),
+        verdict(MEMORY_RETRIEVE, True) + answer(GOLD),
+        history=True,
+    )
+    r = reward(episode.trajectory, episode.example, scorer, ALL)
+    assert (r.ex, r.em, r.proposal, r.e_verify, r.m_verify) == (1, 1, 1, 1, 1)
+    assert r.total == pytest.approx(1 + 1 + 0.8 + 0.1 * 2)
+
+
+def test_exact_match_ignores_values_execution_does_not(tiny, scorer):
+    episode = play(tiny, tool_call(EXEC_SQL, SPAIN), verdict(EXEC_SQL, True) + answer(SPAIN))
+    r = reward(episode.trajectory, episode.example, scorer, RewardWeights())
+    assert (r.ex, r.em, r.total) == (0, 1, 1)
+
+
+def test_verdicts_are_averaged_over_their_actions(tiny, scorer):
+    # E-verify: error and no_pass 1, null and no_pass 0.1, ok and pass 1.
+    episode = play(
+        tiny,
+        tool_call(EXEC_SQL, BROKEN),
+        verdict(EXEC_SQL, False) + tool_call(EXEC_SQL, WRONG_VALUE),
+        verdict(EXEC_SQL, False) + tool_call(EXEC_SQL, GOLD),
+        verdict(EXEC_SQL, True) + answer(GOLD),
+    )
+    r = reward(episode.trajectory, episode.example, scorer, ALL)
+    assert r.e_verify == pytest.approx((1 + 0.1 + 1) / 3)
+    assert r.m_verify == 0
+
+
+def test_e_verify_table_is_the_papers():
+    assert E_VERIFY_TABLE == {
+        ("ok", False): 0, ("ok", True): 1, ("null", False): 0.1,
+        ("null", True): 0, ("error", False): 1, ("error", True): 0,
+    }  # fmt: skip
+
+
+def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny, scorer):
+    for passed in (True, False):
+        episode = play(
+            tiny,
+            tool_call(MEMORY_RETRIEVE, SPAIN),
+            verdict(MEMORY_RETRIEVE, passed) + answer(GOLD),
+            history=True,
+            tools="no_execution",
+        )
+        f1 = scorer.clause_f1("music", GOLD, SPAIN)
+        assert f1 == pytest.approx(2 / 3)  # SELECT and the tables of JOIN agree, WHERE does not
+        r = reward(episode.trajectory, episode.example, scorer, ALL)
+        assert r.m_verify == pytest.approx(f1 if passed else 1 - f1)
+        assert r.proposal == pytest.approx((2 / 3 + 1.0) / 2)  # the proposal and the correction
+
+
+def test_missing_verdict_earns_nothing(tiny, scorer):
+    episode = play(tiny, tool_call(EXEC_SQL, GOLD), answer(GOLD))
+    r = reward(episode.trajectory, episode.example, scorer, ALL)
+    assert r.e_verify == 0
+    assert r.ex == 1
+
+
+def test_unanswered_question_is_never_right(tiny, scorer):
+    # The right SQL was executed, and the tool's text even holds an answer tag; neither counts.
+    episode = play(tiny, tool_call(EXEC_SQL, "SELECT '<answer_sql>" + "SELECT 1</answer_sql>'"), "no idea")
+    assert episode.trajectory.answer_sql is None
+    r = reward(episode.trajectory, episode.example, scorer, ALL)
+    assert (r.ex, r.em) == (0, 0)
+    empty_gold = play(tiny, "no idea")
+    assert reward(empty_gold.trajectory, empty_gold.example, scorer, ALL).total == 0
+
+
+def rewards_of(tiny, scorer, *messages, gold=GOLD, rules=(), **options):
+    """Rewards under the default rules, and with the named switches on."""
+    episode = play(tiny, *messages, **options)
+    example = replace(episode.example, gold_sql=gold)
+    switched = RewardRules(**dict.fromkeys(rules, True))
+    return (
+        reward(episode.trajectory, example, scorer, ALL),
+        reward(episode.trajectory, example, scorer, ALL, switched, tiny.tokens.decode),
+    )
+
+
+def test_default_rules_read_the_record_and_never_the_text(tiny, scorer):
+    episode = play(tiny, call(BROKEN), NO_PASS + call(GOLD), PASS + answer(GOLD))
+    trajectory = episode.trajectory
+    expected = reward(trajectory, episode.example, scorer, ALL)
+    # Proposals: of BROKEN only the table is right, one of three clauses; both verdicts are right.
+    assert expected.total == pytest.approx(1 + 1 + 0.8 * (1 / 3 + 1) / 2 + 0.1 * 1)
+
+    def forbidden(ids):
+        raise AssertionError("the text was read")
+
+    trajectory.segments = trajectory.segments[:1]
+    trajectory.observations = [
+        replace(seen, sql="DROP TABLE singer", text=answer("SELECT 1")) for seen in trajectory.observations
+    ]
+    assert reward(trajectory, episode.example, scorer, ALL, decode=forbidden) == expected
+
+
+@pytest.mark.parametrize("rule", ["all_calls_propose", "first_exec_tag", "last_answer_tag"])
+def test_rules_that_read_text_need_decode(tiny, scorer, rule):
+    episode = play(tiny, answer(GOLD))
+    with pytest.raises(ValueError, match=f"{rule}=True.*needs decode"):
+        reward(episode.trajectory, episode.example, scorer, ALL, RewardRules(**{rule: True}))
+
+
+def test_presets(tiny, scorer):
+    names = {rule.name for rule in fields(RewardRules)}
+    switched = {
+        preset: {name for name in names if getattr(rules, name)} for preset, (_, rules) in PRESETS.items()
+    }
+    assert switched == {
+        "outcome": set(), "process": set(), "paper": {"string_em"}, "authors": names - {"string_em"},
+    }  # fmt: skip
+    assert {preset: weights for preset, (weights, _) in PRESETS.items()} == {
+        "outcome": RewardWeights(1, 1, 0, 0), "process": ALL, "paper": ALL, "authors": ALL,
+    }  # fmt: skip
+    lower = GOLD.lower()
+    # Verdicts are missing. Authors: E 1, M 1; proposals (2/3 + 1) / 2 over the calls, and over the
+    # proposals (8/9 + 1 + 1) / 3 for the others: the answer in lower case is one more.
+    episode = play(tiny, call(MORE), call(GOLD, MEMORY_RETRIEVE), answer(lower), history=True)
+    totals = {
+        preset: reward(episode.trajectory, episode.example, scorer, weights, rules, tiny.tokens.decode).total
+        for preset, (weights, rules) in PRESETS.items()
+    }
+    proposal = 0.8 * (8 / 9 + 1 + 1) / 3
+    assert totals == pytest.approx(
+        {
+            "outcome": 2,
+            "process": 2 + proposal,
+            "paper": 1 + proposal,
+            "authors": 2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * (1 + 1),
+        }
+    )
+
+
+def test_string_em(tiny, scorer):
+    default, strict = rewards_of(tiny, scorer, answer(GOLD.lower()), rules=["string_em"])
+    assert (default.em, strict.em) == (1, 0)
+    default, strict = rewards_of(tiny, scorer, answer(GOLD.replace(" ", "\n ") + ";"), rules=["string_em"])
+    assert (default.em, strict.em) == (1, 1)
+
+
+@pytest.mark.parametrize(("limit", "em"), [("1", 1), ("2", 0), ("value", 0)])
+def test_nested_limit_em(tiny, scorer, limit, em):
+    gold = "SELECT name FROM singer WHERE age > (SELECT age FROM singer ORDER BY age LIMIT 1)"
+    pred = answer(gold.replace("LIMIT 1", f"LIMIT {limit}"))
+    default, limits = rewards_of(tiny, scorer, pred, gold=gold, rules=["nested_limit_em"])
+    assert (default.em, limits.em) == (1, em)
+
+
+def test_whole_clause_f1(tiny, scorer):
+    # SELECT and tables agree; WHERE has precision 1/2 and recall 1.
+    said = (call(MORE, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(MORE))
+    default, whole = rewards_of(tiny, scorer, *said, history=True, rules=["whole_clause_f1"])
+    assert default.proposal == default.m_verify == pytest.approx((1 + 1 + 2 / 3) / 3)
+    assert whole.proposal == whole.m_verify == pytest.approx(2 / 3)
+    assert whole.ex == default.ex == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "proposed", "called"),
+    [
+        # The repeat of the memory tool counts again.
+        ((call(SPAIN), NO_PASS + call(GOLD), call(GOLD, MEMORY_RETRIEVE), answer(GOLD)), 5 / 6, 8 / 9),
+        ((call(SPAIN), answer(GOLD)), 5 / 6, 2 / 3),  # the answer does not count
+        ((answer(GOLD),), 1, 0),
+        ((f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
+        ((call(GOLD), call(SPAIN, "no_such_tool")), 1, 5 / 6),
+        ((call(GOLD), "<tool_call>\n{broken\n</tool_call>"), 1, 1),
+        (("<think>a <tool_call> first</think>" + call(GOLD), answer(GOLD)), 1, 1),
+    ],
+)
+def test_all_calls_propose(tiny, scorer, said, proposed, called):
+    default, all_calls = rewards_of(tiny, scorer, *said, history=True, rules=["all_calls_propose"])
+    assert default.proposal == pytest.approx(proposed)
+    assert all_calls.proposal == pytest.approx(called)
+
+
+@pytest.mark.parametrize(
+    ("said", "default_verdicts", "tag_verdicts"),
+    [
+        # (E-verify, M-verify). The memory tool's own verdict is never read.
+        ((call(GOLD), PASS + call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True)), (1, 1), (1, 0)),
+        # The verdict on memory is that on the execution after it: "no_pass" becomes "pass".
+        (
+            (call(SPAIN, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, False) + call(GOLD), PASS + answer(GOLD)),
+            (1, 1 / 3),
+            (1, 2 / 3),
+        ),
+        # A verdict one message late, and one in a thought, before the one that is meant.
+        ((call(GOLD), call(SPAIN), PASS), (1 / 2, 0), (1, 0)),
+        ((call(GOLD), f"<think>not {NO_PASS}</think>" + PASS), (1, 0), (0, 0)),
+        ((f"{call(GOLD)} {PASS}", "hm"), (0, 0), (1, 0)),
+        ((call(GOLD), PASS + call(SPAIN, "no_such_tool") + PASS), (1, 0), (1, 0)),
+    ],
+)
+def test_first_exec_tag(tiny, scorer, said, default_verdicts, tag_verdicts):
+    default, tag = rewards_of(tiny, scorer, *said, history=True, rules=["first_exec_tag"])
+    assert (default.e_verify, default.m_verify) == pytest.approx(default_verdicts)
+    assert (tag.e_verify, tag.m_verify) == pytest.approx(tag_verdicts)
+
+
+def test_first_exec_tag_of_a_call_without_response(tiny, scorer):
+    options = {"limits": Limits(max_interactions=2)}
+    said = (call(BROKEN), NO_PASS + call(BROKEN))
+    default, tag = rewards_of(tiny, scorer, *said, rules=["first_exec_tag"], **options)
+    assert (default.e_verify, tag.e_verify) == (1, 1 / 2)
+    rules = ["first_exec_tag", "missing_verdict_passes", "four_errors"]
+    assert (
+        rewards_of(tiny, scorer, *said, rules=rules, **options)[1].e_verify == 1
+    )  # paid for no error at all
+
+
+def test_first_exec_tag_is_not_read_in_tool_texts(tiny, scorer):
+    episode = play(tiny, call(GOLD), answer(GOLD), compact=False, limits=LONG)
+    assert episode.trajectory.status is Status.ANSWERED
+    assert PASS in episode.trajectory.observations[0].text
+    rules = RewardRules(first_exec_tag=True)
+    assert reward(episode.trajectory, episode.example, scorer, ALL, rules, tiny.tokens.decode).e_verify == 0
+
+
+def test_missing_verdict_passes(tiny, scorer):
+    said = (call(GOLD), call(BROKEN), call(SPAIN, MEMORY_RETRIEVE), answer(GOLD))
+    default, passes = rewards_of(tiny, scorer, *said, history=True, rules=["missing_verdict_passes"])
+    assert (default.e_verify, default.m_verify) == (0, 0)
+    assert (passes.e_verify, passes.m_verify) == pytest.approx((1 / 2, 2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("sql", "known"),
+    [
+        (BROKEN, True),
+        ("SELECT name FROM singers", True),
+        ("SELECT id FROM singer JOIN label", True),
+        ("SELEC name FROM singer", True),
+        ("SELECT shout(name) FROM singer", False),
+        ("SELECT name FROM singer WHERE count(*) > 1", False),
+        ("SELECT name FROM singer UNION SELECT name, age FROM singer", False),
+        ("SELECT 1; SELECT 2", False),
+    ],
+)
+def test_four_errors(tiny, scorer, sql, known):
+    for passed in (True, False):
+        said = (call(sql), verdict(EXEC_SQL, passed) + answer(GOLD))
+        default, four = rewards_of(tiny, scorer, *said, rules=["four_errors"])
+        assert default.e_verify == (not passed)
+        assert four.e_verify == (passed is not known)
+
+
+@pytest.mark.parametrize(
+    ("sql", "default_passed", "passed", "default_failed", "failed"),
+    [
+        ("SELECT country FROM singer WHERE id = 1", 0, 1, 0.1, 0),  # [(None,)]
+        ("SELECT country FROM singer WHERE id = 9", 0, 0, 0.1, 0.1),  # []
+        ("SELECT count(*) FROM singer WHERE id = 9", 1, 1, 0, 0),  # [(0,)]
+        (BROKEN, 0, 0, 1, 1),
+        ("SELECT shout(name) FROM singer", 0, 0, 1, 1),
+    ],
+)
+def test_null_rows_ok(tiny, scorer, sql, default_passed, passed, default_failed, failed):
+    default, nulls = rewards_of(tiny, scorer, call(sql), PASS, rules=["null_rows_ok"])
+    assert (default.e_verify, nulls.e_verify) == (default_passed, passed)
+    default, nulls = rewards_of(tiny, scorer, call(sql), NO_PASS, rules=["null_rows_ok"])
+    assert (default.e_verify, nulls.e_verify) == (default_failed, failed)
+
+
+@pytest.mark.parametrize(
+    ("said", "ex", "tag_ex"),
+    [
+        ((call(BROKEN), answer(GOLD)), 1, 1),
+        ((answer(GOLD) + answer(SPAIN),), 0, 0),
+        ((f"{answer(GOLD)}<think>{answer(SPAIN)}</think>{answer(GOLD)}",), 1, 1),
+        # No answer: the last call is paid in full, then the last thought, then the bare text.
+        ((call(SPAIN), call(GOLD), "no idea"), 0, 1),
+        ((call(GOLD), call(BROKEN), "no idea"), 0, 0),
+        ((f"<think>{SPAIN}</think><think>{GOLD}</think>yes",), 0, 1),
+        ((GOLD,), 0, 1),
+        # An answer in a thought that never ended.
+        ((f"<think>{answer(GOLD)}",), 0, 1),
+        # A tag that stands in the result alone.
+        ((call(f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"), "no idea"), 0, 1),
+    ],
+)
+def test_last_answer_tag(tiny, scorer, said, ex, tag_ex):
+    default, tag = rewards_of(tiny, scorer, *said, rules=["last_answer_tag"], result_characters=200)
+    assert (default.ex, tag.ex) == (ex, tag_ex)
+
+
+def test_last_answer_tag_of_the_papers_tool_text(tiny, scorer):
+    # The instructions hold <answer_sql>...</answer_sql>: the right SQL of the last call is not paid.
+    said = (call(GOLD), "no idea")
+    options = {"rules": ["last_answer_tag"], "limits": LONG}
+    assert [r.ex for r in rewards_of(tiny, scorer, *said, **options)] == [0, 1]
+    assert [r.ex for r in rewards_of(tiny, scorer, *said, compact=False, **options)] == [0, 0]
+
+
+def test_newlines_to_blanks(tiny, scorer):
+    commented = "SELECT name FROM singer -- all\nWHERE country = 'france'"
+    default, blanks = rewards_of(tiny, scorer, answer(commented), rules=["newlines_to_blanks"])
+    assert (default.ex, blanks.ex) == (1, 0)
+    hidden = GOLD + " -- or older\nAND age > 90"
+    default, blanks = rewards_of(tiny, scorer, answer(hidden), rules=["newlines_to_blanks"])
+    assert (default.ex, blanks.ex) == (0, 1)
