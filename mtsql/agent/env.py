@@ -167,7 +167,7 @@ class Episode:
             return self._end(Status.ANSWERED)
         if trajectory.interactions == self.limits.max_interactions:
             return self._end(Status.OUT_OF_INTERACTIONS)
-        suffix = self.tokens.observation_suffix(self._cut(self._observe(message)), stop is Stop.END_OF_TURN)
+        suffix = self.tokens.observation_suffix(self._observe(message), stop is Stop.END_OF_TURN)
         if len(suffix) >= self.remaining_tokens():
             return self._end(Status.OUT_OF_TOKENS)
         trajectory.segments.append(Segment.given("environment", suffix))
@@ -217,6 +217,7 @@ class Episode:
         else:
             memory = recall(self.example, self.schema, self.executor)
             text = self.recipe.observe_memory(question, sql, self.result, memory)
+        text = self._cut(text)
         outcome = outcome_of(self.result) if self.result else "ok"
         self.trajectory.observations.append(Observation(message.tool, sql, outcome, text))
         return text

@@ -1,0 +1,105 @@
+"""Trajectories as vectors, to be clustered in S2 of Algorithm 1 (MTSQL-R1, section 3.2.2).
+
+The paper embeds with Qwen3-Embedding. The policy's own hidden states do without a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.trajectory import Trajectory
+from mtsql.learn.logprobs import row_batch
+
+MICRO_BATCH_POSITIONS = 8192  # in one forward pass, padding counted
+LONGEST_TEXT = 8192  # tokens, as on Qwen3-Embedding's card; what comes after is cut off
+
+Embedder = Callable[[Sequence[Trajectory]], np.ndarray]
+
+
+def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folder: str = "") -> Embedder:
+    """A function from n trajectories to their embeddings, (n, d) float32, one by one independent of the rest.
+
+    Without `folder`: the policy's last hidden states, averaged over the tokens that it wrote (of which
+    each trajectory needs one). Weights sharded by FSDP2 must be whole (`whole_weights`).
+    With the folder of a Qwen3-Embedding model: its L2-normalised embedding of all text after the prompt,
+    on the policy's device and in its dtype. The model is loaded when it is first needed, its tokenizer at
+    once. Raises ValueError, at one of these times, if the folder does not hold a whole model.
+    """
+    if not folder:
+        return lambda trajectories: _embed_with_policy(policy, trajectories)
+    if not Path(folder).is_dir():
+        raise _not_loadable(folder)
+    try:
+        # The card pads on the left, so that the last token of all texts is at the end.
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise _not_loadable(folder) from error
+
+    @cache
+    def model() -> PreTrainedModel:
+        try:
+            loaded, info = AutoModel.from_pretrained(folder, dtype=policy.dtype, output_loading_info=True)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _not_loadable(folder) from error
+        if info["missing_keys"]:  # they would be random
+            raise _not_loadable(folder)
+        return loaded.to(policy.device).eval()
+
+    @torch.no_grad()
+    def embed(trajectories: Sequence[Trajectory]) -> np.ndarray:
+        texts = [tokens.decode(t.ids[t.prompt_length :]) for t in trajectories]
+        limit = {"truncation": True, "max_length": LONGEST_TEXT}
+        vectors = np.empty((len(texts), model().config.hidden_size), np.float32)
+        for part in _micro_batches([len(ids) for ids in tokenizer(texts, **limit).input_ids]):
+            # The tokenizer appends an end of text, whose hidden state is the embedding.
+            inputs = tokenizer([texts[i] for i in part], padding=True, return_tensors="pt", **limit)
+            hidden = model()(**inputs.to(policy.device), use_cache=False).last_hidden_state
+            last = hidden[:, -1].float()  # (rows, d)
+            vectors[part] = nn.functional.normalize(last, dim=-1).cpu().numpy()
+        return vectors
+
+    return embed
+
+
+@torch.no_grad()
+def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    was_training = policy.training
+    policy.eval()
+    vectors = np.empty((len(trajectories), policy.config.hidden_size), np.float32)
+    for part in _micro_batches([len(t.ids) for t in trajectories]):
+        batch = row_batch([trajectories[i] for i in part], policy.device)
+        # Through the policy's own forward, which is the one that FSDP2 knows; without its logits.
+        outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (rows x positions, d)
+        written = hidden[batch.source + 1].float()  # (tokens, d); `source` is the position before
+        sums = written.new_zeros(len(part), written.shape[1])  # (rows, d)
+        sums.index_add_(0, batch.trajectory_index, written)
+        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (rows,)
+        vectors[part] = (sums / counts[:, None]).cpu().numpy()
+    policy.train(was_training)
+    return vectors
+
+
+def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of sequences of like length, equally many at a time."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    rows = max(1, MICRO_BATCH_POSITIONS // max(lengths))
+    for start in range(0, len(order), rows):
+        yield order[start : start + rows]
+
+
+def _not_loadable(folder: str) -> ValueError:
+    return ValueError(
+        f"no embedding model could be loaded from {folder}; give a folder with config.json, weights and "
+        "tokenizer, like that of Qwen3-Embedding-0.6B"
+    )

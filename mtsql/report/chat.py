@@ -1,0 +1,30 @@
+"""Trajectories as chat messages, the format that other fine-tuning tools read."""
+
+from __future__ import annotations
+
+from mtsql.agent.env import Environment
+from mtsql.agent.trajectory import Trajectory
+from mtsql.data.datasets import Example
+
+
+def chat_record(trajectory: Trajectory, example: Example, environment: Environment) -> dict:
+    """A JSON row of `messages`, `tools` (JSON schemas, where the recipe gives some) and `example_id`.
+
+    `example`, with its history, and `environment` are those that the trajectory was played with. A tool
+    call stays text in the message of the assistant, as it was sampled; TRL, LLaMA-Factory ("openai") and
+    ms-swift put the model's chat template around it. For Qwen3's that gives back the trajectory's text,
+    with two exceptions: a last message without thinking gets an empty <think> block, and text of a
+    database that reads like a control token, which is plain text here, becomes one.
+    """
+    messages, tools = environment.recipe.prompt(
+        example, environment.schemas[example.db_id], environment.tools
+    )
+    messages = list(messages)
+    observations = iter(trajectory.observations)
+    for segment in trajectory.segments[1:]:
+        if segment.role == "model":
+            messages.append({"role": "assistant", "content": environment.tokens.decode(segment.ids)})
+        else:
+            messages.append({"role": "tool", "content": next(observations).text})
+    given = {} if tools is None else {"tools": tools}
+    return {"example_id": trajectory.example_id, "messages": messages, **given}
