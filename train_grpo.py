@@ -8,10 +8,14 @@ rewards within each question's group, and take one clipped policy-gradient step 
 the model wrote. The run folder gets policy/, checkpoints/ (for --resume), metrics.csv and
 trajectories.jsonl (one group a step).
 
+With --curriculum, questions that the policy sometimes fails come level by level, from easy to hard
+(section 3.3.1); without, all come in a random order.
+
 Departures from the paper:
-- No curriculum yet: questions come in a random order (section 3.3.1 has an issue of its own).
+- The steps are shared out evenly among the levels; the paper does not say how long it stays in one.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match.
-- w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone.
+- w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
+  other presets of --rewards take those of the authors' code. `python -m mtsql.grid_search` searches.
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
   is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta turns on an estimate
@@ -40,20 +44,18 @@ from tqdm import tqdm
 
 from mtsql.agent.env import Environment
 from mtsql.agent.rollout import Sampling, rollout
-from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, save_training_state
+from mtsql.learn.curriculum import curriculum_levels, level_of_step, read_counts
 from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, kl_estimate
 from mtsql.learn.model import (
     Reference,
-    load_policy,
-    load_tokenizer,
     restore_policy,
     save_merged,
     save_policy,
@@ -61,26 +63,22 @@ from mtsql.learn.model import (
 from mtsql.learn.optimizer import clip_gradients, make_optimizer, set_learning_rate
 from mtsql.learn.parallel import (
     Processes,
-    join_processes,
     leave_processes,
     restore_optimizer,
     shard_policy,
     whole_state,
     whole_weights,
 )
-from mtsql.recipes.mtsql_r1 import Rewards, RewardWeights, reward
+from mtsql.recipes.mtsql_r1_rewards import PRESETS, RewardRules, Rewards, RewardWeights, reward
 from mtsql.report.evaluation import answer_dialogues, scorable, score_records
-from mtsql.report.metrics import MetricsLog, describe
+from mtsql.report.metrics import MetricsLog, describe, summarise
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records, trajectory_record
 from mtsql.run import (
-    attention_in_use,
-    check_training,
-    find_checkpoint,
+    begin_training,
     load_split,
     make_environment,
     make_scorer,
-    pick_device,
     raise_not_finite,
     trajectory_seed,
 )
@@ -112,10 +110,13 @@ class GrpoConfig(Common):
     resample_rounds: int = option(0, "times that other questions replace groups without variance (DAPO)")
     beta: float = option(0.0, "weight of the KL penalty")
     kl: str = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
-    w_ex: float = option(1.0, "w1: execution match")
-    w_em: float = option(1.0, "w2: exact match")
-    w_proposal: float = option(0.0, "w3: clause F1 of proposals and corrections")
-    w_verify: float = option(0.0, "w4: execution and memory verdicts")
+    curriculum: str = option("", "counts.jsonl of python -m mtsql.learn.curriculum; levels from easy to hard")
+    level_size: int = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
+    rewards: str = option("outcome", "weights and rules: outcome, process, paper, authors")
+    w_ex: float = option(-1.0, "w1: execution match; below 0: that of --rewards, as for the others")
+    w_em: float = option(-1.0, "w2: exact match")
+    w_proposal: float = option(-1.0, "w3: clause F1 of proposals and corrections")
+    w_verify: float = option(-1.0, "w4: execution and memory verdicts")
     layout: str = option("shared", "positions of a batch: shared prompts, packed, rows")
     micro_batch_positions: int = option(16384, "positions in one forward pass")
     lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
@@ -133,31 +134,14 @@ class GrpoConfig(Common):
 def main() -> None:
     """The GRPO loop."""
     config = load_config(GrpoConfig, "grpo", __doc__)
-    check_training(config)
     if config.temperature <= 0:
         raise ValueError("--temperature should be above 0: greedy samples of a question are all the same")
     if 0 < config.dual_clip <= 1:
         raise ValueError(f"--dual-clip should be above 1, or 0 for none, not {config.dual_clip:g}")
-    processes = join_processes()
-    out = Path(config.out)
-    device = pick_device(config.device)
-    checkpoint = processes.of_each(find_checkpoint(out, config.resume) if processes.first else None)[0]
-    torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    tokenizer = load_tokenizer(config.model)
-    tokens = ChatTokens(tokenizer, config.thinking)
-    dataset = load_split(config, "train")
-    environment = make_environment(config, dataset, tokens, config.tools)
-    scorer = make_scorer(environment)
-    policy = load_policy(
-        config.model,
-        config.dtype,
-        device,
-        attention=config.attention,
-        quantise=config.quantise,
-        lora_rank=config.lora_rank,
-        gradient_checkpointing=config.gradient_checkpointing,
+    processes, out, device, checkpoint, tokens, dataset, environment, scorer, policy, attention = (
+        begin_training(config)
     )
-    attention = attention_in_use(policy, config.layout)
+    tokenizer = tokens.tokenizer
     # The reference policy is the policy at the start of RL, adapters of a warm start included.
     reference = Reference(policy) if config.beta else None
     if checkpoint is not None:
@@ -171,6 +155,11 @@ def main() -> None:
         first_step, _, optimizer_state = load_training_state(checkpoint)
         restore_optimizer(policy, optimizer, optimizer_state)
     questions = scorable(examples(dataset.dialogues, config.history), scorer)
+    levels = [questions]
+    if config.curriculum:
+        levels = curriculum_levels(questions, read_counts(Path(config.curriculum)), config.level_size)
+    if processes.first and config.curriculum:
+        print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
     if config.evaluate_every:
         dev = load_split(config, "dev")
         dev_environment = make_environment(config, dev, tokens, config.tools)
@@ -189,7 +178,7 @@ def main() -> None:
             began = time.perf_counter()
             with whole_weights(policy):
                 groups, rewards, divergences, dropped = sample_groups(
-                    config, policy, reference, environment, scorer, questions, step, processes
+                    config, policy, reference, environment, scorer, levels, step, processes
                 )
             rollout_seconds = time.perf_counter() - began
 
@@ -282,6 +271,7 @@ def main() -> None:
                 row = {
                     "step": step,
                     "minutes": round((time.perf_counter() - started) / 60, 3),
+                    "level": level_of_step(step, config.steps, len(levels))[0] + 1,
                     **describe(trajectories, [r for verdicts in rewards for r in verdicts]),
                     "informative_groups": informative.float().mean().item(),
                     "dropped_groups": dropped / (dropped + len(groups)),
@@ -326,7 +316,11 @@ def main() -> None:
                     )
                 records = processes.gather(score_records(answered, dev_scorer))
                 if processes.first:
-                    dev_log.append({"step": step, **{k: fmean(r[k] for r in records) for k in ("ex", "em")}})
+                    scores = summarise(records)
+                    by_hardness = {f"ex_{h}": v for h, v in scores["ex"]["by_hardness"].items()}
+                    dev_log.append(
+                        {"step": step, "ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
+                    )
             stop = any(processes.of_each(bool(interrupted)))
             if stop or (step + 1) % config.save_every == 0:
                 weights, optimizer_state = whole_state(policy, optimizer)
@@ -355,26 +349,30 @@ def sample_groups(
     reference: Reference | None,
     environment: Environment,
     scorer: Scorer,
-    questions: Sequence[Example],
+    levels: Sequence[Sequence[Example]],
     step: int,
     processes: Processes,
 ) -> tuple[list[list[Trajectory]], list[list[Rewards]], list[list[float]], int]:
     """G trajectories, with their rewards and, with --kl k1, their divergences from the reference, for each
-    question of a step; and how many groups were replaced.
+    question of a step at its level of the curriculum; and how many groups were replaced.
 
     With --resample-rounds, groups whose rewards are all equal are replaced by those of other questions,
     so many times at most (DAPO, section 3.2); what is missing then is filled up with them. Questions
     whose prompt is too long are left out. Raises ValueError if no group is left.
     """
+    level, step_in_level = level_of_step(step, config.steps, len(levels))
+    questions = levels[level]
     wanted = min(config.prompts_per_step, len(questions))
     sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
-    weights = RewardWeights(config.w_ex, config.w_em, config.w_proposal, config.w_verify)
+    weights, rules = reward_settings(config)
+    decode = environment.tokens.tokenizer.decode
     size = config.samples_per_prompt
     kept: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
     equal: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
     asked: list[int] = []
     for attempt in range(config.resample_rounds + 1):
-        order = [i for i in question_order(config, len(questions), step, attempt) if i not in set(asked)]
+        order = question_order(config, len(questions), level, step_in_level, attempt)
+        order = [i for i in order if i not in set(asked)]
         numbered = list(enumerate(order[: wanted - len(kept)], start=len(asked)))
         asked += [i for _, i in numbered]
         episodes, played = [], []
@@ -387,7 +385,9 @@ def sample_groups(
         trajectories = rollout(
             policy, environment.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
         )
-        verdicts = [reward(t, e, scorer, weights) for t, e in zip(trajectories, played, strict=True)]
+        verdicts = [
+            reward(t, e, scorer, weights, rules, decode) for t, e in zip(trajectories, played, strict=True)
+        ]
         if config.truncated == "penalise":
             verdicts = [
                 replace(v, total=v.total - config.truncation_penalty * is_truncated(t))
@@ -433,17 +433,24 @@ def is_truncated(trajectory: Trajectory) -> bool:
     return trajectory.status is Status.OUT_OF_TOKENS
 
 
-def question_order(config: GrpoConfig, count: int, step: int, attempt: int = 0) -> list[int]:
-    """Indices of a step's questions: each epoch is a permutation of its own, drawn from the seed.
+def reward_settings(config: GrpoConfig) -> tuple[RewardWeights, RewardRules]:
+    """The preset's weights, but for those that are given, and its rules."""
+    weights, rules = PRESETS[config.rewards]
+    given = {"ex": config.w_ex, "em": config.w_em, "proposal": config.w_proposal, "verify": config.w_verify}
+    return replace(weights, **{name: w for name, w in given.items() if w >= 0}), rules
 
-    Later attempts of a step draw from all questions.
+
+def question_order(config: GrpoConfig, count: int, level: int, step: int, attempt: int = 0) -> list[int]:
+    """Indices of a step's questions: each epoch of a level is a permutation of its own, from the seed.
+
+    `step` counts within the level. Later attempts of a step draw from all its questions.
     """
     if attempt:
-        return np.random.default_rng((config.seed, step, attempt)).permutation(count).tolist()
+        return np.random.default_rng((config.seed, level, step, attempt)).permutation(count).tolist()
     per_step = min(config.prompts_per_step, count)
     steps_in_epoch = count // per_step
     epoch, place = divmod(step, steps_in_epoch)
-    permutation = np.random.default_rng((config.seed, epoch)).permutation(count)
+    permutation = np.random.default_rng((config.seed, level, epoch)).permutation(count)
     return permutation[place * per_step : (place + 1) * per_step].tolist()
 
 

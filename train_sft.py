@@ -3,13 +3,20 @@
     python train_sft.py --config configs/toy.toml --model MODEL --data DATA --out runs/sft
     torchrun --nproc-per-node 2 train_sft.py ...   (the same on two GPUs)
 
-Each round samples trajectories from the policy itself, keeps those whose answer is right by EX and
-EM, fine-tunes on all that were kept so far, and drops the questions that are solved. The run folder
-gets policy/, trajectories.jsonl (all that were kept), metrics.csv and checkpoints/ (for --resume).
+Each round samples trajectories from the policy itself, keeps of those whose answer is right by EX and
+EM some short ones of easy questions and some long, different ones of hard questions, fine-tunes on all
+that were kept so far, and drops the questions that are solved. The run folder gets policy/ (of earlier
+rounds: policies/round_N/), trajectories.jsonl (the set T, for mtsql.report.viewer), chat.jsonl (the same
+as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics.csv and checkpoints/
+(for --resume).
 
-Departures from the paper:
-- S2 keeps a random choice of the right trajectories of a question; the paper's difficulty-aware
-  selection and clustering are not here yet.
+`--targets gold --tools none --rounds 1` is the short-horizon baseline: direct answers with the gold SQL.
+
+Departures from the paper, and how we read it:
+- A trajectory is kept only if it follows Equation 1 throughout, since the data "strictly follow the MDP"
+  (section 3.2.1); Algorithm 1 does not repeat this.
+- "Interactions" are answered tool calls. Where no right trajectory of a question has at most (at least)
+  two, those that come nearest are kept, so that every solved question has a trajectory.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match.
 - Fine-tuning makes --epochs passes a round over everything kept, --trajectories-per-step at a time;
   the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs.
@@ -23,6 +30,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -31,11 +39,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mtsql.agent.rollout import Sampling, rollout
-from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.env import Environment
+from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
-from mtsql.data.datasets import examples
+from mtsql.data.datasets import Example, examples
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import (
     load_training_state,
@@ -43,12 +50,12 @@ from mtsql.learn.checkpoint import (
     save_training_state,
     write_atomically,
 )
+from mtsql.learn.collection import sample_questions
+from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import (
-    load_policy,
-    load_tokenizer,
     restore_policy,
     save_merged,
     save_policy,
@@ -56,7 +63,6 @@ from mtsql.learn.model import (
 from mtsql.learn.optimizer import clip_gradients, cosine_rate, make_optimizer, set_learning_rate
 from mtsql.learn.parallel import (
     Processes,
-    join_processes,
     leave_processes,
     restore_optimizer,
     shard_policy,
@@ -64,22 +70,17 @@ from mtsql.learn.parallel import (
     whole_weights,
 )
 from mtsql.learn.selection import select_trajectories
-from mtsql.recipes.mtsql_r1 import RewardWeights, reward
+from mtsql.recipes.mtsql_r1 import final_answer
+from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
+from mtsql.report.chat import chat_record
 from mtsql.report.evaluation import scorable
-from mtsql.report.metrics import MetricsLog
+from mtsql.report.metrics import MetricsLog, format_coverage
 from mtsql.report.viewer import trajectory_record
 from mtsql.run import (
-    attention_in_use,
-    check_training,
-    find_checkpoint,
-    load_split,
-    make_environment,
-    make_scorer,
-    pick_device,
+    begin_training,
     raise_not_finite,
-    show,
-    trajectory_seed,
 )
+from mtsql.sql.score import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,12 @@ class SftConfig(Common):
     """Configuration of the warm start."""
 
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
-    rounds: int = option(2, "N of Algorithm 1")
+    rounds: int = option(3, "N of Algorithm 1 (paper: 3)")
+    targets: str = option("self", "self: own right trajectories; gold: direct answers with the gold SQL")
     questions: int = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: int = option(20, "rollouts of each question in each round (paper: 20)")
     temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
-    keep_per_question: int = option(3, "right trajectories kept of one question in one round")
+    embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
     epochs: int = option(2, "passes over the kept trajectories in each round")
     trajectories_per_step: int = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
     learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
@@ -110,38 +112,26 @@ class SftConfig(Common):
 def main() -> None:
     """Algorithm 1."""
     config = load_config(SftConfig, "sft", __doc__)
-    check_training(config)
-    processes = join_processes()
-    out = Path(config.out)
-    device = pick_device(config.device)
-    checkpoint = processes.of_each(find_checkpoint(out, config.resume) if processes.first else None)[0]
-    torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    tokenizer = load_tokenizer(config.model)
-    tokens = ChatTokens(tokenizer, config.thinking)
-    dataset = load_split(config, "train")
-    environment = make_environment(config, dataset, tokens, config.tools)
-    scorer = make_scorer(environment)
-    policy = load_policy(
-        config.model,
-        config.dtype,
-        device,
-        attention=config.attention,
-        quantise=config.quantise,
-        lora_rank=config.lora_rank,
-        gradient_checkpointing=config.gradient_checkpointing,
+    if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
+        raise ValueError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
+    processes, out, device, checkpoint, tokens, dataset, environment, scorer, policy, attention = (
+        begin_training(config)
     )
-    attention = attention_in_use(policy, config.layout)
+    tokenizer = tokens.tokenizer
+    embed = make_embedder(policy, tokens, config.embedding)
     if checkpoint is not None:
         restore_policy(policy, checkpoint / "policy", config.dtype)
     if config.shard:
         shard_policy(policy, processes)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     rng = random.Random(config.seed)
-    remaining = scorable(examples(dataset.dialogues, config.history), scorer)  # D_0
+    pool = scorable(examples(dataset.dialogues, config.history), scorer)  # D_0
     if config.questions:
-        remaining = rng.sample(remaining, min(config.questions, len(remaining)))
+        pool = rng.sample(pool, min(config.questions, len(pool)))
+    example_of = {example.id: example for example in pool}
+    remaining = pool  # D_i
     kept: list[Trajectory] = []  # the cumulative set T
-    sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
+    coverage: list[dict] = []  # of each round
     started, step, first_round, resumed = time.perf_counter(), 0, 0, None
     if checkpoint is not None:
         step, resumed, optimizer_state = load_training_state(checkpoint)
@@ -150,7 +140,8 @@ def main() -> None:
                 f"{checkpoint} is in round {resumed['round'] + 1}; give --rounds at least so many"
             )
         first_round, kept = resumed["round"], [Trajectory.from_plain(t) for t in resumed["kept"]]
-        remaining = [example for example in remaining if example.id in set(resumed["remaining"])]
+        coverage = resumed["coverage"]
+        remaining = [example for example in pool if example.id in set(resumed["remaining"])]
     if processes.first:
         save_config(config, out)
         log = MetricsLog(out / "metrics.csv", step)
@@ -159,43 +150,35 @@ def main() -> None:
         for round_index in range(first_round, config.rounds):
             optimizer = make_optimizer(policy, config.learning_rate, kind=config.optimizer)
             if resumed is None:
-                # S1: roll out the policy; keep what is right by EX and EM.
-                episodes = [
-                    episode
-                    for number, example in processes.share(list(enumerate(remaining)))
-                    for episode in environment.episodes(
-                        example,
-                        [
-                            trajectory_seed(config.seed, round_index, number, sample)
-                            for sample in range(config.samples_per_question)
-                        ],
-                    )
-                    if episode.trajectory.status is None
-                ]
-                title = f"round {round_index + 1}: collect"
-                progress = tqdm(total=len(episodes), desc=title, disable=not processes.first)
-                with progress as bar, whole_weights(policy):
-                    raw = rollout(
-                        policy, tokens, episodes, sampling, config.rows, show(bar), config.cache_gib
-                    )
-                by_id = {example.id: example for example in remaining}
-                verdicts = [reward(t, by_id[t.example_id], scorer, RewardWeights()) for t in raw]
-                right = [t for t, r in zip(raw, verdicts, strict=True) if r.ex and r.em]
-                groups = [list(group) for _, group in groupby(right, key=lambda t: t.example_id)]
-                place = {example.id: number for number, example in enumerate(remaining)}
-                valid = sorted(processes.gather(groups), key=lambda group: place[group[0].example_id])
-                sampled = sum(processes.of_each(len(raw)))
-
-                # S2: choose among the right trajectories of each question.
-                for group in valid:
-                    kept += select_trajectories(group, config.keep_per_question, rng)
-                solved = {group[0].example_id for group in valid}
-                right_share = sum(map(len, valid)) / max(1, sampled)
+                # S1 and S2: roll out the policy; keep some of what is right by EX and EM.
+                share = processes.share(list(enumerate(remaining)))
+                if config.targets == "gold":
+                    found = gold_answers(environment, share)
+                else:
+                    with whole_weights(policy):
+                        found = collect(
+                            config, policy, environment, scorer, embed, share, round_index, processes
+                        )
+                found = processes.gather(found)
+                solved = {question.example_id for question in found if question.kept}
+                kept += [t for question in found for t in question.kept]
+                coverage.append(
+                    {
+                        "round": round_index + 1,
+                        "sampled": sum(question.sampled for question in found),
+                        "right": sum(question.right for question in found),
+                        "questions_asked": len(remaining),
+                        "questions_solved": len(solved),
+                        "questions_covered": len({t.example_id for t in kept}),
+                        "trajectories": len(kept),
+                    }
+                )
                 if processes.first:
-                    print(
-                        f"round {round_index + 1}: {sum(map(len, valid))} of {sampled} trajectories right, "
-                        f"{len(solved)} of {len(remaining)} questions solved, {len(kept)} trajectories kept"
-                    )
+                    print(format_coverage(len(pool), coverage))
+                    write_atomically(out / "coverage.json", json.dumps(coverage, indent=1))
+                    records = (chat_record(t, example_of[t.example_id], environment) for t in kept)
+                    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+                    write_atomically(out / "chat.jsonl", lines)
                 if not kept:
                     raise ValueError(
                         f"no trajectory of {config.model} is right by EX and EM, so there is nothing to "
@@ -204,7 +187,7 @@ def main() -> None:
                 first_index, rng_state = 0, rng.getstate()
             else:
                 restore_optimizer(policy, optimizer, optimizer_state)
-                solved, right_share = set(resumed["solved"]), resumed["right_share"]
+                solved = set(resumed["solved"])
                 first_index, rng_state = resumed["index"], resumed["rng"]
                 rng.setstate(rng_state)
                 resumed = None
@@ -214,7 +197,7 @@ def main() -> None:
                 "kept": [t.to_plain() for t in kept],
                 "remaining": [example.id for example in remaining],
                 "solved": sorted(solved),
-                "right_share": right_share,
+                "coverage": coverage,
                 "rng": rng_state,
             }
             if first_index == 0:
@@ -270,7 +253,7 @@ def main() -> None:
                             "entropy": entropy_sum,
                             "gradient_norm": norm,
                             "learning_rate": rate,
-                            "trajectories_right": right_share,
+                            "trajectories_right": coverage[-1]["right"] / coverage[-1]["sampled"],
                             "questions_solved": len(solved) / len(remaining),
                         }
                     )
@@ -286,8 +269,11 @@ def main() -> None:
 
             # S4: what is solved leaves the pool.
             remaining = [example for example in remaining if example.id not in solved]
-            if not remaining:
+            if not remaining or round_index + 1 == config.rounds:
                 break
+            weights, _ = whole_state(policy, optimizer)
+            if processes.first:
+                save_policy(policy, tokenizer, out / "policies" / f"round_{round_index + 1}", weights)
     weights, _ = whole_state(policy, optimizer)
     if processes.first and stop:
         print(f"saved a checkpoint after step {step} in {out}; go on with --resume")
@@ -300,6 +286,61 @@ def main() -> None:
             save_merged(out / "policy", out / "policy_merged", config.dtype)
         print(f"policy after {round_index + 1} round(s): {out / 'policy'}")
     leave_processes(processes)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a round found of one question: rollouts, how many are right, and which were kept."""
+
+    example_id: str
+    sampled: int
+    right: int
+    kept: list[Trajectory]
+
+
+def collect(
+    config: SftConfig,
+    policy: torch.nn.Module,
+    environment: Environment,
+    scorer: Scorer,
+    embed: Embedder,
+    numbered: Sequence[tuple[int, Example]],
+    round_index: int,
+    processes: Processes,
+) -> list[Collected]:
+    """S1 and S2 of Algorithm 1 for a process's share of the questions, given with their place in D_i.
+
+    Questions whose prompt is too long have no rollouts.
+    """
+    found = []
+    # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
+    title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
+    for example, sampled in sample_questions(
+        config, policy, environment, numbered, seed, title, processes.first
+    ):
+        verdicts = [reward(t, example, scorer, RewardWeights()) for t in sampled]
+        right = [t for t, v in zip(sampled, verdicts, strict=True) if v.ex and v.em]
+        valid = [t for t in right if t.off_protocol == 0]
+        # S2: difficulty-aware choice among them.
+        easy = scorer.hardness(example.db_id, example.gold_sql) == "easy"
+        simple = easy or len(right) == len(sampled)
+        rng = random.Random(f"{config.seed}/{round_index}/{example.id}")
+        chosen = select_trajectories(valid, simple, embed, rng) if valid else []
+        found.append(Collected(example.id, len(sampled), len(right), chosen))
+    return found
+
+
+def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example]]) -> list[Collected]:
+    """The gold SQL of every question as a direct answer: the data of short-horizon fine-tuning."""
+    found = []
+    for _, example in numbered:
+        episode = environment.episodes(example, [0])[0]
+        ids = environment.tokens.message_ids(final_answer(example.gold_sql))
+        if episode.trajectory.status is None:
+            episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
+        right = [episode.trajectory] if episode.trajectory.answer_sql is not None else []
+        found.append(Collected(example.id, 1, len(right), right))
+    return found
 
 
 def save_checkpoint(

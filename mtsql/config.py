@@ -1,6 +1,7 @@
 """Configuration: one dataclass a script, read from a TOML file and overridden on the command line.
 
-A TOML file has a table [common] and one table a script ([imitation], [sft], [grpo], [evaluate]). Every
+A TOML file has a table [common] and one table a script ([imitation], [sft], [curriculum], [grpo],
+[evaluate]). Every
 field of a script's dataclass is an option of its command line. What is unknown is an error.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, get_type_hints
 
 from mtsql.data.schema import DataError
 
-SECTIONS = ("common", "imitation", "sft", "grpo", "evaluate")
+SECTIONS = ("common", "imitation", "sft", "curriculum", "grpo", "evaluate")
 
 
 class ConfigError(ValueError):
@@ -42,6 +43,7 @@ class Common:
     tables: str = option("", "tables.json, if not beside the data")
     databases: str = option("", "folder of <db_id>/<db_id>.sqlite, if not beside the data")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
+    held_out: int = option(0, "last dialogues of train that make the split held_out and are not trained on")
     seed: int = option(0, "seed of every random choice")
     wording: str = option("paper", "wording of the prompts: paper, compact")
     tools: str = option("both", "both, no_execution, no_memory, none (Table 4's ablations)")
@@ -115,6 +117,8 @@ CHOICES = {
     "kl": ("k1", "k2", "k3"),
     "truncated": ("keep", "exclude", "penalise"),
     "divide_by": ("group", "batch", "none"),
+    "targets": ("self", "gold"),
+    "rewards": ("outcome", "process", "paper", "authors"),
 }
 
 
@@ -129,6 +133,9 @@ MINIMA = {
     "prompts_per_step": 1,
     "trajectories_per_step": 1,
     "rows": 1,
+    "held_out": 0,
+    "level_size": 0,
+    "latency_questions": 0,
 }
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from peft import PeftModel
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from mtsql.agent.env import TOOL_SETS, Environment, Limits
 from mtsql.agent.tokens import ChatTokens
@@ -17,6 +21,8 @@ from mtsql.config import Common
 from mtsql.data.datasets import Dataset, load_dataset
 from mtsql.data.schema import DataError
 from mtsql.learn.checkpoint import newest_checkpoint, write_atomically
+from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.learn.parallel import Processes, join_processes
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.report.viewer import trajectory_record
 from mtsql.sql.execute import Executor
@@ -39,14 +45,26 @@ def find_split(data: str, split: str) -> Path:
 
 
 def load_split(config: Common, split: str) -> Dataset:
-    """The dialogues of a split with their schemas; tables and databases beside the data by default."""
-    path = find_split(config.data, split)
+    """The dialogues of a split with their schemas; tables and databases beside the data by default.
+
+    With --held-out N the last N dialogues of `train` are the split `held_out`, and not in `train`. Raises
+    DataError if that leaves one of the two empty.
+    """
+    path = find_split(config.data, "train" if split == "held_out" else split)
     root = path.parent.parent if path.parent.name == "sql_state_tracking" else path.parent
     tables = Path(config.tables) if config.tables else root / "tables.json"
     databases = Path(config.databases) if config.databases else root / "database"
     if not databases.is_dir():
         raise DataError(f"{databases} is not a folder; give the folder of databases with --databases")
-    return load_dataset(path, tables, databases, config.allow_missing)
+    dataset = load_dataset(path, tables, databases, config.allow_missing)
+    if split == "held_out" or (split == "train" and config.held_out):
+        count = len(dataset.dialogues)
+        if not 0 < config.held_out < count:
+            raise DataError(f"--held-out should be 1 to {count - 1} of the {count} dialogues of {path}")
+        cut = count - config.held_out
+        shown = dataset.dialogues[cut:] if split == "held_out" else dataset.dialogues[:cut]
+        dataset = replace(dataset, dialogues=shown)
+    return dataset
 
 
 def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
@@ -78,6 +96,53 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
 
 
+class Training(NamedTuple):
+    """What a training script begins with; `attention` is the one in use."""
+
+    processes: Processes
+    out: Path
+    device: torch.device
+    checkpoint: Path | None
+    tokens: ChatTokens
+    dataset: Dataset
+    environment: Environment
+    scorer: Scorer
+    policy: PreTrainedModel | PeftModel
+    attention: str
+
+
+def begin_training(config: Common) -> Training:
+    """The training split, and the policy of --model, not yet that of the checkpoint.
+
+    Raises ValueError for options that training cannot follow, FileExistsError as `find_checkpoint` does.
+    """
+    if config.history == "predicted":
+        raise ValueError("--history predicted is for evaluation; train with gold or questions")
+    if config.shard and config.optimizer == "adamw8bit":
+        raise ValueError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
+    processes = join_processes()
+    out, device = Path(config.out), pick_device(config.device)
+    checkpoint = processes.of_each(find_checkpoint(out, config.resume) if processes.first else None)[0]
+    torch.manual_seed(config.seed)  # new LoRA adapters start at random
+    tokens = ChatTokens(load_tokenizer(config.model), config.thinking)
+    dataset = load_split(config, "train")
+    environment = make_environment(config, dataset, tokens, config.tools)
+    policy = load_policy(
+        config.model,
+        config.dtype,
+        device,
+        attention=config.attention,
+        quantise=config.quantise,
+        lora_rank=config.lora_rank,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    attention = attention_in_use(policy, config.layout)
+    scorer = make_scorer(environment)
+    return Training(
+        processes, out, device, checkpoint, tokens, dataset, environment, scorer, policy, attention
+    )
+
+
 def find_checkpoint(out: Path, resume: bool) -> Path | None:
     """The newest whole checkpoint of a run to go on from, None to start.
 
@@ -102,14 +167,6 @@ def attention_in_use(policy: torch.nn.Module, layout: str) -> str:
     if layout == "shared" and attention.startswith("flash"):
         raise ValueError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     return attention
-
-
-def check_training(config: Common) -> None:
-    """Raise ValueError for options that training cannot follow."""
-    if config.history == "predicted":
-        raise ValueError("--history predicted is for evaluation; train with gold or questions")
-    if config.shard and config.optimizer == "adamw8bit":
-        raise ValueError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
 
 
 def trajectory_seed(*numbers: int) -> int:

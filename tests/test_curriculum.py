@@ -1,0 +1,72 @@
+"""The curriculum's levels, and how the steps of a run are shared out among them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import GOLD, QUESTION
+
+from mtsql.data.datasets import Example
+from mtsql.learn.curriculum import Count, curriculum_levels, level_of_step, read_counts
+from train_grpo import GrpoConfig, question_order, reward_settings
+
+
+def example(name: str) -> Example:
+    return Example(name, "00000", "music", 0, QUESTION, GOLD, ())
+
+
+def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
+    questions = [example(name) for name in "abcdefg"]
+    counts = [Count(*c) for c in zip("gfedcba", (0, 20, 7, 19, 7, 12, 1), (20,) * 7, strict=True)]
+    levels = curriculum_levels(questions, counts, 2)
+    assert [[q.id for q in level] for level in levels] == [["d", "b"], ["e", "c"], ["a", "g"]]
+    (one,) = curriculum_levels(questions, counts, 0)
+    assert [q.id for q in one] == ["d", "b", "e", "c", "a", "g"]
+    uncounted = curriculum_levels([*questions, example("new")], counts[:1], 5)
+    assert [[q.id for q in level] for level in uncounted] == [["g"]]
+    with pytest.raises(ValueError, match="ever wrong"):
+        curriculum_levels(questions, [Count("a", 20, 20), Count("elsewhere", 1, 20)], 5)
+
+
+@pytest.mark.parametrize(("steps", "levels"), [(6, 3), (7, 3), (2, 3), (10, 1), (72, 5)])
+def test_steps_are_shared_out_evenly_and_in_order(steps, levels):
+    places = [level_of_step(step, steps, levels) for step in range(steps)]
+    sizes = [sum(level == wanted for level, _ in places) for wanted in range(levels)]
+    assert places == sorted(places) and max(sizes) - min(sizes) <= 1 and sum(sizes) == steps
+    for level, size in enumerate(sizes):
+        assert [place for found, place in places if found == level] == list(range(size))
+
+
+def test_an_epoch_of_a_level_asks_every_question_once():
+    config = GrpoConfig(model="", data="", out="", prompts_per_step=4)
+    asked = [i for step in range(3) for i in question_order(config, 12, 1, step)]
+    assert sorted(asked) == list(range(12))
+    assert asked != [i for step in range(3) for i in question_order(config, 12, 2, step)]
+    assert asked != [i for step in range(3, 6) for i in question_order(config, 12, 1, step)]
+
+
+def test_weights_that_are_given_replace_those_of_the_preset():
+    config = GrpoConfig(model="", data="", out="", rewards="authors", w_verify=0.5, w_em=0.0)
+    weights, rules = reward_settings(config)
+    assert (weights.ex, weights.em, weights.proposal, weights.verify) == (1.0, 0.0, 0.8, 0.5)
+    assert rules.whole_clause_f1
+    weights, rules = reward_settings(GrpoConfig(model="", data="", out=""))
+    assert (weights.ex, weights.em, weights.proposal, weights.verify) == (1.0, 1.0, 0.0, 0.0)
+    assert not rules.string_em
+
+
+def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
+    path = tmp_path / "counts.jsonl"
+    counts = [Count("00000/0", 3, 8), Count("00000/1", 8, 8)]
+    path.write_text("".join(json.dumps(vars(count)) + "\n" for count in counts))
+    assert read_counts(path) == counts
+    for line in (
+        '{"example_id": "00000/2"}',
+        "no JSON",
+        '{"example_id": "a", "right": 9, "sampled": 8}',
+        "3",
+    ):
+        path.write_text(json.dumps(vars(counts[0])) + "\n" + line + "\n")
+        with pytest.raises(ValueError, match="line 2: not a success count"):
+            read_counts(path)
