@@ -10,7 +10,8 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 (`python evaluate.py --gold --help` lists the options of the second form.)
 
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
-by hardness, and for whole interactions. Also reported: how every episode ended, tool calls and tokens.
+by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
+five abilities of section 4.3, the kinds of errors of section 4.4 by rules, and latency.
 The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl.
 
 Departures from the paper:
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -53,9 +55,10 @@ class EvaluateConfig(Common):
     """Configuration of an evaluation."""
 
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
-    split: str = option("dev", "train, dev or test")
+    split: str = option("dev", "train, dev, test or held_out (see --held-out)")
     dialogues: int = option(0, "first dialogues of the split only; 0 is all of them")
     sampled_runs: int = option(0, "further runs at temperature 1, reported beside the greedy one")
+    latency_questions: int = option(0, "so many questions are also answered one at a time, for the latency")
 
 
 def main() -> None:
@@ -159,14 +162,31 @@ def evaluate_policy() -> None:
     leave_processes(processes)
     if not processes.first:
         return
+    latency = None
+    if config.latency_questions:
+        started, asked = time.perf_counter(), []
+        for dialogue in dialogues:
+            if len(asked) >= config.latency_questions:
+                break
+            greedy = Sampling(0.0, max_turn_tokens=config.max_turn_tokens)
+            asked += answer_dialogues(policy, environment, [dialogue], config.history, greedy, 0, rows=1)
+        latency = (time.perf_counter() - started) / len(asked)
     records = score_records(answered, scorer)
     sampled = [score_records(pairs, scorer) for pairs in samples]
     summary = summarise(records)
+    if latency is not None:
+        summary["latency_seconds"] = latency
     if sampled:
         for metric in ("ex", "em"):
             for record, *others in zip(records, *sampled, strict=True):
                 record[f"{metric}_sampled"] = fmean(other[metric] for other in others)
             summary[f"{metric}_sampled"] = fmean(r[f"{metric}_sampled"] for r in records)
+        runs = [summarise(run)["abilities"] for run in sampled]
+        summary["abilities_sampled"] = {
+            ability: fmean(run[ability] for run in runs)
+            for ability in runs[0]
+            if runs[0][ability] is not None
+        }
     save_config(config, out)
     write_atomically(out / "summary.json", json.dumps(summary, indent=1))
     write_atomically(out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))

@@ -11,9 +11,12 @@ import pytest
 from matplotlib.image import imread
 
 from mtsql.agent.trajectory import Segment, Status, Trajectory
+from mtsql.report.abilities import ABILITIES
+from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import (
     MetricsLog,
     bootstrap_interval,
+    format_coverage,
     format_summary,
     paired_difference,
     summarise,
@@ -84,14 +87,25 @@ def make_record(dialogue: object, turn: int, ex: int, em: int, **changes) -> dic
         "tool_calls": {"exec_sql": 1},
         "sampled_tokens": 10,
         "response_tokens": 20,
+        "abilities": dict.fromkeys(ABILITIES, 1.0),
+        "errors": [],
     } | changes
 
 
 RECORDS = [
     make_record("a", 0, 1, 1),
-    make_record("a", 1, 1, 0, hardness="hard"),
-    make_record("b", 0, 1, 1, tool_calls={}),
-    make_record("b", 5, 0, 0, hardness="unknown", status=Status.OUT_OF_TOKENS, interactions=4),
+    make_record("a", 1, 1, 0, hardness="hard", sampled_tokens=30, abilities=dict.fromkeys(ABILITIES, 0.25)),
+    make_record("b", 0, 1, 1, tool_calls={}, abilities=dict.fromkeys(ABILITIES, 0.5) | {"m_verify": None}),
+    make_record(
+        "b",
+        5,
+        0,
+        0,
+        hardness="unknown",
+        status=Status.OUT_OF_TOKENS,
+        interactions=4,
+        errors=["constraint", "join_path"],
+    ),
 ]
 
 
@@ -112,7 +126,12 @@ def test_summary_by_hand():
     assert summary["tool_calls"] == {"exec_sql": 0.75}
     assert summary["further"]["ex_bird"] == 0.75
     assert (summary["official_grammar_cannot_read"], summary["answers"]) == (2, 4)
-    assert (summary["interactions"], summary["sampled_tokens"]) == (2.5, 10.0)
+    assert (summary["interactions"], summary["sampled_tokens"]) == (2.5, 15.0)
+    assert summary["interactions_by_turn"] == {"1": 2.0, "2": 2.0, "3": None, "4": None, ">4": 4.0}
+    assert summary["sampled_tokens_by_hardness"]["hard"] == 30.0
+    assert summary["abilities"]["generation"] == (1 + 0.25 + 0.5 + 1) / 4
+    assert summary["abilities"]["m_verify"] == 0.75  # over the three questions that have one
+    assert summary["errors"] == dict.fromkeys(ERRORS, 0.0) | {"constraint": 0.25, "join_path": 0.25}
     assert json.loads(json.dumps(summary)) == summary
     with pytest.raises(ValueError, match="nothing to summarise"):
         summarise([])
@@ -126,6 +145,18 @@ def test_summary_table_is_aligned():
     assert "turn >4                        1      0.0      0.0" in table
     assert "turn 3                         0        -        -" in table
     assert any(line.split() == ["exec_sql", "calls", "0.75", "an", "answer"] for line in lines)
+
+
+def test_coverage_is_shown_as_in_table_7():
+    rounds = [
+        {"round": 1, "sampled": 160, "right": 90, "questions_asked": 8, "questions_solved": 5}
+        | {"questions_covered": 5, "trajectories": 9},
+        {"round": 2, "sampled": 60, "right": 10, "questions_asked": 3, "questions_solved": 1}
+        | {"questions_covered": 6, "trajectories": 12},
+    ]
+    lines = format_coverage(8, rounds).splitlines()
+    assert [line.split()[-1] for line in lines[:4]] == ["8", "5", "6", "12"]
+    assert lines[4] == "round 2: 10 of 60 rollouts right, 1 of 3 questions solved"
 
 
 def test_metrics_log_columns_and_resume(tmp_path):

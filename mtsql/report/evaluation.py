@@ -12,6 +12,8 @@ from mtsql.agent.env import Environment
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, examples, with_predicted_history
+from mtsql.report.abilities import ABILITIES, abilities
+from mtsql.report.errors import error_kinds
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 
 
@@ -70,6 +72,13 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
         right = trajectory.status is Status.ANSWERED and problem is None
         answer = trajectory.answer_sql
         further = scorer.further(example.db_id, example.gold_sql, answer) if right else {}
+        ex = int(right and scorer.ex(example.db_id, example.gold_sql, answer))
+        measured = abilities(trajectory, example, scorer) if problem is None else dict.fromkeys(ABILITIES)
+        errors: tuple[str, ...] = ()
+        if not ex and problem is None:
+            errors = error_kinds(
+                example.gold_sql, answer, scorer.schemas[example.db_id], scorer.runs(example.db_id, answer)
+            )
         records.append(
             {
                 "example_id": example.id,
@@ -80,7 +89,7 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
                 "gold_problem": problem,
                 "gold": example.gold_sql,
                 "predicted": answer,
-                "ex": int(right and scorer.ex(example.db_id, example.gold_sql, answer)),
+                "ex": ex,
                 "em": int(right and scorer.em(example.db_id, example.gold_sql, answer)),
                 **{metric: further.get(metric, 0) for metric in FURTHER_METRICS},
                 "pred_parses": scorer.readable(example.db_id, answer),
@@ -90,6 +99,8 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
                 "tool_calls": dict(Counter(o.tool for o in trajectory.observations)),
                 "sampled_tokens": trajectory.sampled_length,
                 "response_tokens": trajectory.response_length,
+                "abilities": measured,
+                "errors": list(errors),
             }
         )
     return records

@@ -15,7 +15,9 @@ import numpy as np
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.learn.checkpoint import write_atomically
-from mtsql.recipes.mtsql_r1 import Rewards
+from mtsql.recipes.mtsql_r1_rewards import Rewards
+from mtsql.report.abilities import ABILITIES
+from mtsql.report.errors import ERRORS
 from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
@@ -93,7 +95,8 @@ def summarise(records: Sequence[dict]) -> dict:
 
     Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, ex, em
     and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, interactions, tool_calls (tool ->
-    count), sampled_tokens and response_tokens.
+    count), sampled_tokens, response_tokens, abilities (ABILITIES, 0 to 1 or None) and errors (some of
+    ERRORS).
     Shares are fractions; the mean over no question is None. Raises ValueError without records.
     """
     if not records:
@@ -128,6 +131,15 @@ def summarise(records: Sequence[dict]) -> dict:
     summary["tool_calls"] = {tool: _mean(r["tool_calls"].get(tool, 0) for r in records) for tool in tools}
     for key in ("interactions", "sampled_tokens", "response_tokens"):
         summary[key] = _mean(r[key] for r in records)
+        summary[f"{key}_by_turn"] = {
+            t: _mean(r[key] for r in records if turn_name(r["turn_index"]) == t) for t in TURNS
+        }
+        summary[f"{key}_by_hardness"] = {
+            h: _mean(r[key] for r in records if r["hardness"] == h) for h in hardness
+        }
+    measured = {a: [r["abilities"][a] for r in records if r["abilities"][a] is not None] for a in ABILITIES}
+    summary["abilities"] = {ability: _mean(values) for ability, values in measured.items()}
+    summary["errors"] = {kind: _mean(kind in r["errors"] for r in records) for kind in ERRORS}
     return summary
 
 
@@ -170,6 +182,30 @@ def format_summary(summary: dict) -> str:
         key.replace("_", " "): summary[key] for key in ("interactions", "sampled_tokens", "response_tokens")
     }
     lines += [f"{name:<32}{mean:>9.2f} an answer" for name, mean in per_answer.items()]
+    if "latency_seconds" in summary:
+        lines.append(f"{'latency, one at a time':<32}{summary['latency_seconds']:>9.2f} s an answer")
+    lines.append("")
+    lines += [f"ability: {text:<23}{_percent(summary['abilities'][a])} %" for a, text in ABILITIES.items()]
+    lines.append("")
+    lines += [f"error: {kind:<25}{_percent(share)} %" for kind, share in summary["errors"].items()]
+    return "\n".join(lines)
+
+
+def format_coverage(questions: int, rounds: Sequence[dict]) -> str:
+    """Table 7: how many training questions have a trajectory after each round."""
+    lines = [f"{'All training examples':<52}{questions:>8,}"]
+    for r in rounds:
+        lines.append(
+            f"{'Training samples that have trajectories (round ' + str(r['round']) + ')':<52}"
+            f"{r['questions_covered']:>8,}"
+        )
+    last = rounds[-1]
+    name = f"Final long-horizon trajectories (round {last['round']})"
+    lines.append(f"{name:<52}{last['trajectories']:>8,}")
+    lines.append(
+        f"round {last['round']}: {last['right']} of {last['sampled']} rollouts right, "
+        f"{last['questions_solved']} of {last['questions_asked']} questions solved"
+    )
     return "\n".join(lines)
 
 

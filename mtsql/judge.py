@@ -1,0 +1,322 @@
+"""A language model sorts wrong predictions into the error kinds of MTSQL-R1 (section 4.4, Figure 7).
+
+    python -m mtsql.judge runs/eval/predictions.jsonl --data DATA --address http://localhost:8000/v1 \\
+        --model NAME --out runs/eval/judged.jsonl
+
+The judge is any server that speaks OpenAI's /chat/completions; the paper's was GPT-5. It sees the schema, the
+dialogue so far with its gold SQL, the question, the gold SQL and the prediction, and names the kinds. Every
+judgement is written at once: the same command again goes on where it stopped, and asks anew about what is
+"unjudged" because the server failed or answered in another form. The table printed at the end has the rules
+of `mtsql.report.errors` beside the judge. The key, where one is needed, comes from an environment variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mtsql.config import Common, user_errors
+from mtsql.data.datasets import Dataset, Example, examples
+from mtsql.learn.checkpoint import write_atomically
+from mtsql.report.errors import ERRORS
+from mtsql.run import load_split
+
+PROMPT = """You compare a predicted SQL query with the gold query of a question in a dialogue over a \
+database. The prediction is wrong: its result is not that of the gold query. Name the kinds of its errors:
+
+- execution: there is no prediction, or it does not run. No other kind goes with it.
+- constraint: a condition (WHERE, HAVING, LIMIT) that the question or an earlier turn asks for is lost or \
+changed, or another one is added.
+- schema_linking: a wrong column or table is selected, filtered, grouped or ordered by.
+- aggregation: an aggregate, GROUP BY, DISTINCT, the order, a set operation or the nesting is wrong.
+- join_path: the columns are right, but wrong tables are joined, or by wrong conditions.
+- other: none of these.
+
+Database schema:
+{schema}
+
+Dialogue so far:
+{history}
+
+Question: {question}
+Gold SQL: {gold}
+Predicted SQL: {predicted}
+The prediction {runs}.
+
+Answer with one JSON object and nothing else, with every kind that applies, but none that only follows from \
+another: {{"errors": ["...", ...]}}"""
+FIELDS = {"example_id": str, "db_id": str, "gold": str, "predicted": str | None, "ex": int, "errors": list}
+MAX_FAILURES = 5  # requests in a row without an answer, before the command gives up
+MAX_ANSWER_BYTES = 4_000_000
+
+
+class JudgeError(ValueError):
+    """The server gave no answer, or one in another form."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model behind an OpenAI-compatible address that ends before /chat/completions."""
+
+    address: str
+    model: str
+    key: str = field(default="", repr=False)
+    temperature: float | None = 0.0  # None: the server's
+    timeout: float = 120.0  # seconds
+    pauses: tuple[float, ...] = (2.0, 10.0)  # seconds before each further try
+
+    def ask(self, prompt: str) -> str:
+        """The answer to one message. Raises JudgeError if all tries fail, or the server refuses."""
+        content = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        if self.temperature is not None:
+            content["temperature"] = self.temperature
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        url = self.address.rstrip("/") + "/chat/completions"
+        request = urllib.request.Request(url, json.dumps(content).encode(), headers)
+        opener = urllib.request.build_opener(_NoRedirect)
+        for pause in (*self.pauses, None):
+            try:
+                with opener.open(request, timeout=self.timeout) as response:
+                    return _message(response.read(MAX_ANSWER_BYTES))
+            except urllib.error.HTTPError as error:
+                problem = f"HTTP {error.code}, {_body(error)}"
+                if error.code < 500 and error.code not in (408, 429):
+                    break  # another try would be refused as well
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"{getattr(error, 'reason', error)}"
+            if pause is not None:
+                time.sleep(pause)
+        shown = problem.replace(self.key, "***") if self.key else problem
+        raise JudgeError(f"{url} gave no answer ({shown[:300]})")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirection is an error: it would take the key along to another address."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _body(error: urllib.error.HTTPError) -> str:
+    try:
+        return " ".join(error.read(2_000).decode(errors="replace").split())
+    except (OSError, http.client.HTTPException):
+        return error.reason
+
+
+def _message(body: bytes) -> str:
+    try:
+        text = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise JudgeError("the server's answer holds no choices[0].message.content")
+    return text
+
+
+def parse_kinds(answer: str) -> list[str]:
+    """The kinds in the judge's answer: one JSON object, alone but for thoughts before and a code fence.
+
+    Raises JudgeError for any other form, no kind, or an unknown one.
+    """
+    text = answer.rpartition("</think>")[2].strip()
+    fenced = re.fullmatch(r"```(?:json)?\s(.*)```", text, re.DOTALL)
+    try:
+        content = json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        raise JudgeError("the answer is not a JSON object") from None
+    kinds = content.get("errors") if isinstance(content, dict) else None
+    if not isinstance(kinds, list) or not kinds:
+        raise JudgeError('the answer has no list "errors" with at least one kind')
+    unknown = [kind for kind in kinds if kind not in ERRORS]
+    if unknown:
+        raise JudgeError(f"the answer has the unknown kind {unknown[0]!r:.60}")
+    return [kind for kind in ERRORS if kind in kinds]
+
+
+def read_wrong(path: Path, dataset: Dataset) -> list[tuple[dict, Example]]:
+    """The records of wrong predictions with their examples; those whose gold SQL has a problem are left out.
+
+    Raises ValueError, with the line, for what is no such record, or not of this dataset.
+    """
+    asked = {example.id: example for example in examples(dataset.dialogues)}
+    wrong = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        row = _row(line)
+        for name, kind in FIELDS.items():
+            if name not in row or not isinstance(row[name], kind):
+                raise ValueError(
+                    f"{path}, line {number}: no field {name!r} as evaluate.py writes it; "
+                    "give its predictions.jsonl"
+                )
+        example = asked.get(row["example_id"])
+        if example is None or (example.db_id, example.gold_sql) != (row["db_id"], row["gold"]):
+            raise ValueError(
+                f"{path}, line {number}: {row['example_id']} is not a question of the given dialogues; "
+                "give the --data and --split of that evaluation"
+            )
+        if not row["ex"] and not row.get("gold_problem"):
+            wrong.append((row, example))
+    if not wrong:
+        raise ValueError(f"{path} has no wrong prediction to judge")
+    return wrong
+
+
+def _row(line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    return row if isinstance(row, dict) else {}
+
+
+def read_judged(path: Path, model: str, wrong: Sequence[tuple[dict, Example]]) -> list[dict]:
+    """What an earlier run wrote, but for a last line that was cut off.
+
+    Raises ValueError if these are judgements by another model, or of other predictions.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    records = [_row(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    predicted = {row["example_id"]: row["predicted"] for row, _ in wrong}
+    for record in records:
+        known = record.get("example_id") in predicted and {"kinds", "predicted"} <= record.keys()
+        if not known or predicted[record["example_id"]] != record["predicted"]:
+            raise ValueError(
+                f"{path} holds something else than judgements of these predictions; choose another --out"
+            )
+        if record.get("model") != model:
+            raise ValueError(f"{path} holds judgements by {record.get('model')}; choose another --out")
+    return records
+
+
+def judge_predictions(
+    judge: Judge, wrong: Sequence[tuple[dict, Example]], dataset: Dataset, out: Path, limit: int = 0
+) -> list[dict]:
+    """One record for each of the first `limit` predictions (0: all), written to `out` as it comes.
+
+    What `out` holds of an earlier run is kept, judged predictions beyond the limit included.
+
+    A record has the judge's `kinds` and its `answer`; kinds is None, and `unjudged` says why, where there is
+    no answer of the right form. Raises ValueError if MAX_FAILURES requests in a row have no answer at all.
+    """
+    earlier = read_judged(out, judge.model, wrong)
+    done = [record for record in earlier if record["kinds"] is not None]
+    write_atomically(out, "".join(json.dumps(record) + "\n" for record in done))
+    judged = {record["example_id"] for record in done}
+    unjudged = {record["example_id"] for record in earlier} - judged
+    pending = [pair for pair in wrong[: limit or None] if pair[0]["example_id"] not in judged]
+    pending.sort(key=lambda pair: pair[0]["example_id"] in unjudged)  # what failed before comes last
+    failures = 0
+    with out.open("a", encoding="utf-8") as file:
+        for row, example in tqdm(pending, desc="judge"):
+            record = {"example_id": row["example_id"], "model": judge.model, "predicted": row["predicted"]}
+            record |= {"kinds": None, "answer": None, "unjudged": None}
+            try:
+                record["answer"] = judge.ask(make_prompt(row, example, dataset))
+                record["kinds"] = parse_kinds(record["answer"])
+            except JudgeError as error:
+                record["unjudged"] = str(error)
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            done.append(record)
+            failures = failures + 1 if record["answer"] is None else 0
+            if failures == MAX_FAILURES:
+                raise ValueError(
+                    f"{failures} requests in a row failed: {record['unjudged']}; what is judged is in {out}, "
+                    "and the same command goes on from there"
+                )
+    return done
+
+
+def make_prompt(row: dict, example: Example, dataset: Dataset) -> str:
+    """What the judge reads about one prediction."""
+    turns = [f"{n}. {turn.question}\n   {turn.sql}" for n, turn in enumerate(example.history, 1)]
+    return PROMPT.format(
+        schema=dataset.schemas[example.db_id].text(compact=False),
+        history="\n".join(turns) or "(this is the first question)",
+        question=example.question,
+        gold=example.gold_sql,
+        predicted=row["predicted"] or "(none)",
+        runs="does not run" if "execution" in row["errors"] else "runs",
+    )
+
+
+def format_shares(judged: Sequence[dict], wrong: Sequence[tuple[dict, Example]]) -> str:
+    """The share of the judged predictions that show each kind, by the judge and by the rules."""
+    rules = {row["example_id"]: row["errors"] for row, _ in wrong}
+    pairs = [(r["kinds"], rules[r["example_id"]]) for r in judged if r["kinds"] is not None]
+    lines = [f"{len(pairs)} wrong predictions judged, {len(judged) - len(pairs)} unjudged"]
+    if pairs:
+        counts = [Counter(kind for kinds in side for kind in kinds) for side in zip(*pairs, strict=True)]
+        lines.append(f"{'share of them with':<22}{'judge':>9}{'rules':>9}")
+        for kind in ERRORS:
+            shares = "".join(f"{100 * count[kind] / len(pairs):>7.1f} %" for count in counts)
+            lines.append(f"{kind:<22}{shares}")
+        same = sum(set(by_judge) == set(by_rules) for by_judge, by_rules in pairs) / len(pairs)
+        lines.append(f"{'the same kinds':<22}{100 * same:>7.1f} %")
+    return "\n".join(lines)
+
+
+def read_key(variable: str) -> str:
+    """The key in an environment variable, "" if it is not set. Raises ValueError if it cannot be sent."""
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"the environment variable {variable} holds characters that no key has")
+    return key
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("predictions", type=Path, help="predictions.jsonl of evaluate.py")
+    parser.add_argument("--data", required=True, help="the dialogues that were evaluated, as for evaluate.py")
+    parser.add_argument("--split", default="dev", help="train, dev or test [dev]")
+    parser.add_argument("--tables", default="", help="tables.json, if not beside the data")
+    parser.add_argument("--databases", default="", help="folder of databases, if not beside the data")
+    parser.add_argument("--allow-missing", action="store_true", help="skip dialogues without database")
+    parser.add_argument("--address", required=True, help="http(s)://host:port/v1")
+    parser.add_argument("--model", required=True, help="name of the judge at that address")
+    parser.add_argument("--out", type=Path, required=True, help="judged.jsonl to write, or to go on with")
+    parser.add_argument("--limit", type=int, default=0, help="first wrong predictions only; 0: all [0]")
+    parser.add_argument("--key-variable", default="OPENAI_API_KEY", help="holds the key [OPENAI_API_KEY]")
+    parser.add_argument(
+        "--own-temperature", action="store_true", help="leave out temperature 0, which some models refuse"
+    )
+    chosen = parser.parse_args(argv)
+    if not re.match(r"https?://[^/\s]+", chosen.address):
+        raise ValueError(f"--address {chosen.address} should be like http://localhost:8000/v1")
+    if chosen.limit < 0:
+        raise ValueError(f"--limit should be at least 0, not {chosen.limit}")
+    config = Common(
+        data=chosen.data,
+        out=str(chosen.out),
+        tables=chosen.tables,
+        databases=chosen.databases,
+        allow_missing=chosen.allow_missing,
+    )
+    dataset = load_split(config, chosen.split)
+    wrong = read_wrong(chosen.predictions, dataset)
+    temperature = None if chosen.own_temperature else 0.0
+    judge = Judge(chosen.address, chosen.model, read_key(chosen.key_variable), temperature)
+    judged = judge_predictions(judge, wrong, dataset, chosen.out, chosen.limit)
+    print(format_shares(judged, wrong))
+
+
+if __name__ == "__main__":
+    user_errors(main)

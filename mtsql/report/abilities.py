@@ -1,0 +1,34 @@
+"""The five long-horizon abilities of MTSQL-R1, section 4.3, measured on answered questions."""
+
+from __future__ import annotations
+
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Trajectory
+from mtsql.data.datasets import Example
+from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
+from mtsql.sql.score import Scorer
+
+ABILITIES = {
+    "call_execution": "calls EXECUTE",
+    "call_memory": "calls MEMORY-VERIFY",
+    "e_verify": "execution verification",
+    "m_verify": "memory verification",
+    "generation": "generation, self-correction",
+}
+
+
+def abilities(trajectory: Trajectory, example: Example, scorer: Scorer) -> dict[str, float | None]:
+    """Each ability from 0 to 1: a prescribed tool was called or not; the process rewards for the others.
+
+    The memory's two are None for a first question, which has nothing to check against.
+    """
+    called = {observation.tool for observation in trajectory.observations}
+    rewards = reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1))
+    later = bool(example.history)
+    return {
+        "call_execution": float(EXEC_SQL in called),
+        "call_memory": float(MEMORY_RETRIEVE in called) if later else None,
+        "e_verify": rewards.e_verify,
+        "m_verify": rewards.m_verify if later else None,
+        "generation": rewards.proposal,
+    }

@@ -1,0 +1,203 @@
+"""The finished arms of a reproduction, their training logs, and differences between arms with intervals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from mtsql.report.metrics import bootstrap_interval
+
+RESAMPLES = 2000  # as in bootstrap_interval
+DESCRIPTIONS = {
+    "base": "untrained, both tools",
+    "base_direct": "untrained, no tools",
+    "base_no_execution": "untrained, without EXECUTE",
+    "base_no_memory": "untrained, without MEMORY-VERIFY",
+    "short_sft": "short-horizon SFT",
+    "short_rl": "short-horizon RL",
+    "round_1": "warm start, round 1",
+    "round_2": "warm start, round 2",
+    "round_3": "warm start, round 3",
+    "rl_outcome": "RL, outcome rewards",
+    "rl_process": "RL, outcome + process rewards (final agent)",
+    "rl_shuffled": "as `rl_process`, without the curriculum's order",
+    "rl_no_execution": "final agent without EXECUTE",
+    "rl_no_memory": "final agent without MEMORY-VERIFY",
+}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One arm evaluated with one seed."""
+
+    summary: dict  # see mtsql.report.metrics.summarise
+    records: list[dict]  # one a question, see mtsql.report.evaluation.score_records
+    command: str
+    response_cap: int | None  # tokens
+
+
+Seeds: TypeAlias = Mapping[int, Evaluation]  # the finished evaluations of an arm, by seed
+Arms: TypeAlias = Mapping[str, Seeds]
+Measure: TypeAlias = Callable[[dict], float | None]  # of a record
+
+
+def read_arms(runs: Path, seeds: Sequence[int]) -> dict[str, dict[int, Evaluation]]:
+    """The finished evaluations below runs/seed<S>/evaluation, by arm and seed.
+
+    One is finished once its summary and predictions are there; one that is still written is left out.
+    """
+    arms: dict[str, dict[int, Evaluation]] = {}
+    for seed in seeds:
+        for path in sorted((runs / f"seed{seed}" / "evaluation").glob("*/summary.json")):
+            folder = path.parent
+            summary, run = read_json(path), read_json(folder / "run.json") or {}
+            records = _read_lines(folder / "predictions.jsonl")
+            if summary and len(records) == summary["questions"]:
+                arms.setdefault(folder.name, {})[seed] = Evaluation(
+                    summary, records, _command(run), run.get("config", {}).get("max_response_tokens")
+                )
+    return arms
+
+
+def read_coverage(runs: Path, seeds: Sequence[int]) -> dict[int, list[dict]]:
+    """The rounds in each seed's sft/coverage.json, of the seeds that have one."""
+    rounds = {seed: read_json(runs / f"seed{seed}" / "sft" / "coverage.json") for seed in seeds}
+    return {seed: found for seed, found in rounds.items() if found}
+
+
+def read_logs(runs: Path, seeds: Sequence[int], part: str, file: str) -> dict[int, list[dict[str, float]]]:
+    """The rows of runs/seed<S>/<part>/<file> by seed; an empty cell and a line cut off are left out."""
+    logs = {}
+    for seed in seeds:
+        path = runs / f"seed{seed}" / part / file
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as lines:
+                rows = [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
+            logs[seed] = [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
+    return {seed: rows for seed, rows in logs.items() if rows}
+
+
+def read_json(path: Path) -> dict | list | None:
+    """None if the file is not there, or not whole yet."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _read_lines(path: Path) -> list[dict]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+
+
+def _command(run: dict) -> str:
+    """The command line that run.json holds."""
+    return "python " + shlex.join(run["command"]) if "command" in run else ""
+
+
+def command_of(runs: Path, seeds: Sequence[int], part: str) -> tuple[int, str] | None:
+    """The first seed whose run.json of a part of training is there, and its command."""
+    for seed in seeds:
+        run = read_json(runs / f"seed{seed}" / part / "run.json")
+        if run:
+            return seed, _command(run)
+    return None
+
+
+def mean_over_seeds(seeds: Seeds, number: Callable[[dict], float | None]) -> float | None:
+    """The mean of a number of the summaries; None if none has it."""
+    found = [n for e in seeds.values() if (n := number(e.summary)) is not None]
+    return fmean(found) if found else None
+
+
+class Answer(NamedTuple):
+    """What one question of one seed was measured to be."""
+
+    seed: int
+    record: dict
+    value: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean with its 95 % interval (None if there is none), and each seed's."""
+
+    mean: float
+    interval: tuple[float, float] | None
+    by_seed: dict[int, float]
+
+
+def answers(seeds: Seeds, measure: Measure) -> list[Answer]:
+    """The measured questions of an arm, all seeds together."""
+    measured = ((seed, record, measure(record)) for seed, e in seeds.items() for record in e.records)
+    return [Answer(*found) for found in measured if found[2] is not None]
+
+
+def paired_answers(better: Seeds, worse: Seeds, measure: Measure) -> list[Answer]:
+    """`better` minus `worse` on each question that both measure, of the seeds that both have."""
+    found = []
+    for seed in sorted(better.keys() & worse.keys()):
+        other = {record["example_id"]: measure(record) for record in worse[seed].records}
+        for answer in answers({seed: better[seed]}, measure):
+            subtrahend = other.get(answer.record["example_id"])
+            if subtrahend is not None:
+                found.append(answer._replace(value=answer.value - subtrahend))
+    return found
+
+
+def estimate(found: Sequence[Answer]) -> Difference | None:
+    """The mean over questions; None without any.
+
+    The interval resamples dialogues, with all seeds' answers to a dialogue together. Of differences it
+    is that of `mtsql.report.metrics.paired_difference`.
+    """
+    if not found:
+        return None
+    by_dialogue = _grouped((a.record["dialogue_id"], a.value) for a in found)
+    by_seed = {seed: fmean(values) for seed, values in _grouped((a.seed, a.value) for a in found).items()}
+    interval = bootstrap_interval(list(by_dialogue.values()))
+    return Difference(fmean(a.value for a in found), interval, by_seed)
+
+
+def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | None:
+    """Mean of `more` minus mean of `less`, different questions of the same dialogues; None if one is empty.
+
+    The interval resamples dialogues, each with its questions of both kinds.
+    """
+    if not more or not less:
+        return None
+    names = list(dict.fromkeys(a.record["dialogue_id"] for a in (*more, *less)))
+    place = {name: i for i, name in enumerate(names)}
+    sums, counts = np.zeros((2, len(names))), np.zeros((2, len(names)))  # (kinds, dialogues)
+    for kind, group in enumerate((more, less)):
+        for answer in group:
+            sums[kind, place[answer.record["dialogue_id"]]] += answer.value
+            counts[kind, place[answer.record["dialogue_id"]]] += 1
+    drawn = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
+    drawn_sums, drawn_counts = sums[:, drawn].sum(-1), counts[:, drawn].sum(-1)  # (kinds, resamples)
+    whole = drawn_counts.all(0)  # a resample may lack one kind
+    means = drawn_sums[:, whole] / drawn_counts[:, whole]
+    low, high = np.percentile(means[0] - means[1], [2.5, 97.5])
+    of_more, of_less = (_grouped((a.seed, a.value) for a in group) for group in (more, less))
+    return Difference(
+        fmean(a.value for a in more) - fmean(a.value for a in less),
+        (float(low), float(high)),
+        {s: fmean(of_more[s]) - fmean(of_less[s]) for s in sorted(of_more.keys() & of_less.keys())},
+    )
+
+
+def _grouped(pairs: Iterable[tuple]) -> dict:
+    groups: dict = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups

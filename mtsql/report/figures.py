@@ -1,0 +1,210 @@
+"""The figures of MTSQL-R1 (Figures 4 to 13) from the finished arms and their training logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mtsql.report.abilities import ABILITIES
+from mtsql.report.arms import Arms, mean_over_seeds, read_logs
+from mtsql.report.metrics import HARDNESS, TURNS
+from mtsql.report.plots import save_figure
+
+DPI = 110
+MAIN_STAGES = ("base", "short_sft", "round_3", "rl_outcome", "rl_process")
+ABILITY_STAGES = ("base", "round_3", "rl_outcome", "rl_process")
+COLOURS = {
+    "base": "#9a9a9a",
+    "short_sft": "#e0a030",
+    "short_rl": "#a0622d",
+    "round_3": "#7fb8d8",
+    "rl_outcome": "#2b6ca3",
+    "rl_process": "#b03060",
+    "rl_shuffled": "#4c9a52",
+}
+TRAINING_PANELS = {
+    "reward": "mean reward (Fig. 8, 9)",
+    "ex": "EX of the sampled batch, %",
+    "response_tokens": "response length, tokens (Fig. 10)",
+    "entropy": "entropy, nats a token (Fig. 13)",
+    "calls_exec_sql": "EXECUTE calls an answer",
+    "calls_memory_retrieve": "MEMORY-VERIFY calls an answer",
+    "informative_groups": "share of informative groups",
+    "clip_fraction": "share of clipped tokens",
+}
+TRAINING_RUNS = ("rl_outcome", "rl_process", "rl_shuffled", "short_rl")
+DEV_RUNS = ("rl_outcome", "rl_process", "rl_shuffled")
+Rows = Mapping[int, Sequence[Mapping[str, float]]]  # of a training log, by seed
+
+
+def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, name: str) -> dict[str, Path]:
+    """Write folder/<name>_<figure>.png of every figure there are numbers for; returns figure -> path."""
+    training = {run: read_logs(runs, seeds, run, "metrics.csv") for run in TRAINING_RUNS}
+    dev = {run: read_logs(runs, seeds, run, "dev.csv") for run in DEV_RUNS}
+    figures = {
+        "breakdown": breakdown_figure(arms),
+        "abilities": abilities_figure(arms),
+        "errors": errors_figure(arms),
+        "training": log_figure(training, TRAINING_PANELS, levels=True),
+        "dev": log_figure(
+            dev, {"ex": "EX, % (Fig. 11)", **{f"ex_{h}": f"EX, {h}, %" for h in HARDNESS}}, levels=False
+        ),
+    }
+    return {
+        key: save_figure(figure, folder / f"{name}_{key}.png", DPI)
+        for key, figure in figures.items()
+        if figure is not None
+    }
+
+
+def breakdown_figure(arms: Arms) -> Figure | None:
+    """EX, tokens and interactions by hardness (Figure 4) and by turn (Figure 12)."""
+    shown = [arm for arm in MAIN_STAGES if arm in arms]
+    if not shown:
+        return None
+    figure = Figure(figsize=(15, 6.4), layout="constrained")
+    panels = figure.subplots(2, 3)
+    quantities: tuple[tuple[str, Callable[[dict, str], dict]], ...] = (
+        ("EX (%)", lambda s, by: {k: v and 100 * v for k, v in s["ex"][f"by_{by}"].items()}),
+        ("tokens the model wrote", lambda s, by: s[f"sampled_tokens_by_{by}"]),
+        ("interactions", lambda s, by: s[f"interactions_by_{by}"]),
+    )
+    for row, (by, names, place) in zip(
+        panels, (("hardness", HARDNESS, "Fig. 4"), ("turn", TURNS, "Fig. 12")), strict=True
+    ):
+        for axes, (title, of) in zip(row, quantities, strict=True):
+            series = {}
+            for arm in shown:
+                numbers = [lambda s, n=n, of=of, by=by: of(s, by).get(n) for n in names]
+                series[arm] = [mean_over_seeds(arms[arm], number) for number in numbers]
+            _bars(axes, series, names)
+            axes.set_title(f"{title} by {by} ({place})")
+    _legend(figure)
+    return figure
+
+
+def abilities_figure(arms: Arms) -> Figure | None:
+    """The five abilities and EX over the stages, greedy and at temperature 1 (Figures 5 and 6)."""
+    stages = [arm for arm in ABILITY_STAGES if arm in arms]
+    if not stages:
+        return None
+    modes = {"": "greedy"}
+    if any("abilities_sampled" in e.summary for arm in stages for e in arms[arm].values()):
+        modes["_sampled"] = "at temperature 1"
+    figure = Figure(figsize=(6 * len(modes), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    for axes, (suffix, title) in zip(panels, modes.items(), strict=True):
+        lines = {t: lambda s, a=a, k=suffix: s.get(f"abilities{k}", {}).get(a) for a, t in ABILITIES.items()}
+        lines["EX"] = lambda s, k=suffix: s.get("ex_sampled") if k else s["ex"]["mean"]
+        for text, number in lines.items():
+            heights = [_percent(mean_over_seeds(arms[arm], number)) for arm in stages]
+            heights = [float("nan") if h is None else h for h in heights]
+            style = {"color": "black", "linestyle": "--"} if text == "EX" else {}
+            axes.plot(range(len(stages)), heights, marker="o", label=text, **style)
+        axes.set_xticks(range(len(stages)), stages)
+        axes.set_title(f"{title} (Fig. 5, 6)")
+        axes.set_ylim(0, 102)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("%")
+    _legend(figure)
+    return figure
+
+
+def errors_figure(arms: Arms) -> Figure | None:
+    """How many questions in a hundred show each kind of error (Figure 7)."""
+    shown = [arm for arm in MAIN_STAGES if arm in arms]
+    if not shown:
+        return None
+    kinds = list(next(iter(arms[shown[0]].values())).summary["errors"])
+    series = {
+        arm: [_percent(mean_over_seeds(arms[arm], lambda s, k=k: s["errors"].get(k))) for k in kinds]
+        for arm in shown
+    }
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    axes = figure.subplots()
+    _bars(axes, series, [kind.replace("_", " ") for kind in kinds])
+    axes.set_title("questions with an error of the kind, % (Fig. 7)")
+    _legend(figure)
+    return figure
+
+
+def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: bool) -> Figure | None:
+    """Columns of training logs over steps: the mean over seeds, and each seed as a thin line.
+
+    With `levels`, dotted lines stand where a run's level of the curriculum changes.
+    """
+    shown = [
+        c
+        for c in columns
+        if any(c in row for seeds in logs.values() for rows in seeds.values() for row in rows)
+    ]
+    if not shown:
+        return None
+    width = len(shown) if len(shown) <= 5 else 4
+    height = -(-len(shown) // width)
+    figure = Figure(figsize=(3.4 * width, 2.7 * height + 0.3), layout="constrained")
+    panels = figure.subplots(height, width, squeeze=False).flatten()
+    for axes in panels[len(shown) :]:
+        axes.axis("off")
+    for axes, column in zip(panels, shown, strict=False):
+        scale = 100 if column.startswith("ex") else 1
+        for run, seeds in logs.items():
+            curves = [
+                {row["step"] + 1: scale * row[column] for row in rows if column in row}
+                for rows in seeds.values()
+            ]
+            _mean_and_seeds(axes, [curve for curve in curves if curve], run)
+            starts = {step for rows in seeds.values() for step in level_starts(rows)} if levels else set()
+            for step in sorted(starts):
+                axes.axvline(step, color=COLOURS[run], linestyle=":", linewidth=0.9)
+        axes.set_title(columns[column])
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    _legend(figure)
+    return figure
+
+
+def _mean_and_seeds(axes: Axes, curves: Sequence[Mapping[float, float]], run: str) -> None:
+    """The mean of a run's curves (step -> value) where all have the step, and each curve thin."""
+    if not curves:
+        return
+    for curve in curves if len(curves) > 1 else []:
+        axes.plot(list(curve), list(curve.values()), color=COLOURS[run], linewidth=0.5, alpha=0.5)
+    steps = sorted(set.intersection(*map(set, curves)))
+    means = [fmean(curve[step] for curve in curves) for step in steps]
+    marker = "o" if len(steps) < 30 else ""
+    axes.plot(steps, means, color=COLOURS[run], linewidth=1.6, label=run, marker=marker, ms=3)
+
+
+def level_starts(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """The steps, from 1, at which a log's `level` is another than the step before."""
+    found = [row for row in rows if "level" in row]
+    return [b["step"] + 1 for a, b in pairwise(found) if a["level"] != b["level"]]
+
+
+def _bars(axes: Axes, series: Mapping[str, Sequence[float | None]], names: Sequence[str]) -> None:
+    """Groups of bars, one of each arm; a number that is None has none."""
+    width = 0.82 / len(series)
+    for i, (arm, heights) in enumerate(series.items()):
+        places = [g + (i - (len(series) - 1) / 2) * width for g in range(len(names))]
+        axes.bar(places, [h or 0 for h in heights], width, color=COLOURS[arm], label=arm)
+    axes.set_xticks(range(len(names)), names)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _legend(figure: Figure) -> None:
+    """One legend below the figure for all its panels."""
+    labelled = {
+        text: h for axes in figure.axes for h, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(labelled))
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

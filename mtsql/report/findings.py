@@ -1,0 +1,193 @@
+"""The findings of MTSQL-R1 (section 4) as differences between arms, each with its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from mtsql.report.abilities import ABILITIES
+from mtsql.report.arms import (
+    Answer,
+    Arms,
+    Difference,
+    Measure,
+    answers,
+    contrast,
+    estimate,
+    paired_answers,
+)
+
+COMPARISONS = (  # claim, where in the paper, better arm, worse arm
+    ("the long-horizon warm start beats short-horizon SFT", "Table 2", "round_1", "short_sft"),
+    ("a second self-taught round helps", "Finding 7", "round_2", "round_1"),
+    ("a third self-taught round helps", "Finding 7", "round_3", "round_2"),
+    ("RL improves on the warm start", "Finding 8", "rl_outcome", "round_3"),
+    ("process rewards help beside outcome rewards", "Finding 9", "rl_process", "rl_outcome"),
+    ("long-horizon RL beats short-horizon RL", "Finding 1", "rl_process", "short_rl"),
+    ("the agent needs EXECUTE", "Finding 10", "rl_process", "rl_no_execution"),
+    ("the agent needs MEMORY-VERIFY", "Finding 10", "rl_process", "rl_no_memory"),
+    ("RL needs the curriculum's order", "section 3.3.1", "rl_process", "rl_shuffled"),
+    (
+        "out of domain the agent beats short-horizon SFT",
+        "Finding 6",
+        "rl_process_shifted",
+        "short_sft_shifted",
+    ),
+)
+STAGES = ("base", "round_3", "rl_process")  # of the five abilities
+Where = Callable[[dict], bool]
+CONTRASTS: tuple[tuple[str, str, Where, str, Where], ...] = (  # later or harder questions against the rest
+    (
+        "later turns",
+        "turns from 3 on",
+        lambda r: r["turn_index"] >= 2,
+        "turn 1",
+        lambda r: r["turn_index"] == 0,
+    ),
+    (
+        "harder questions",
+        "hard and extra",
+        lambda r: r["hardness"] in ("hard", "extra"),
+        "easy",
+        lambda r: r["hardness"] == "easy",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim, and the difference that should be above 0; in fractions where `unit` is "points"."""
+
+    claim: str
+    source: str
+    compared: str
+    difference: Difference
+    unit: str = "points"
+    sampled: float | None = None  # the same at temperature 1
+
+    @property
+    def verdict(self) -> str:
+        """What the numbers say; without an interval, each seed's own difference has to be above 0."""
+        mean, interval = self.difference.mean, self.difference.interval
+        lowest = interval[0] if interval else min(self.difference.by_seed.values())
+        if mean > 0:
+            return "holds" if lowest > 0 else "holds in the mean, not beyond chance"
+        return "does not hold" if mean < 0 else "no difference"
+
+
+def findings(arms: Arms, coverage: Mapping[int, Sequence[dict]]) -> list[Finding]:
+    """The findings whose arms are finished in at least one common seed, in the paper's order of themes."""
+    return [
+        *_accuracy(arms),
+        *_gains(arms),
+        *_effort(arms),
+        *_abilities(arms),
+        *_coverage(coverage),
+    ]
+
+
+def _accuracy(arms: Arms) -> list[Finding]:
+    found = []
+    for claim, source, better, worse in COMPARISONS:
+        ex, sampled = (
+            estimate(paired_answers(arms.get(better, {}), arms.get(worse, {}), _of(metric)))
+            for metric in ("ex", "ex_sampled")
+        )
+        if ex:
+            found.append(
+                Finding(claim, source, f"`{better}` - `{worse}`", ex, sampled=sampled and sampled.mean)
+            )
+    return found
+
+
+def _gains(arms: Arms) -> list[Finding]:
+    """Finding 4: the gain over short-horizon SFT is larger at later turns, and on harder questions."""
+    found = []
+    sides = [
+        paired_answers(arms.get("rl_process", {}), arms.get("short_sft", {}), _of(metric))
+        for metric in ("ex", "ex_sampled")
+    ]
+    for what, more, is_more, less, is_less in CONTRASTS:
+        gains, at_temperature_1 = ((_where(s, is_more), _where(s, is_less)) for s in sides)
+        difference, sampled = contrast(*gains), contrast(*at_temperature_1)
+        if difference:
+            of_more, of_less = (100 * fmean(a.value for a in group) for group in gains)
+            compared = (
+                f"`rl_process` - `short_sft`: {more} ({signed(of_more)}) against {less} ({signed(of_less)})"
+            )
+            claim = f"the gain over short-horizon SFT is larger on {what}"
+            found.append(Finding(claim, "Finding 4", compared, difference, sampled=sampled and sampled.mean))
+    return found
+
+
+def _effort(arms: Arms) -> list[Finding]:
+    """Finding 5: more tokens and interactions for later turns and harder questions."""
+    found = []
+    for key, unit in (("sampled_tokens", "tokens"), ("interactions", "interactions")):
+        asked = answers(arms.get("rl_process", {}), _of(key))
+        for what, more, is_more, less, is_less in CONTRASTS:
+            difference = contrast(_where(asked, is_more), _where(asked, is_less))
+            if difference:
+                compared = f"`rl_process`: {more} against {less}"
+                found.append(Finding(f"{what} take more {unit}", "Finding 5", compared, difference, unit))
+    return found
+
+
+def _abilities(arms: Arms) -> list[Finding]:
+    found = []
+    for ability, text in ABILITIES.items():
+        for worse, better in pairwise(STAGES):
+            ours, theirs = arms.get(better, {}), arms.get(worse, {})
+            difference = estimate(paired_answers(ours, theirs, lambda r, a=ability: r["abilities"][a]))
+            if difference is None:
+                continue
+            sampled = [
+                ours[seed].summary["abilities_sampled"][ability]
+                - theirs[seed].summary["abilities_sampled"][ability]
+                for seed in sorted(ours.keys() & theirs.keys())
+                if all(
+                    side[seed].summary.get("abilities_sampled", {}).get(ability) is not None
+                    for side in (ours, theirs)
+                )
+            ]
+            found.append(
+                Finding(
+                    f"ability “{text}” grows",
+                    "Finding 11",
+                    f"`{better}` - `{worse}`",
+                    difference,
+                    sampled=fmean(sampled) if sampled else None,
+                )
+            )
+    return found
+
+
+def _coverage(coverage: Mapping[int, Sequence[dict]]) -> list[Finding]:
+    """Finding 7: the share of the training questions with a trajectory, last round minus first."""
+    by_seed = {
+        seed: (rounds[-1]["questions_covered"] - rounds[0]["questions_covered"])
+        / rounds[0]["questions_asked"]
+        for seed, rounds in coverage.items()
+        if len(rounds) > 1
+    }
+    if not by_seed:
+        return []
+    last = max(rounds[-1]["round"] for rounds in coverage.values())
+    difference = Difference(fmean(by_seed.values()), None, by_seed)
+    claim = "self-taught rounds cover more training questions"
+    return [Finding(claim, "Finding 7, Table 7", f"round {last} - round 1", difference)]
+
+
+def _of(key: str) -> Measure:
+    return lambda record: record.get(key)
+
+
+def _where(found: Sequence[Answer], is_in: Where) -> list[Answer]:
+    return [answer for answer in found if is_in(answer.record)]
+
+
+def signed(number: float, places: int = 1) -> str:
+    """With its sign; what rounds to 0 is +0."""
+    return f"{round(number, places) + 0.0:+.{places}f}"

@@ -1,0 +1,350 @@
+"""The results page: hand-computed cells and verdicts, missing arms, figures and raw numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from matplotlib.image import imread
+
+from mtsql.report.arms import answers, contrast, estimate, paired_answers, read_arms, read_logs
+from mtsql.report.figures import level_starts
+from mtsql.report.findings import Difference, Finding
+from mtsql.report.metrics import paired_difference, summarise
+from mtsql.report.page import write_page
+from mtsql.report.tables import with_seed_placeholder
+from mtsql.sql.score import FURTHER_METRICS
+
+SEEDS = (0, 1)
+EX = {  # arm -> for each seed, EX of the three turns of dialogue a, then of dialogue b
+    "short_sft": ("100 100", "100 110"),
+    "short_rl": ("100 100", "100 110"),
+    "round_1": ("000 100", "000 100"),
+    "round_2": ("110 000", None),
+    "rl_process": ("110 111", "111 111"),
+    "rl_process_predicted": ("110 100", "110 110"),
+    "rl_process_shifted": ("111 111", None),
+    "short_sft_shifted": ("111 111", None),
+    "rl_cap_60": ("100 000", "000 000"),
+}
+
+
+def make_records(verdicts: str, ability: float) -> list[dict]:
+    return [
+        {
+            "example_id": f"{dialogue}/{turn}",
+            "dialogue_id": dialogue,
+            "turn_index": turn,
+            "hardness": ("easy", "medium", "hard")[turn],
+            "ex": int(verdict),
+            "em": 0,
+            **dict.fromkeys(FURTHER_METRICS, 0),
+            "predicted": "SELECT 1",
+            "pred_parses": True,
+            "status": "answered" if int(verdict) else "out_of_tokens",
+            "interactions": 1 + turn,
+            "tool_calls": {},
+            "sampled_tokens": 10 + 5 * turn,
+            "response_tokens": 20,
+            "abilities": {
+                "call_execution": ability,
+                "call_memory": ability if turn else None,
+                "e_verify": 0.5,
+                "m_verify": None,
+                "generation": ability,
+            },
+            "errors": [] if int(verdict) else ["join_path"],
+        }
+        for dialogue, block in zip("ab", verdicts.split(), strict=True)
+        for turn, verdict in enumerate(block)
+    ]
+
+
+def write_arm(runs: Path, seed: int, arm: str, verdicts: str, ability: float = 0.0, **more) -> Path:
+    folder = runs / f"seed{seed}" / "evaluation" / arm
+    folder.mkdir(parents=True)
+    records = make_records(verdicts, ability)
+    (folder / "summary.json").write_text(json.dumps(summarise(records) | more))
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    command = ["evaluate.py", "--seed", str(seed), "--out", f"runs/seed{seed}/evaluation/{arm}"]
+    run = {"command": command, "config": {"max_response_tokens": 600}}
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder
+
+
+def write_runs(runs: Path) -> Path:
+    for arm, by_seed in EX.items():
+        for seed, verdicts in enumerate(by_seed):
+            if verdicts is not None:
+                write_arm(runs, seed, arm, verdicts)
+    for seed, ability in ((0, 0.25), (1, 0.75)):
+        write_arm(runs, seed, "base", "000 000", 0.0, abilities_sampled={"generation": 0.5})
+        write_arm(runs, seed, "round_3", "000 000", ability, abilities_sampled={"generation": 0.4})
+    for seed, covered in ((0, (4, 6)), (1, (5, 5))):
+        keys = {"sampled": 200, "right": 90, "questions_asked": 10, "questions_solved": 4, "trajectories": 12}
+        rounds = [{"round": n + 1, "questions_covered": c, **keys} for n, c in enumerate(covered)]
+        (runs / f"seed{seed}" / "sft").mkdir()
+        (runs / f"seed{seed}" / "sft" / "coverage.json").write_text(json.dumps(rounds))
+    for seed in SEEDS:
+        log = runs / f"seed{seed}" / "rl_process"
+        log.mkdir()
+        rows = [f"{step},{1 + step // 3},{seed + step / 10}" for step in range(6)]
+        (log / "metrics.csv").write_text("\n".join(["step,level,reward", *rows, "6,2"]))
+        (log / "dev.csv").write_text("step,ex,ex_easy,ex_extra\n1,0.5,0.75,\n3,0.625,1.0,\n")
+        training, evaluation = ((7.5, 1.25), (9, 0))[seed]
+        (runs / f"seed{seed}" / "sft" / "coverage.json.minutes").write_text(f"{training}\n")
+        (runs / f"seed{seed}" / "evaluation" / "round_1" / "summary.json.minutes").write_text(
+            f"{evaluation}\n"
+        )
+    return runs
+
+
+def make_commands(runs: Path) -> list[tuple[str, str, Path]]:
+    commands = [("benchmark", "python -m mtsql.data.toy runs/benchmark", runs / "benchmark")]
+    for seed in SEEDS:
+        sft = runs / f"seed{seed}" / "sft"
+        line = f"python train_sft.py --seed {seed} --out runs/seed{seed}/sft"
+        commands.append(("sft", line, sft / "coverage.json"))
+        for arm in (*EX, "rl_outcome"):
+            done = runs / f"seed{seed}" / "evaluation" / arm / "summary.json"
+            commands.append((f"evaluate {arm}", f"python evaluate.py --seed {seed} --out {arm}", done))
+    return commands
+
+
+def make_page(runs: Path, folder: Path) -> str:
+    commands = make_commands(runs)
+    page = write_page(runs, SEEDS, folder, "suite", "The suite", commands, "2 cores", "2026-01-02")
+    assert page == folder / "suite.md"
+    return page.read_text()
+
+
+class Suite(NamedTuple):
+    runs: Path
+    folder: Path
+    page: str
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    """One page for all tests that only read it: drawing its figures takes seconds."""
+    folder = tmp_path_factory.mktemp("page")
+    runs = write_runs(tmp_path_factory.mktemp("runs"))
+    return Suite(runs, folder, make_page(runs, folder))
+
+
+def cells(page: str, *starts: str) -> list[str]:
+    """The cells after the first ones of the only table row that starts with them."""
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    found = [row[len(starts) :] for row in rows if row[: len(starts)] == list(starts)]
+    assert len(found) == 1, (starts, found)
+    return found[0]
+
+
+def section(page: str, title: str) -> str:
+    return page.partition(f"## {title}")[2].partition("\n## ")[0]
+
+
+def test_findings_by_hand(suite: Suite):
+    page = section(suite.page, "Findings")
+
+    def finding(claim: str, source: str, compared: str) -> list[str]:
+        return cells(page, claim, source, compared)
+
+    # Seed 0: 5/6 - 2/6; seed 1: 6/6 - 3/6; both dialogues gain 3 of 6, so every resample does.
+    assert finding("long-horizon RL beats short-horizon RL", "Finding 1", "`rl_process` - `short_rl`") == [
+        "+50.0",
+        "+50.0, +50.0",
+        "[+50.0, +50.0]",
+        "–",
+        "**holds**",
+    ]
+    # 1/6 - 2/6 and 1/6 - 3/6.
+    worse = finding(
+        "the long-horizon warm start beats short-horizon SFT", "Table 2", "`round_1` - `short_sft`"
+    )
+    assert (worse[0], worse[1], worse[-1]) == ("-25.0", "-16.7, -33.3", "**does not hold**")
+    # Seed 0 alone: dialogue a gains 2 of 3, dialogue b loses 1 of 3.
+    chance = finding("a second self-taught round helps", "Finding 7", "`round_2` - `round_1`")
+    assert chance[:3] == ["+16.7", "+16.7, –", "[-33.3, +66.7]"]
+    assert chance[-1] == "**holds in the mean, not beyond chance**"
+    equal = "out of domain the agent beats short-horizon SFT"
+    shifted = finding(equal, "Finding 6", "`rl_process_shifted` - `short_sft_shifted`")
+    assert (shifted[0], shifted[-1]) == ("+0.0", "**no difference**")
+    # Turn 1: no gain; turn 3: 1 of 2 in seed 0, 2 of 2 in seed 1.
+    gain = finding(
+        "the gain over short-horizon SFT is larger on later turns",
+        "Finding 4",
+        "`rl_process` - `short_sft`: turns from 3 on (+75.0) against turn 1 (+0.0)",
+    )
+    assert gain[:2] == ["+75.0", "+50.0, +100.0"]
+    tokens = finding(
+        "later turns take more tokens", "Finding 5", "`rl_process`: turns from 3 on against turn 1"
+    )
+    assert tokens == ["+10.0 tokens", "+10.0, +10.0", "[+10.0, +10.0]", "–", "**holds**"]
+    ability = finding("ability “generation, self-correction” grows", "Finding 11", "`round_3` - `base`")
+    assert (ability[0], ability[1], ability[3]) == ("+50.0", "+25.0, +75.0", "-10.0")
+    covered = "self-taught rounds cover more training questions"
+    coverage = finding(covered, "Finding 7, Table 7", "round 2 - round 1")
+    assert coverage == ["+10.0", "+20.0, +0.0", "–", "–", "**holds in the mean, not beyond chance**"]
+    assert "rl_outcome" not in page
+
+
+def test_tables_by_hand(suite: Suite):
+    page = suite.page
+    accuracy = section(page, "EX and EM")
+    agent = cells(accuracy, "`rl_process`: RL, outcome + process rewards (final agent)")
+    assert agent == ["91.7 (83.3, 100.0)", "0.0 (0.0, 0.0)", "100.0 (100.0, –)", "0.0 (0.0, –)"]
+    assert cells(accuracy, "`round_2`: warm start, round 2") == ["33.3 (33.3, –)", "0.0 (0.0, –)", "–", "–"]
+    assert (
+        "Command of the row of `rl_process`: `python evaluate.py --seed SEED --out runs/seedSEED/" in accuracy
+    )
+    history = section(page, "Gold against predicted history")
+    label = "`rl_process`: RL, outcome + process rewards (final agent)"
+    assert cells(history, label, "gold") == ["91.7", "100.0", "100.0", "75.0", "–", "–"]
+    assert cells(history, label, "predicted") == ["58.3", "100.0", "75.0", "0.0", "–", "–"]
+    # Turn 2: dialogue a loses nothing, dialogue b one of its two seeds' answers.
+    difference = cells(history, "", "difference")
+    assert difference[1:3] == ["+0.0 [+0.0, +0.0]", "-25.0 [-50.0, +0.0]"]
+    assert difference[0].startswith("-33.3 [") and difference[4] == "–"
+    covered = section(page, "Coverage")
+    assert cells(covered, "all training questions") == ["10", "10", "10"]
+    assert cells(covered, "with a trajectory after round 2") == ["6", "6", "5"]
+    capped = section(page, "A cap on the response")
+    assert cells(capped, "`rl_process`") == ["600", "91.7", "0.0", "8.3", "20.0"]
+    assert cells(capped, "`rl_cap_60`")[:2] == ["60", "8.3"]
+    errors = section(page, "Errors")
+    assert "| Arm | execution | constraint | schema linking | aggregation | join path | other |" in errors
+    assert cells(errors, "`base`: untrained, both tools")[4] == "100.0"
+    tokens = (
+        section(page, "By turn and by hardness").split("Tokens the model wrote")[1].split("Interactions")[0]
+    )
+    assert "| Arm | turn 1 (2) | turn 2 (2) | turn 3 (2) | easy (2) | medium (2) | hard (2) |" in tokens
+    assert cells(tokens, label) == ["10.0", "15.0", "20.0", "10.0", "15.0", "20.0"]
+    able = section(page, "The five abilities")  # (0.25 + 0.75) / 2; the memory's two have no first turns
+    assert cells(able, "`round_3`: warm start, round 3") == [
+        "50.0",
+        "50.0",
+        "50.0",
+        "–",
+        "50.0 (40.0)",
+        "0.0",
+    ]
+
+
+def test_ablation_by_hand(tmp_path: Path):
+    write_arm(tmp_path / "runs", 0, "rl_process", "111 100")
+    write_arm(tmp_path / "runs", 0, "rl_no_memory", "100 000")
+    write_arm(tmp_path / "runs", 1, "rl_no_memory", "111 111")  # has nothing to be compared with
+    table = section(make_page(tmp_path / "runs", tmp_path), "The two tools (Table 4)")
+    row = cells(table, "`rl_no_memory`: final agent without MEMORY-VERIFY")
+    assert row == ["58.3 (16.7, 100.0)", "0.0 (0.0, 0.0)", "-50.0 [-66.7, -33.3]"]
+    assert cells(table, "`rl_process`: RL, outcome + process rewards (final agent)")[2] == "–"
+
+
+def test_top_names_what_is_missing(tmp_path: Path):
+    runs = write_runs(tmp_path / "runs")
+    folder = runs / "seed1" / "evaluation" / "short_rl"
+    (folder / "predictions.jsonl").write_text('{"example_id": "a/0", "dia')  # still being written
+    (runs / "seed0" / "evaluation" / "short_rl" / "run.json").write_text("{")
+    page = make_page(runs, tmp_path)
+    top = page.partition("## Findings")[0]
+    assert "- Date: 2026-01-02\n- Hardware: 2 cores\n- Seeds: 0, 1\n- Questions: 6; out of domain 6\n" in top
+    assert (
+        "left out below:** `rl_outcome` (seed 0, 1), `short_rl` (seed 1), `round_2` (seed 1), "
+        "`rl_process_shifted` (seed 1), `short_sft_shifted` (seed 1)\n"
+    ) in top
+    assert cells(section(page, "EX and EM"), "`short_rl`: short-horizon RL")[0] == "33.3 (33.3, –)"
+
+
+def test_minutes_and_commands(suite: Suite):
+    page = suite.page
+    minutes = section(page, "Minutes")
+    assert cells(minutes, "all seeds share") == ["0.0", "0.0", "0.0", "0 of 1"]
+    assert cells(minutes, "seed 0") == ["7.5", "1.2", "8.8", "10 of 11"]
+    assert cells(minutes, "seed 1") == ["9.0", "0.0", "9.0", "7 of 11"]
+    commands = section(page, "Commands")
+    assert commands.count("python train_sft.py --seed SEED --out runs/seedSEED/sft") == 1
+    assert commands.count("python ") == 12
+    assert "# data and training\npython -m mtsql.data.toy runs/benchmark" in commands
+    assert with_seed_placeholder("x.py --seed=1 --steps 1 --out r/seed1/a", 1) == (
+        "x.py --seed=SEED --steps 1 --out r/seedSEED/a"
+    )
+    assert with_seed_placeholder("x.py --seed 10 --out r/seed10", 1) == "x.py --seed 10 --out r/seed10"
+
+
+def test_raw_numbers_round_trip(suite: Suite):
+    raw = json.loads((suite.folder / "suite.json").read_text())
+    assert len(raw) == sum(v is not None for by_seed in EX.values() for v in by_seed) + 4
+    entry = next(e for e in raw if (e["arm"], e["seed"]) == ("rl_process", 0))
+    assert (entry["ex"], entry["em"], entry["questions"]) == (pytest.approx(5 / 6), 0.0, 6)
+    assert entry["ex_by_turn"] == {"1": 1.0, "2": 1.0, "3": 0.5, "4": None, ">4": None}
+    assert entry["ex_by_hardness"]["hard"] == 0.5 and entry["em_by_turn"]["1"] == 0.0
+    assert entry["command"] == "python evaluate.py --seed 0 --out runs/seed0/evaluation/rl_process"
+    written = json.loads((suite.runs / "seed0" / "evaluation" / "rl_process" / "summary.json").read_text())
+    given = {k: v for k, v in entry.items() if k in ("ex", "ex_by_turn", "ex_by_hardness")}
+    again = {"mean": given["ex"], "by_turn": given["ex_by_turn"], "by_hardness": given["ex_by_hardness"]}
+    assert entry["summary"]["ex"] | again == written["ex"]
+    assert entry["summary"]["sampled_tokens_by_turn"] == written["sampled_tokens_by_turn"]
+
+
+def test_figures(suite: Suite):
+    figures = {path.name for path in suite.folder.glob("*.png")}
+    assert figures == {f"suite_{key}.png" for key in ("breakdown", "abilities", "errors", "training", "dev")}
+    for name in figures:
+        assert f"]({name})" in suite.page
+        assert (suite.folder / name).stat().st_size < 150_000
+        assert imread(suite.folder / name)[..., :3].std() > 0.01
+    log = read_logs(suite.runs, SEEDS, "rl_process", "metrics.csv")
+    assert [row["reward"] for row in log[1]] == pytest.approx([1, 1.1, 1.2, 1.3, 1.4, 1.5])
+    assert level_starts(log[0]) == [4]
+    assert "ex_extra" not in read_logs(suite.runs, SEEDS, "rl_process", "dev.csv")[0][0]
+    assert not [path for path in suite.folder.iterdir() if path.name.startswith(".")]
+
+
+def test_nothing_is_finished(tmp_path: Path):
+    page = make_page(tmp_path / "runs", tmp_path)
+    assert "- Questions: none yet" in page and "`rl_process` (seed 0, 1)" in page
+    assert "## Findings" not in page and "## Commands" in page
+    assert json.loads((tmp_path / "suite.json").read_text()) == []
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("arm", ["rl_process", "rl_process_predicted"])
+def test_each_arm_may_be_alone_or_missing(tmp_path: Path, arm: str):
+    write_arm(tmp_path / "alone", 1, arm, "110 100")
+    top, _, tables = make_page(tmp_path / "alone", tmp_path).partition("## ")
+    assert f"`{arm}` (seed 0)" in top
+    assert (f"| `{arm}`" in tables) == (arm != "rl_process_predicted")  # which is compared with gold only
+    for other in {*EX, "base", "round_3"} - {arm, f"{arm}_shifted"}:
+        write_arm(tmp_path / "missing", 0, other, "110 100")
+    page = make_page(tmp_path / "missing", tmp_path)
+    assert f"| `{arm}`" not in page and "| `round_3`" in page
+
+
+def test_differences_agree_with_the_paired_comparison(suite: Suite):
+    """With two seeds the values of a dialogue are both seeds' answers."""
+    arms = read_arms(suite.runs, SEEDS)
+    found = paired_answers(arms["rl_process"], arms["round_1"], lambda record: record["ex"])
+    ours = [[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
+    theirs = [[0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0]]
+    mean, low, high, _ = paired_difference(ours, theirs)
+    assert estimate(found) == Difference(
+        mean, (low, high), {0: pytest.approx(4 / 6), 1: pytest.approx(5 / 6)}
+    )
+    few = [a for a in found if a.record["dialogue_id"] == "a"]
+    assert contrast(found, found).mean == 0 and contrast(found, []) is None and estimate([]) is None
+    low, high = contrast(few, [a for a in found if a not in few]).interval
+    assert low == high == pytest.approx(5 / 6 - 4 / 6)
+    assert not answers(arms["base"], lambda record: record.get("ex_sampled"))
+
+
+def test_verdicts():
+    def verdict(mean: float, interval: tuple[float, float] | None) -> str:
+        return Finding("", "", "", Difference(mean, interval, {0: 0.1, 1: mean})).verdict
+
+    assert verdict(0.1, (0.01, 0.2)) == verdict(0.1, None) == "holds"
+    assert verdict(0.1, (0.0, 0.2)) == "holds in the mean, not beyond chance"
+    assert verdict(-0.1, (-0.3, 0.2)) == verdict(-0.1, None) == "does not hold"
+    assert verdict(0.0, (0.0, 0.0)) == "no difference"
