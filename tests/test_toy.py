@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 import sqlite3
 from collections import Counter
+from statistics import fmean
 
 import pytest
 
@@ -19,6 +21,13 @@ from mtsql.sql.score import Scorer
 def benchmark(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy") / "benchmark"
     toy.write_benchmark(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "shifted"
+    toy.write_benchmark(folder, seed=0, shifted=True)
     return folder
 
 
@@ -45,10 +54,12 @@ def test_sizes(benchmark, train):
         assert sum(bool(t.foreign_keys) for t in schema.tables) >= 1
 
 
-def test_same_seed_same_bytes_other_seed_others(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(toy, "SPLITS", {"train": (4, 5), "dev": (2, 2)})
+@pytest.mark.parametrize("style", ["default", "shifted"])
+def test_same_seed_same_bytes_other_seed_others(tmp_path, monkeypatch, style):
+    for name in ("SPLITS", "SHIFTED_SPLITS"):
+        monkeypatch.setattr(toy, name, {"train": (4, 5), "dev": (2, 2)})
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        toy.write_benchmark(tmp_path / name, seed)
+        toy.write_benchmark(tmp_path / name, seed, style == "shifted")
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
     assert len(files) == 10
     for file in files:
@@ -98,3 +109,52 @@ def test_mistakes_change_the_answer(benchmark, train):
                     assert "no such column" in str(error)
         connection.close()
     assert set(kinds) == {"lost_constraint", "stale_value", "value_form", "look_alike", "misnamed_column"}
+
+
+def renamed_share(entries):
+    """Share of columns, keys aside, whose stored name is no word of the phrase that questions use."""
+    renamed = []
+    for entry in entries:
+        keys = {*entry["primary_keys"], *(child for child, _ in entry["foreign_keys"])}
+        pairs = zip(entry["column_names_original"], entry["column_names"], strict=True)
+        for index, ((table, stored), (_, phrase)) in enumerate(pairs):
+            if table >= 0 and index not in keys:
+                renamed.append(stored.lower() not in phrase.split())
+    return fmean(renamed)
+
+
+def test_shifted_has_other_databases_longer_dialogues_and_more_renamed_columns(benchmark, train, shifted):
+    mean = fmean(len(d.turns) for d in train.dialogues)
+    for split in ("train", "dev", "test"):
+        lengths = [len(d.turns) for d in load(shifted, split).dialogues]
+        assert set(lengths) == {3, 4, 5, 6, 7}
+        assert fmean(lengths) > mean + 1.5
+    entries, shifted_entries = (
+        json.loads((folder / "tables.json").read_text()) for folder in (benchmark, shifted)
+    )
+    assert len(shifted_entries) == 140
+    assert not {e["db_id"] for e in entries} & {e["db_id"] for e in shifted_entries}
+    assert renamed_share(shifted_entries) > 1.4 * renamed_share(entries)
+
+
+def test_shifted_gold_runs_and_gives_rows(shifted):
+    for split in ("train", "dev", "test"):
+        dataset = load(shifted, split)
+        scorer = Scorer(dataset.schemas, Executor())
+        asked = examples(dataset.dialogues)
+        for example in asked:
+            result = scorer.executor.execute(dataset.schemas[example.db_id].path, example.gold_sql)
+            assert result.status == "rows", (example.gold_sql, result)
+            assert any(value is not None for row in result.rows for value in row)
+        assert not any(scorer.gold_problem(e.db_id, e.gold_sql) for e in asked[:300])
+
+
+def test_shifted_says_nothing_in_words_that_training_lacks(train, shifted):
+    """The tiny model cannot copy words that it has never met."""
+
+    def words(dataset):
+        text = " ".join(f"{e.question} {e.gold_sql}" for e in examples(dataset.dialogues))
+        return set(re.findall(r"[a-z]+", text.lower()))
+
+    for split in ("train", "dev", "test"):
+        assert not words(load(shifted, split)) - words(train)

@@ -2,7 +2,8 @@
 
 `python -m mtsql.data.toy FOLDER` writes train.json, dev.json, test.json, tables.json and
 database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
-queries from which the scripted agent of the imitation phase draws (train only).
+queries from which the scripted agent of the imitation phase draws (train only). With --shifted it is
+smaller, over other databases and in another style of dialogue, for evaluation out of domain.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from mtsql.data.toy_database import ToyDatabase, make_database, tables_entry, wr
 from mtsql.data.toy_dialogue import Asked, Speaker
 from mtsql.data.toy_followup import FOLLOW_UPS
 from mtsql.data.toy_query import mistakes, render
+from mtsql.data.toy_style import DEFAULT, SHIFTED, Style
 
-TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)
-SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (40, 6)}  # databases, dialogues in each
+SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (80, 6)}  # databases, dialogues in each
+SHIFTED_SPLITS = {"train": (60, 5), "dev": (20, 5), "test": (60, 5)}
 
 
 def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
@@ -54,11 +56,12 @@ def _tie(connection: sqlite3.Connection, asked: Asked, database: ToyDatabase) ->
 
 
 def make_dialogue(
-    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random
+    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, style: Style
 ) -> list[tuple[Asked, list[tuple[str, str]]]]:
     """Turns of one dialogue, each with the mistakes that change its answer."""
-    speaker = Speaker(database, rng)
-    wanted = rng.choice(TURNS)
+    speaker = Speaker(database, rng, style)
+    wanted = rng.choice(style.turns)
+    kinds, weights = list(style.follow_ups), list(style.follow_ups.values())
     turns: list[tuple[Asked, list[tuple[str, str]]]] = []
     for _ in range(60):
         if len(turns) == wanted:
@@ -67,8 +70,7 @@ def make_dialogue(
         if previous is None:
             asked = speaker.ask_first()
         else:
-            weights, kinds = zip(*FOLLOW_UPS, strict=True)
-            asked = rng.choices(kinds, weights)[0](speaker, previous)
+            asked = FOLLOW_UPS[rng.choices(kinds, weights)[0]](speaker, previous)
         if asked is None:
             continue
         sql = render(asked.query, database)
@@ -89,24 +91,23 @@ def make_dialogue(
 
 
 def _write_split(
-    folder: Path, split: str, rng: random.Random
+    folder: Path, split: str, databases: int, dialogues_each: int, rng: random.Random, style: Style
 ) -> tuple[list[dict], list[dict], list[list[list[dict]]]]:
     """Databases and dialogues of one split: tables entries, dialogues, mistakes turn by turn."""
-    databases, dialogues_each = SPLITS[split]
     names = list(toy_words.themes())
     entries, dialogues, wrong = [], [], []
     for number in range(databases):
         theme = names[number % len(names)]
-        db_id = f"{theme}_{split}_{number:03d}"
-        database = make_database(db_id, theme, rng)
+        db_id = f"{theme}{style.suffix}_{split}_{number:03d}"
+        database = make_database(db_id, theme, rng, style)
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
         write_sqlite(database, path)
         entries.append(tables_entry(database))
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         for _ in range(dialogues_each):
-            turns = make_dialogue(database, connection, rng)
-            if not turns:
+            turns = make_dialogue(database, connection, rng, style)
+            if len(turns) < min(style.turns):
                 continue
             interaction = [
                 {
@@ -123,8 +124,10 @@ def _write_split(
     return entries, dialogues, wrong
 
 
-def write_benchmark(folder: Path, seed: int) -> None:
+def write_benchmark(folder: Path, seed: int, shifted: bool = False) -> None:
     """Write the whole benchmark into `folder`, which appears only when it is complete.
+
+    `shifted` chooses the style and the sizes for evaluation out of domain.
 
     Raises FileExistsError if `folder` exists.
     """
@@ -134,9 +137,10 @@ def write_benchmark(folder: Path, seed: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     entries = []
-    for split in SPLITS:
-        rng = random.Random(f"{seed}/{split}")
-        found, dialogues, wrong = _write_split(partial, split, rng)
+    style, splits = (SHIFTED, SHIFTED_SPLITS) if shifted else (DEFAULT, SPLITS)
+    for split, (databases, dialogues_each) in splits.items():
+        rng = random.Random(f"{seed}/{split}{style.suffix}")
+        found, dialogues, wrong = _write_split(partial, split, databases, dialogues_each, rng, style)
         entries += found
         (partial / f"{split}.json").write_text(json.dumps(dialogues, indent=1))
         if split == "train":
@@ -150,9 +154,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--shifted",
+        action="store_true",
+        help="other databases and style, smaller: for evaluation out of domain",
+    )
     arguments = parser.parse_args()
     try:
-        write_benchmark(arguments.folder, arguments.seed)
+        write_benchmark(arguments.folder, arguments.seed, arguments.shifted)
     except FileExistsError as error:
         parser.error(str(error))
 

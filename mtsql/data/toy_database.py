@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtsql.data import toy_words as words
+from mtsql.data.toy_style import Style
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _values(kind: str, count: int, rng: random.Random) -> list:
     return [rng.choice(pool) for _ in range(count)]
 
 
-def make_database(db_id: str, theme: str, rng: random.Random) -> ToyDatabase:
+def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> ToyDatabase:
     """Draw a connected choice of the theme's entities, names, columns, styles and rows."""
     entities = list(words.themes()[theme])
     wanted = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
@@ -137,7 +138,7 @@ def make_database(db_id: str, theme: str, rng: random.Random) -> ToyDatabase:
         for spec in sorted(kept, key=entity.columns.index):
             proper, common = spec.kind in words.PROPER, spec.kind in words.COMMON
             styles = ("title", "title", "lower", "lower") if proper else (*("title", "lower") * 4, "code")
-            name = rng.choice(spec.names) if rng.random() < 0.1 else spec.names[0]
+            name = rng.choice(spec.names) if rng.random() < style.renamed else spec.names[0]
             others = [n for n in (*spec.names, spec.phrases[0]) if n != name and " " not in n]
             column = Column(
                 table,

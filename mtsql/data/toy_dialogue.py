@@ -1,4 +1,4 @@
-"""Dialogues of the toy benchmark: questions in English with their queries, one to five turns each.
+"""Dialogues of the toy benchmark: questions in English with their queries.
 
 The follow-ups are SParC's four kinds (Yu et al., 2019, section 4): refine the constraints, ask for
 another property, change the entity, ask about the answer. Later questions name only what changes.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from mtsql.data import toy_words as words
 from mtsql.data.toy_database import Column, Table, ToyDatabase
 from mtsql.data.toy_query import Condition, Query
+from mtsql.data.toy_style import Style
 
 AGGREGATES = {"avg": "average", "max": "highest", "min": "lowest", "sum": "total"}
 
@@ -48,9 +49,10 @@ def extremes(column: Column) -> tuple[str, str]:
 class Speaker:
     """Makes the questions of one dialogue over one database."""
 
-    def __init__(self, database: ToyDatabase, rng: random.Random) -> None:
+    def __init__(self, database: ToyDatabase, rng: random.Random, style: Style) -> None:
         self.database = database
         self.rng = rng
+        self.style = style
 
     def pick(self, *options: str) -> str:
         """One of several wordings."""
@@ -366,19 +368,20 @@ class Speaker:
         children = [t for t in tables if t.foreign_key]
         table = self.rng.choice(tables + children)
         child = self.rng.choice(children)
-        options = (
-            (20, lambda: self.ask_list(table, self.rng.choice((0, 1, 1)), 1)),
-            (9, lambda: self.ask_list(table, self.rng.choice((0, 1)), 2)),
-            (9, lambda: self.ask_count(table, self.rng.choice((0, 1, 1)))),
-            (8, lambda: self.ask_aggregate(table, self.rng.choice((0, 1)))),
-            (4, lambda: self.ask_group(table)),
-            (3, lambda: self.ask_having(table)),
-            (6, lambda: self.ask_superlative(table, 0)),
-            (8, lambda: self.ask_parent_condition(child, self.rng.choice((0, 0, 1)))),
-            (3, lambda: self.ask_pair(child)),
-            (8, lambda: self.ask_children(child, self.rng.choice((0, 0, 0, 1)))),
-            (3, lambda: self.ask_above_average(table)),
-            (2, lambda: self.ask_childless(child)),
-            (3, lambda: self.ask_both(table)),
-        )
-        return self.rng.choices([o for _, o in options], [w for w, _ in options])[0]()
+        makers = {
+            "list": lambda: self.ask_list(table, self.rng.choice((0, 1, 1)), 1),
+            "two_columns": lambda: self.ask_list(table, self.rng.choice((0, 1)), 2),
+            "count": lambda: self.ask_count(table, self.rng.choice((0, 1, 1))),
+            "aggregate": lambda: self.ask_aggregate(table, self.rng.choice((0, 1))),
+            "group": lambda: self.ask_group(table),
+            "having": lambda: self.ask_having(table),
+            "superlative": lambda: self.ask_superlative(table, 0),
+            "parent_condition": lambda: self.ask_parent_condition(child, self.rng.choice((0, 0, 1))),
+            "pair": lambda: self.ask_pair(child),
+            "children": lambda: self.ask_children(child, self.rng.choice((0, 0, 0, 1))),
+            "above_average": lambda: self.ask_above_average(table),
+            "childless": lambda: self.ask_childless(child),
+            "both": lambda: self.ask_both(table),
+        }
+        kind = self.rng.choices(list(self.style.first), list(self.style.first.values()))[0]
+        return makers[kind]()

@@ -244,19 +244,25 @@ def parents_of_those(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, select=(("", column),)))
 
 
-FOLLOW_UPS = (
-    (22, refine),
-    (13, change_property),
-    (16, change_value),
-    (5, negate),
-    (8, count_those),
-    (12, list_those),
-    (8, aggregate_those),
-    (4, sort_those),
-    (5, extreme_of_those),
-    (6, group_those),
-    (9, about_groups),
-    (2, above_average),
-    (3, combine),
-    (6, parents_of_those),
-)
+def change_topic(speaker: Speaker, query: Query) -> Asked | None:
+    """A question that stands on its own, whatever was asked before; only the shifted style asks it."""
+    return speaker.ask_first()
+
+
+FOLLOW_UPS = {
+    "refine": refine,
+    "change_property": change_property,
+    "change_value": change_value,
+    "negate": negate,
+    "count_those": count_those,
+    "list_those": list_those,
+    "aggregate_those": aggregate_those,
+    "sort_those": sort_those,
+    "extreme_of_those": extreme_of_those,
+    "group_those": group_those,
+    "about_groups": about_groups,
+    "above_average": above_average,
+    "combine": combine,
+    "parents_of_those": parents_of_those,
+    "change_topic": change_topic,
+}

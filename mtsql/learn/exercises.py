@@ -11,7 +11,7 @@ import random
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.recipes.mtsql_r1 import tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 
 
 def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Trajectory:
@@ -69,7 +69,7 @@ def repair_exercise(tokens: ChatTokens, words: list[int], length: int, rng: rand
         *tokens.message_ids(verdict(tool, not fault) + "\n")[:-1],
     ]
     again = sql(query, capital != (fault == "form"))
-    answers = [tool_call(EXEC_SQL, again)] + [f"<answer_sql>{again}</answer_sql>"] * (not fault)
+    answers = [tool_call(EXEC_SQL, again)] + [final_answer(again)] * (not fault)
     after = tokens.message_ids(rng.choice(answers))
     prompt = Segment("prompt", tuple(before), (0,) * len(before), (0.0,) * len(before))
     response = Segment("model", tuple(after), (1,) * len(after), (0.0,) * len(after))

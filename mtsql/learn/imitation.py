@@ -3,7 +3,8 @@
 `python -m mtsql.learn.imitation --config configs/toy.toml` writes an ordinary Hugging Face folder.
 
 The scripted agent knows the SQL and uses its tools unevenly: its first query is often wrong, in a way
-that the database or the memory reveals, and it notices only sometimes. So its most likely behaviour is
+that the database or the memory reveals, it often skips a tool, and notices only sometimes what a tool
+shows. So its most likely behaviour is
 flawed, as an untrained base model's is, while its SQL skill is not. It plays in the real environment:
 observations, tokens and loss masks are those of the recipe. Beside its demonstrations stand repair
 lessons: what to write once a fault is noticed, without teaching to notice it. Before all else, and beside
@@ -32,7 +33,7 @@ from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, make_muon, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
-from mtsql.recipes.mtsql_r1 import tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.run import load_split, make_environment, pick_device
 
 
@@ -46,6 +47,8 @@ class Habits:
     notices_memory: float = 0.35
     false_alarm: float = 0.03
     right_repair: float = 0.8
+    skips_execution: float = 0.0  # of a query without conditions, of which the agent is too sure
+    skips_memory: float = 0.0
 
 
 ATTENTIVE = Habits(wrong_first=1, wrong_name=1, notices_execution=1, notices_memory=1, false_alarm=0)
@@ -83,11 +86,12 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
 
     has_memory = MEMORY_RETRIEVE in tools and bool(episode.example.history)
     verdicts = ""
-    checked_memory = executed = False
+    executed = " WHERE " not in sql and rng.random() < habits.skips_execution
+    checked_memory = rng.random() < habits.skips_memory
     while True:
         last = episode.trajectory.interactions == episode.limits.max_interactions - 1
         if last or ((executed or EXEC_SQL not in tools) and (checked_memory or not has_memory)):
-            say(f"{verdicts}<answer_sql>{sql}</answer_sql>")
+            say(verdicts + final_answer(sql))
             return episode.trajectory
         if not executed and EXEC_SQL in tools:
             say(verdicts + tool_call(EXEC_SQL, sql))
@@ -148,6 +152,8 @@ class ImitationConfig(Common):
     answer_databases: int = option(2, "databases in each of the former steps")
     agent_databases: int = option(1, "databases in each of the latter steps")
     questions_per_database: int = option(8, "training questions over each database of a step")
+    skips_execution: float = option(0.65, "how often the agent does not run a query without conditions")
+    skips_memory: float = option(0.55, "how often it does not ask the memory")
     micro_batch_positions: int = option(2500, "positions in one forward pass")
     learning_rate: float = option(4e-3, "peak of a cosine schedule: embeddings and vectors, AdamW")
     matrix_rate: float = option(0.025, "peak of a cosine schedule: matrices, Muon")
@@ -161,6 +167,7 @@ def demonstrations(
     environments: dict[str, Environment],
     example: Example,
     wrong: list[dict],
+    habits: Habits,
     rng: random.Random,
 ) -> list[Trajectory]:
     """What one question gives to one phase.
@@ -175,7 +182,7 @@ def demonstrations(
         shown = ["both", *filter(None, others)]
     lessons = repair_lesson(environments, example, wrong, rng) if phase == "agent" else []
     return [
-        demonstrate(environments[tools].episodes(example, [0])[0], wrong, Habits(), rng) for tools in shown
+        demonstrate(environments[tools].episodes(example, [0])[0], wrong, habits, rng) for tools in shown
     ] + lessons
 
 
@@ -222,6 +229,7 @@ def main() -> None:
     device = pick_device(config.device)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(device)
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    habits = Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
     optimizers = make_muon(model, config.matrix_rate, config.learning_rate)
     rng = random.Random(config.seed)
     pieces = tokenizer.get_vocab()
@@ -244,7 +252,7 @@ def main() -> None:
                 order += by_database(asked, config.questions_per_database, rng)
             batch, order = order[:databases], order[databases:]
             groups = [
-                [t for e in chunk for t in demonstrations(phase, environments, e, wrong[e.id], rng)]
+                [t for e in chunk for t in demonstrations(phase, environments, e, wrong[e.id], habits, rng)]
                 for chunk in batch
             ]
             groups += [
