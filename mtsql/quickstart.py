@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 from mtsql.learn.checkpoint import write_atomically
+from mtsql.parts import minutes_of, run_part
 from mtsql.report.metrics import paired_difference
 from mtsql.report.plots import plot_arms
 
@@ -26,27 +24,6 @@ ARMS = {  # arm: (phase that made its policy, tools it is evaluated with)
     "rl_no_memory": ("grpo", "no_memory"),
 }
 COMPARISONS = (("rl", "warm_start"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"))
-
-
-def _run(title: str, command: list[str], done: Path) -> None:
-    """Run one command unless `done` exists; its minutes go to a file beside `done`."""
-    print(f"\n== {title}\n   python {' '.join(command)}", flush=True)
-    if done.exists():
-        print(f"   {done} is there already")
-        return
-    started = time.perf_counter()
-    outcome = subprocess.run([sys.executable, *command])
-    if outcome.returncode or not done.exists():
-        print(f"error: this phase failed (exit code {outcome.returncode})", file=sys.stderr)
-        sys.exit(outcome.returncode or 1)
-    minutes = (time.perf_counter() - started) / 60
-    write_atomically(done.parent / f"{done.name}.minutes", f"{minutes:.2f}\n")
-    print(f"   {minutes:.1f} minutes", flush=True)
-
-
-def _minutes(done: Path) -> float:
-    path = done.parent / f"{done.name}.minutes"
-    return float(path.read_text()) if path.exists() else 0.0
 
 
 def main() -> None:
@@ -64,13 +41,13 @@ def main() -> None:
     data, imitation = base / "benchmark", base / "imitation"
     policies = {"imitation": imitation, "sft": out / "sft" / "policy", "grpo": out / "grpo" / "policy"}
     shared = ["--config", arguments.config, "--data", str(data)]
-    _run("benchmark: dialogues over generated databases", ["-m", "mtsql.data.toy", str(data)], data)
-    _run(
+    run_part("benchmark: dialogues over generated databases", ["-m", "mtsql.data.toy", str(data)], data)
+    run_part(
         "imitation: a tiny model learns from a scripted agent",
         ["-m", "mtsql.learn.imitation", *shared, "--out", str(imitation)],
         imitation,
     )
-    _run(
+    run_part(
         "warm start: self-taught fine-tuning on its own right trajectories",
         [
             "train_sft.py",
@@ -85,7 +62,7 @@ def main() -> None:
         ],
         policies["sft"],
     )
-    _run(
+    run_part(
         "GRPO: reinforcement learning on whole trajectories",
         [
             "train_grpo.py",
@@ -103,15 +80,15 @@ def main() -> None:
     for arm, (phase, tools) in ARMS.items():
         folder = out / "evaluation" / arm
         command = ["evaluate.py", *shared, "--model", str(policies[phase]), "--tools", tools]
-        command += ["--split", "test", "--out", str(folder), "--seed", seed]
-        _run(f"evaluation: {arm}", command, folder / "summary.json")
+        command += ["--split", "test", "--dialogues", "240", "--out", str(folder), "--seed", seed]
+        run_part(f"evaluation: {arm}", command, folder / "summary.json")
     _report(out, policies, arguments.seed)
 
 
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     ready, total = {}, 0.0
     for phase, folder in policies.items():
-        total += _minutes(folder)
+        total += minutes_of(folder)
         ready[phase] = total
     results, records = [], {}
     for arm, (phase, _) in ARMS.items():

@@ -117,6 +117,6 @@ def work(tmp_path_factory):
     run(
         "-m", "mtsql.learn.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
         "--answer-steps", 150, "--agent-steps", 120, "--questions-per-database", 4, "--hidden", 96,
-        "--layers", 2,
+        "--layers", 2, "--skips-execution", 0, "--skips-memory", 0,
     )  # fmt: skip
     return folder

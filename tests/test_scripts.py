@@ -5,15 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 
 import pytest
 import torch
 from conftest import ROOT, TOY, run
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
+import evaluate
+import train_grpo
+import train_sft
 from evaluate import EvaluateConfig
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
+from mtsql.config import user_errors
+from mtsql.learn.curriculum import read_counts
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.report.evaluation import answer_dialogues
 from mtsql.run import load_split, make_environment
@@ -66,13 +72,21 @@ def test_recipe_end_to_end(work):
         "--questions", 20, "--samples-per-question", 4, "--rounds", 2, "--epochs", 1,
         "--learning-rate", 1e-4, "--tools", "none",
     )  # fmt: skip
-    assert "trajectories kept" in out
+    assert "have trajectories (round 2)" in out
+    assert (work / "sft" / "policies" / "round_1" / "config.json").is_file()
+    rounds = json.loads((work / "sft" / "coverage.json").read_text())
+    assert [r["round"] for r in rounds] == [1, 2] and rounds[0]["sampled"] == 20 * 4
+    assert rounds[1]["questions_asked"] == 20 - rounds[0]["questions_solved"]
+    assert rounds[1]["questions_covered"] == sum(r["questions_solved"] for r in rounds)
+    chats = [json.loads(line) for line in (work / "sft" / "chat.jsonl").open()]
+    assert len(chats) == rounds[1]["trajectories"]
+    assert all("<answer_sql>" in chat["messages"][-1]["content"] for chat in chats)
     kept = [json.loads(line) for line in (work / "sft" / "trajectories.jsonl").open()]
     assert kept and all(t["status"] == "answered" for t in kept)
     out = run(
         "train_grpo.py", *TOY, *data, "--model", work / "sft" / "policy", "--out", work / "grpo",
         "--steps", 2, "--prompts-per-step", 4, "--samples-per-prompt", 4, "--evaluate-every", 2,
-        "--evaluate-dialogues", 4, "--w-proposal", 0.8, "--w-verify", 0.1, "--beta", 0.01,
+        "--evaluate-dialogues", 4, "--rewards", "process", "--beta", 0.01,
     )  # fmt: skip
     rows = rows_of(work / "grpo" / "metrics.csv")
     assert [row["step"] for row in rows] == ["0", "1"]
@@ -85,14 +99,83 @@ def test_recipe_end_to_end(work):
         assert (work / "grpo" / name).is_file()
     out = run(
         "evaluate.py", *TOY, *data, "--model", work / "grpo" / "policy", "--out", work / "eval",
-        "--split", "test", "--history", "predicted",
+        "--split", "test", "--history", "predicted", "--latency-questions", 2,
     )  # fmt: skip
-    for part in ("EX %", "whole dialogues", "turn 1", "easy", "out_of_interactions", "interactions"):
+    for part in (
+        "latency, one at a time",
+        "ability: calls EXECUTE",
+        "error: schema_linking",
+        "EX %",
+        "whole dialogues",
+        "turn 1",
+        "easy",
+        "out_of_interactions",
+        "interactions",
+    ):
         assert part in out
     records = [json.loads(line) for line in (work / "eval" / "predictions.jsonl").open()]
     assert len(records) == json.loads((work / "eval" / "summary.json").read_text())["questions"]
     shown = run("-m", "mtsql.report.viewer", work / "eval" / "trajectories.jsonl", "--color", "always")
     assert "\x1b[" in shown and "<tool_call>" in shown
+
+
+def test_short_horizon_fine_tuning_learns_the_gold_answers(work):
+    base = ["train_sft.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    options = ["--tools", "none", "--rounds", 1, "--epochs", 1]
+    run(*base, "--targets", "gold", *options, "--out", work / "gold")
+    kept = [json.loads(line) for line in (work / "gold" / "trajectories.jsonl").open()]
+    (coverage,) = json.loads((work / "gold" / "coverage.json").read_text())
+    assert len(kept) == coverage["right"] == coverage["sampled"] == coverage["questions_solved"]
+    environment_said = [s for t in kept for s in t["segments"] if s["role"] == "environment"]
+    assert not environment_said and all(t["segments"][1]["loss_mask_sum"] > 0 for t in kept)
+
+
+def test_curriculum_is_counted_and_followed_level_by_level(work):
+    data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--held-out", 2]
+    out = run(
+        "-m", "mtsql.learn.curriculum", *data, "--out", work / "counts", "--questions", 12,
+        "--samples-per-question", 4,
+    )  # fmt: skip
+    counts = read_counts(work / "counts" / "counts.jsonl")
+    assert "12 questions, right of 4 samples" in out and len(counts) == 12
+    wrong = sorted((c for c in counts if c.right < 4), key=lambda c: -c.right)
+    assert len(wrong) >= 4
+    size = len(wrong) // 2
+    run(
+        "train_grpo.py", *data, "--out", work / "levels", "--curriculum", work / "counts" / "counts.jsonl",
+        "--level-size", size, "--steps", 4, "--prompts-per-step", 2, "--samples-per-prompt", 2,
+    )  # fmt: skip
+    levels = [int(row["level"]) for row in rows_of(work / "levels" / "metrics.csv")]
+    count = -(-len(wrong) // size)
+    assert levels == sorted(levels) and set(levels) == set(range(1, count + 1))
+    place = {c.example_id: i // size + 1 for i, c in enumerate(wrong)}
+    for line in (work / "levels" / "trajectories.jsonl").open():
+        record = json.loads(line)
+        assert place[record["example_id"]] == levels[record["step"]]
+    dialogues = {
+        split: {d.id for d in load_split(config_for(work), split).dialogues}
+        for split in ("train", "held_out")
+    }
+    assert len(dialogues["held_out"]) == 2 and not dialogues["train"] & dialogues["held_out"]
+    assert {c.example_id.split("/")[0] for c in counts} <= dialogues["train"]
+
+
+def test_grid_search_compares_weights_on_held_out_dialogues(work):
+    small = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--steps", 1]
+    out = run(
+        "-m", "mtsql.grid_search", *TOY, "--data", work / "benchmark", "--model", work / "imitation",
+        "--held-out", 3, "--out", work / "grid", "--proposal", 0, 0.8, "--verify", 0.1, "--", *small,
+    )  # fmt: skip
+    results = json.loads((work / "grid" / "grid.json").read_text())
+    assert sorted((r["w3"], r["w4"]) for r in results) == [(0.0, 0.1), (0.8, 0.1)]
+    questions = sum(len(d.turns) for d in load_split(config_for(work, 3), "held_out").dialogues)
+    assert f"{questions} held-out questions" in out
+    trained = json.loads((work / "grid" / "w3_0.8_w4_0.1" / "grpo" / "run.json").read_text())["config"]
+    assert (trained["w_proposal"], trained["held_out"], trained["steps"]) == (0.8, 3, 1)
+
+
+def config_for(work, held_out=2):
+    return EvaluateConfig(model="", data=str(work / "benchmark"), out="", held_out=held_out)
 
 
 def test_quickstart_ends_with_its_table(work):
@@ -156,51 +239,56 @@ def test_groups_without_signal_are_replaced(work):
     assert float(one["informative_groups"]) < float(other["informative_groups"])
 
 
-def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path):
-    base = ["evaluate.py", *TOY, "--out", tmp_path / "out"]
-    out = run(*base, "--data", work / "benchmark", "--model", tmp_path / "nowhere", expect=2)
+def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, capsys):
+    def refused(script, *options):
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *TOY, *map(str, options)])
+        with pytest.raises(SystemExit) as stop:
+            user_errors(script.main)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    monkeypatch.chdir(ROOT)
+    out = run(
+        "evaluate.py", *TOY, "--out", tmp_path / "out", "--data", work / "benchmark",
+        "--model", tmp_path / "nowhere", expect=2,
+    )  # fmt: skip
     assert "is not a folder" in out and "Traceback" not in out
-    out = run(*base, "--data", tmp_path, "--model", work / "imitation", expect=2)
-    assert "has no dev split" in out and "Traceback" not in out
+    base = ["--out", tmp_path / "out"]
+    out = refused(evaluate, *base, "--data", tmp_path, "--model", work / "imitation")
+    assert "has no dev split" in out
     bare = tmp_path / "bare"
     tokenizer = AutoTokenizer.from_pretrained(work / "imitation")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(bare)
-    out = run(*base, "--data", work / "benchmark", "--model", bare, expect=2)
-    assert "has no chat template" in out and "Traceback" not in out
-    model = ["--data", work / "benchmark", "--model", work / "imitation", "--out", tmp_path / "out"]
+    assert "has no chat template" in refused(evaluate, *base, "--data", work / "benchmark", "--model", bare)
+    model = [*base, "--data", work / "benchmark", "--model", work / "imitation"]
     for script, options, sentence in (
-        ("train_grpo.py", ["--save-every", 0], "--save-every should be at least 1"),
-        ("train_grpo.py", ["--samples-per-prompt", 1], "--samples-per-prompt should be at least 2"),
-        ("train_grpo.py", ["--temperature", 0], "--temperature should be above 0"),
-        ("train_grpo.py", ["--dual-clip", 0.5], "--dual-clip should be above 1"),
-        ("train_sft.py", ["--history", "predicted"], "--history predicted is for evaluation"),
+        (train_grpo, ["--save-every", 0], "--save-every should be at least 1"),
+        (train_grpo, ["--samples-per-prompt", 1], "--samples-per-prompt should be at least 2"),
+        (train_grpo, ["--temperature", 0], "--temperature should be above 0"),
+        (train_grpo, ["--dual-clip", 0.5], "--dual-clip should be above 1"),
+        (train_grpo, ["--rewards", "best"], "--rewards best is unknown; choose from outcome, process"),
+        (train_grpo, ["--held-out", 1000], "--held-out should be 1 to"),
+        (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),
+        (train_grpo, ["--curriculum", tmp_path / "none.jsonl"], "none.jsonl is not there; make it with"),
+        (train_sft, ["--history", "predicted"], "--history predicted is for evaluation"),
+        (train_sft, ["--targets", "gold"], "--targets gold needs --tools none and --rounds 1"),
+        (train_sft, ["--embedding", tmp_path / "none"], "no embedding model could be loaded from"),
+        (evaluate, ["--split", "held_out"], "--held-out should be 1 to"),
+        (evaluate, ["--typo", 1], "unrecognized arguments: --typo"),
     ):
-        out = run(script, *TOY, *model, *options, expect=2)
-        assert sentence in out and "Traceback" not in out
-    out = run(*base, "--data", work / "benchmark", "--model", work / "imitation", "--typo", 1, expect=2)
-    assert "unrecognized arguments: --typo" in out
+        assert sentence in refused(script, *model, *options)
     assert not (tmp_path / "out").exists()
 
 
 @needs_shared
 @pytest.mark.parametrize("dataset", ["sparc", "cosql"])
-def test_real_questions_with_the_real_tokenizer_and_the_papers_prompts(dataset, work, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizer_qwen3")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
-        max_position_embeddings=16384,
+def test_trained_tiny_model_on_real_questions(dataset, work, tmp_path):
+    run(
+        "evaluate.py", "--model", work / "imitation", "--data", SHARED / dataset / "dev.json",
+        "--databases", SHARED / "database", "--wording", "compact", "--dialogues", 6,
+        "--max-turn-tokens", 40, "--rows", 16, "--out", tmp_path / "out",
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "random")
-    tokenizer.save_pretrained(tmp_path / "random")
-    real = ["--data", SHARED / dataset / "dev.json", "--databases", SHARED / "database"]
-    for model, wording in ((tmp_path / "random", "paper"), (work / "imitation", "compact")):
-        run(
-            "evaluate.py", "--model", model, *real, "--wording", wording, "--dialogues", 6,
-            "--max-turn-tokens", 40, "--rows", 16, "--out", tmp_path / wording,
-        )  # fmt: skip
-        summary = json.loads((tmp_path / wording / "summary.json").read_text())
-        assert summary["dialogues"] == 6
-        assert sum(summary["status"].values()) == pytest.approx(1.0)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["dialogues"] == 6
+    assert sum(summary["status"].values()) == pytest.approx(1.0)

@@ -1,0 +1,194 @@
+"""Every experiment of MTSQL-R1, and one page of its tables and figures.
+
+    python reproduce.py --suite toy --out runs/suite --seeds 0 1 2
+    python reproduce.py --suite sparc --data sparc --other cosql --model Qwen/Qwen3-1.7B --out runs/sparc
+
+Runs the parts below for each seed, skipping those whose result is there: stop it at any time and start it
+again. Several seeds may run side by side, each in a process of its own with the same --out. The page goes to
+docs/results/ once it is called with all seeds; it names arms that are not finished. `--list` shows every
+command and what is done, `--page` writes the page of what is there.
+
+Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
+- base: the untrained model with both tools, with either, and with none
+- short horizon: fine-tuning on gold SQL, and RL from the base, both without tools
+- warm start: rounds 1 to 3 of Algorithm 1
+- RL: outcome rewards; outcome and process rewards; the latter without the curriculum's order
+- the final agent without a tool, with its own answers in the history, and with a cap on the response
+- out of domain: the other dataset
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from mtsql.config import user_errors
+from mtsql.parts import run_part
+from mtsql.report.page import write_page
+
+
+class Suite(NamedTuple):
+    """What a benchmark needs to be told."""
+
+    config: str
+    split: str
+    latency_questions: int
+    gold_questions: int  # of short-horizon fine-tuning: as many as RL chooses from; 0 is all
+    caps: tuple[int, ...]  # response tokens of the capped arms
+    adapter: tuple[str, ...]  # options of a run that puts new adapters on the base model
+
+
+SUITES = {
+    "toy": Suite("configs/toy_suite.toml", "test", 60, 2400, (90, 60), ()),
+    "sparc": Suite("configs/sparc_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
+    "cosql": Suite("configs/cosql_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
+}
+
+
+class Part(NamedTuple):
+    """One command, and the path that exists once it is done."""
+
+    title: str
+    command: list[str]
+    done: Path
+
+
+def shared_parts(out: Path) -> list[Part]:
+    """The two toy benchmarks, of which one is out of domain."""
+    benchmark, shifted = out / "benchmark", out / "shifted"
+    return [
+        Part("benchmark", ["-m", "mtsql.data.toy", str(benchmark)], benchmark),
+        Part("benchmark, out of domain", ["-m", "mtsql.data.toy", str(shifted), "--shifted"], shifted),
+    ]
+
+
+def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed: int) -> list[Part]:
+    """Training and evaluation of one seed; without `model` the toy's imitating model is made first."""
+    folder = out / f"seed{seed}"
+    shared = ["--config", suite.config, "--seed", str(seed)]
+    parts = []
+
+    def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
+        command = [*script, *shared, "--data", data, "--out", str(folder / name)]
+        command += ["--model", start] if start else []
+        parts.append(Part(name, [*command, *options], folder / name / done))
+        return str(folder / name / done)
+
+    sft, grpo, resume = ["train_sft.py"], ["train_grpo.py"], "--resume"
+    if not model:
+        imitation = ["-m", "mtsql.learn.imitation"]
+        train("imitation", imitation, "", done="run.json")
+        model = str(folder / "imitation")
+    direct = ("--tools", "none", *suite.adapter)
+    gold = ("--targets", "gold", "--rounds", "1", "--questions", str(suite.gold_questions))
+    short_sft = train("short_sft", sft, model, *direct, *gold, resume)
+    short_rl = train("short_rl", grpo, model, *direct, resume)
+    warm = train("sft", sft, model, *suite.adapter, resume)
+    counting = ["-m", "mtsql.learn.curriculum"]
+    counts = train("curriculum", counting, warm, done="counts.jsonl")
+    curriculum = ("--curriculum", counts)
+    outcome = train("rl_outcome", grpo, warm, *curriculum, "--rewards", "outcome", resume)
+    process = train("rl_process", grpo, warm, *curriculum, "--rewards", "process", resume)
+    shuffled = (*curriculum, "--rewards", "process", "--level-size", "0", resume)
+    shuffled = train("rl_shuffled", grpo, warm, *shuffled)
+
+    def evaluate(arm: str, policy: str, *options: str, data: str = data, split: str = suite.split) -> None:
+        done = folder / "evaluation" / arm
+        command = ["evaluate.py", *shared, "--data", data, "--split", split, "--model", policy]
+        parts.append(Part(f"evaluate {arm}", [*command, "--out", str(done), *options], done / "summary.json"))
+
+    latency = ("--latency-questions", str(suite.latency_questions), "--sampled-runs", "1")
+    no_tools, predicted = ("--tools", "none"), ("--history", "predicted")
+    rounds = {f"round_{n}": str(folder / "sft" / "policies" / f"round_{n}") for n in (1, 2)}
+    long_horizon = {"base": model, **rounds, "round_3": warm, "rl_outcome": outcome, "rl_process": process}
+    short_horizon = {"base_direct": model, "short_sft": short_sft, "short_rl": short_rl}
+    for arm, policy in long_horizon.items():
+        evaluate(arm, policy, *latency)
+    for arm, policy in short_horizon.items():
+        evaluate(arm, policy, *latency, *no_tools)
+    evaluate("rl_shuffled", shuffled)
+    for arm, policy in (("base", model), ("rl", process)):
+        for tools in ("no_execution", "no_memory"):
+            evaluate(f"{arm}_{tools}", policy, "--tools", tools)
+    evaluate("base_predicted", model, *predicted)
+    evaluate("short_sft_predicted", short_sft, *predicted, *no_tools)
+    evaluate("round_3_predicted", warm, *predicted)
+    evaluate("rl_process_predicted", process, *predicted)
+    for cap in suite.caps:
+        evaluate(f"rl_cap_{cap}", process, "--max-response-tokens", str(cap))
+    if other:
+        for arm, policy in long_horizon.items():
+            if arm not in rounds:
+                evaluate(f"{arm}_shifted", policy, data=other)
+        for arm in ("short_sft", "short_rl"):
+            evaluate(f"{arm}_shifted", short_horizon[arm], *no_tools, data=other)
+    return parts
+
+
+def main() -> None:
+    """Run what is missing, then write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--suite", choices=SUITES, required=True, help="benchmark")
+    parser.add_argument("--out", type=Path, default=Path("runs/suite"), help="run folder [runs/suite]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds [0 1 2]")
+    parser.add_argument("--data", default="", help="SParC or CoSQL folder; the toy benchmark is made")
+    parser.add_argument("--other", default="", help="folder of the other of the two, for out of domain")
+    parser.add_argument("--model", default="", help="base model; the toy's is made")
+    parser.add_argument("--config", default="", help="settings, if not those of the suite")
+    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
+    parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
+    chosen = parser.parse_args()
+    toy = chosen.suite == "toy"
+    if toy and (chosen.data or chosen.other):
+        parser.error("--suite toy makes its own data; leave out --data and --other")
+    if not toy and not (chosen.data and chosen.model):
+        parser.error(f"--suite {chosen.suite} needs --data and --model")
+    suite = SUITES[chosen.suite]
+    suite = suite._replace(config=chosen.config or suite.config)
+    data, other = chosen.data, chosen.other
+    shared = shared_parts(chosen.out) if toy else []
+    if toy:
+        data, other = (str(part.done) for part in shared)
+    by_seed = {seed: seed_parts(suite, data, other, chosen.model, chosen.out, seed) for seed in chosen.seeds}
+    parts = [*shared, *(part for seed in chosen.seeds for part in by_seed[seed])]
+    if chosen.list:
+        for part in parts:
+            print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
+        return
+    if not chosen.page:
+        for part in parts:
+            run_part(part.title, part.command, part.done)
+    page = write_page(
+        chosen.out,
+        chosen.seeds,
+        Path("docs/results"),
+        f"suite_{chosen.suite}",
+        f"MTSQL-R1's experiments on {chosen.suite}",
+        [(part.title, "python " + " ".join(part.command), part.done) for part in parts],
+        hardware(),
+        datetime.now(UTC).date().isoformat(),
+    )
+    print(f"\n{page}")
+
+
+def hardware() -> str:
+    """The processor, the number of cores and the GPU, if any."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].partition(":")[2].strip() if lines else name
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{os.cpu_count()} cores of {name}{gpu}"
+
+
+if __name__ == "__main__":
+    user_errors(main)
