@@ -12,7 +12,7 @@ With --curriculum, questions that the policy sometimes fails come level by level
 (section 3.3.1); without, all come in a random order.
 
 Departures from the paper:
-- The steps are shared out evenly among the levels; the paper does not say how long it stays in one.
+- A level has steps in proportion to its questions; the paper does not say how long it stays in one.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code. `python -m mtsql.grid_search` searches.
@@ -271,7 +271,7 @@ def main() -> None:
                 row = {
                     "step": step,
                     "minutes": round((time.perf_counter() - started) / 60, 3),
-                    "level": level_of_step(step, config.steps, len(levels))[0] + 1,
+                    "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
                     **describe(trajectories, [r for verdicts in rewards for r in verdicts]),
                     "informative_groups": informative.float().mean().item(),
                     "dropped_groups": dropped / (dropped + len(groups)),
@@ -360,7 +360,7 @@ def sample_groups(
     so many times at most (DAPO, section 3.2); what is missing then is filled up with them. Questions
     whose prompt is too long are left out. Raises ValueError if no group is left.
     """
-    level, step_in_level = level_of_step(step, config.steps, len(levels))
+    level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
     questions = levels[level]
     wanted = min(config.prompts_per_step, len(questions))
     sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)

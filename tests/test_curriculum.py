@@ -29,13 +29,19 @@ def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
         curriculum_levels(questions, [Count("a", 20, 20), Count("elsewhere", 1, 20)], 5)
 
 
-@pytest.mark.parametrize(("steps", "levels"), [(6, 3), (7, 3), (2, 3), (10, 1), (72, 5)])
-def test_steps_are_shared_out_evenly_and_in_order(steps, levels):
-    places = [level_of_step(step, steps, levels) for step in range(steps)]
-    sizes = [sum(level == wanted for level, _ in places) for wanted in range(levels)]
-    assert places == sorted(places) and max(sizes) - min(sizes) <= 1 and sum(sizes) == steps
-    for level, size in enumerate(sizes):
-        assert [place for found, place in places if found == level] == list(range(size))
+@pytest.mark.parametrize(
+    ("steps", "questions", "expected"),
+    [
+        (6, (450, 450, 450), [2, 2, 2]),
+        (72, (450, 450, 450, 74), [22, 23, 23, 4]),
+        (10, (1,), [10]),
+        (2, (5, 5, 5), [0, 1, 1]),
+    ],
+)
+def test_steps_follow_the_questions_of_the_levels_in_order(steps, questions, expected):
+    places = [level_of_step(step, steps, questions) for step in range(steps)]
+    assert [sum(level == wanted for level, _ in places) for wanted in range(len(questions))] == expected
+    assert places == [(level, place) for level, size in enumerate(expected) for place in range(size)]
 
 
 def test_an_epoch_of_a_level_asks_every_question_once():

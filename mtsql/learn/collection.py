@@ -27,9 +27,10 @@ def sample_questions(
     title: str,
     progress: bool,
 ) -> Iterator[tuple[Example, list[Trajectory]]]:
-    """Each question with --samples-per-question trajectories at --temperature, none if the prompt is too long.
+    """Each question with --samples-per-question trajectories at --temperature.
 
-    The seed of a trajectory comes from `seed`, the question's number and the sample's.
+    A question whose prompt is too long has none. The seed of a trajectory comes from `seed`, the
+    question's number and the sample's.
     """
     sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
     size = max(1, CHUNK * config.rows // config.samples_per_question)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import random
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from mtsql.agent.tokens import ChatTokens
@@ -77,10 +79,11 @@ def curriculum_levels(
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
-def level_of_step(step: int, steps: int, levels: int) -> tuple[int, int]:
-    """(level from 0, step within it): the steps of a run are shared out evenly, in order."""
-    level = step * levels // steps
-    return level, step - -(-level * steps // levels)
+def level_of_step(step: int, steps: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """(level from 0, step within it) of a run; a level has its questions' share of the `steps`."""
+    ends = [steps * questions // sum(sizes) for questions in accumulate(sizes)]
+    level = bisect_right(ends, step)
+    return level, step - (ends[level - 1] if level else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
