@@ -43,7 +43,7 @@ class Suite(NamedTuple):
 
 
 SUITES = {
-    "toy": Suite("configs/toy_suite.toml", "test", 60, 2400, (90, 60), ()),
+    "toy": Suite("configs/toy_suite.toml", "test", 60, 4000, (90, 60), ()),
     "sparc": Suite("configs/sparc_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
     "cosql": Suite("configs/cosql_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
 }

@@ -7,9 +7,9 @@ import json
 import pytest
 from conftest import QUESTION, make_episode, say
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Limits, next_action
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, UNAVAILABLE, Limits, next_action
 from mtsql.agent.trajectory import ActionType, Status, Stop
-from mtsql.recipes.mtsql_r1 import tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 
 BOTH = TOOL_SETS["both"]
 A = ActionType
@@ -89,7 +89,6 @@ def test_whole_episode_follows_the_protocol(tiny):
         ('<tool_call>\n{"name": "exec_sql", "arguments": {"code": 3}}\n</tool_call>', Status.MALFORMED_CALL),
         ("<tool_call>\n[1]\n</tool_call>", Status.MALFORMED_CALL),
         ('<tool_call>\n{"name": "exec_sql", "arguments": {"code": "SELECT 1"}}', Status.MALFORMED_CALL),
-        (tool_call("drop_everything", "SELECT 1"), Status.UNKNOWN_TOOL),
     ],
 )
 def test_every_bad_message_has_its_status(tiny, text, status):
@@ -99,10 +98,19 @@ def test_every_bad_message_has_its_status(tiny, text, status):
     assert episode.trajectory.answer_sql is None
 
 
-def test_tool_that_is_switched_off_is_unknown(tiny):
+@pytest.mark.parametrize("tool", [EXEC_SQL, "drop_everything", "<|im_end|>"])
+def test_a_tool_that_is_not_there_says_so_and_the_episode_goes_on(tiny, tool):
     episode = make_episode(tiny, tools="no_execution")
-    assert not say(episode, tool_call(EXEC_SQL, GOOD))
-    assert episode.trajectory.status is Status.UNKNOWN_TOOL
+    assert say(episode, tool_call(tool, GOOD))
+    trajectory = episode.trajectory
+    (observation,) = trajectory.observations
+    assert (observation.tool, observation.text) == (UNAVAILABLE, f"{tool} is not available")
+    assert [a.type for a in trajectory.actions] == [ActionType.PROPOSE] and trajectory.off_protocol == 1
+    end = tiny.tokens.end_of_turn_ids[0]
+    assert list(trajectory.segments[-1].ids).count(end) == 1  # no name of a tool becomes a control token
+    assert not say(episode, verdict(EXEC_SQL, True) + final_answer(GOOD))
+    assert [a.type for a in trajectory.actions] == [ActionType.PROPOSE, ActionType.FINALIZE]
+    assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOOD)
 
 
 def test_out_of_interactions(tiny):

@@ -213,7 +213,7 @@ def test_whole_clause_f1(tiny, scorer):
         ((call(SPAIN), answer(GOLD)), 5 / 6, 2 / 3),  # the answer does not count
         ((answer(GOLD),), 1, 0),
         ((f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
-        ((call(GOLD), call(SPAIN, "no_such_tool")), 1, 5 / 6),
+        ((call(GOLD), call(SPAIN, "no_such_tool")), 5 / 6, 5 / 6),
         ((call(GOLD), "<tool_call>\n{broken\n</tool_call>"), 1, 1),
         (("<think>a <tool_call> first</think>" + call(GOLD), answer(GOLD)), 1, 1),
     ],

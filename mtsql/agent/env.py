@@ -18,6 +18,7 @@ from mtsql.sql.execute import ExecutionResult, Executor
 
 EXEC_SQL = "exec_sql"
 MEMORY_RETRIEVE = "memory_retrieve"
+UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
 TOOL_SETS = {
     "both": (EXEC_SQL, MEMORY_RETRIEVE),
     "no_execution": (MEMORY_RETRIEVE,),
@@ -62,7 +63,7 @@ class Recipe(Protocol):
     ) -> tuple[list[dict], list[dict] | None]:
         """Chat messages and, for the chat template, tool schemas."""
 
-    def read(self, text: str, tools: tuple[str, ...]) -> ModelMessage:
+    def read(self, text: str) -> ModelMessage:
         """The verdicts and the action in one model message."""
 
     def observe_execution(self, question: str, sql: str, result: ExecutionResult, history: int) -> str:
@@ -158,7 +159,7 @@ class Episode:
         trajectory.interactions += 1
         if stop is Stop.LIMIT:
             return self._end(Status.OUT_OF_TOKENS)
-        message = self.recipe.read(self.tokens.decode(ids), self.tools)
+        message = self.recipe.read(self.tokens.decode(ids))
         self._record(message)
         if message.problem is not None:
             return self._end(message.problem)
@@ -194,7 +195,7 @@ class Episode:
             self._act(ActionType.E_VERIFY, self.candidate, message.exec_verdict)
         elif self.pending_tool == MEMORY_RETRIEVE:
             self._act(ActionType.M_VERIFY, self.candidate, message.memory_verdict)
-        self.pending_tool = message.tool
+        self.pending_tool = message.tool if message.tool in self.tools else None
         if message.problem is not None:
             return
         sql = message.answer or message.sql
@@ -205,11 +206,16 @@ class Episode:
             self.result = None
         if message.answer is not None:
             self._act(ActionType.FINALIZE, sql)
-        elif message.tool == EXEC_SQL:
+        elif self.pending_tool == EXEC_SQL:
             self._act(ActionType.EXECUTE, sql)
 
     def _observe(self, message: ModelMessage) -> str:
         question, sql = self.example.question, message.sql
+        if message.tool not in self.tools:
+            self.trajectory.off_protocol += 1
+            text = self._cut(f"{message.tool} is not available")
+            self.trajectory.observations.append(Observation(UNAVAILABLE, sql, "error", text))
+            return text
         if EXEC_SQL in self.tools:
             self.result = self.executor.execute(self.schema.path, sql)
         if message.tool == EXEC_SQL:

@@ -36,7 +36,6 @@ class Status(StrEnum):
     OUT_OF_INTERACTIONS = "out_of_interactions"
     OUT_OF_TOKENS = "out_of_tokens"
     MALFORMED_CALL = "malformed_call"
-    UNKNOWN_TOOL = "unknown_tool"
     NO_ACTION = "no_action"
 
 

@@ -207,7 +207,7 @@ class MtsqlR1:
         )
         return "\n".join(lines)
 
-    def read(self, text: str, tools: tuple[str, ...]) -> ModelMessage:
+    def read(self, text: str) -> ModelMessage:
         """Verdicts, and a tool call or an answer; thinking is not read.
 
         Of several calls the first counts; a call beside an answer counts before it.
@@ -229,8 +229,6 @@ class MtsqlR1:
                 return ModelMessage(**seen, problem=Status.MALFORMED_CALL)
             if not isinstance(tool, str) or not isinstance(sql, str) or not sql.strip():
                 return ModelMessage(**seen, problem=Status.MALFORMED_CALL)
-            if tool not in tools:
-                return ModelMessage(**seen, problem=Status.UNKNOWN_TOOL)
             return ModelMessage(**seen, tool=tool, sql=sql.strip())
         answers = ANSWER.findall(text)
         if not answers or not answers[-1].strip():
