@@ -157,13 +157,8 @@ def evaluate_policy() -> None:
         everything = [pair for share in processes.of_each(answered) for pair in share]
         return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
-    answered = answer(0.0, 0)
-    samples = [answer(1.0, run + 1) for run in range(config.sampled_runs)]
-    leave_processes(processes)
-    if not processes.first:
-        return
     latency = None
-    if config.latency_questions:
+    if config.latency_questions and processes.first:  # before any result is cached
         started, asked = time.perf_counter(), []
         for dialogue in dialogues:
             if len(asked) >= config.latency_questions:
@@ -171,6 +166,11 @@ def evaluate_policy() -> None:
             greedy = Sampling(0.0, max_turn_tokens=config.max_turn_tokens)
             asked += answer_dialogues(policy, environment, [dialogue], config.history, greedy, 0, rows=1)
         latency = (time.perf_counter() - started) / len(asked)
+    answered = answer(0.0, 0)
+    samples = [answer(1.0, run + 1) for run in range(config.sampled_runs)]
+    leave_processes(processes)
+    if not processes.first:
+        return
     records = score_records(answered, scorer)
     sampled = [score_records(pairs, scorer) for pairs in samples]
     summary = summarise(records)

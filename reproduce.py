@@ -4,9 +4,9 @@
     python reproduce.py --suite sparc --data sparc --other cosql --model Qwen/Qwen3-1.7B --out runs/sparc
 
 Runs the parts below for each seed, skipping those whose result is there: stop it at any time and start it
-again. Several seeds may run side by side, each in a process of its own with the same --out. The page goes to
-docs/results/ once it is called with all seeds; it names arms that are not finished. `--list` shows every
-command and what is done, `--page` writes the page of what is there.
+again. Several seeds may run side by side, each in a process of its own with the same --out. The page in
+docs/results/ is of all seeds that --out holds, and names the arms that are not finished. `--list` shows
+every command and what is done, `--page` writes the page of what is there.
 
 Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 - base: the untrained model with both tools, with either, and with none
@@ -155,8 +155,12 @@ def main() -> None:
     shared = shared_parts(chosen.out) if toy else []
     if toy:
         data, other = (str(part.done) for part in shared)
-    by_seed = {seed: seed_parts(suite, data, other, chosen.model, chosen.out, seed) for seed in chosen.seeds}
-    parts = [*shared, *(part for seed in chosen.seeds for part in by_seed[seed])]
+
+    def parts_of(seeds: list[int]) -> list[Part]:
+        each = (seed_parts(suite, data, other, chosen.model, chosen.out, seed) for seed in seeds)
+        return [*shared, *(part for parts in each for part in parts)]
+
+    parts = parts_of(chosen.seeds)
     if chosen.list:
         for part in parts:
             print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
@@ -164,15 +168,18 @@ def main() -> None:
     if not chosen.page:
         for part in parts:
             run_part(part.title, part.command, part.done)
+    begun = {int(folder.name[4:]) for folder in chosen.out.glob("seed*") if folder.name[4:].isdigit()}
+    seeds = sorted({*chosen.seeds, *begun})
     page = write_page(
         chosen.out,
-        chosen.seeds,
+        seeds,
         Path("docs/results"),
         f"suite_{chosen.suite}",
         f"MTSQL-R1's experiments on {chosen.suite}",
-        [(part.title, "python " + " ".join(part.command), part.done) for part in parts],
+        [(part.title, "python " + " ".join(part.command), part.done) for part in parts_of(seeds)],
         hardware(),
         datetime.now(UTC).date().isoformat(),
+        f"python reproduce.py --suite {chosen.suite} --seeds {' '.join(map(str, seeds))}",
     )
     print(f"\n{page}")
 

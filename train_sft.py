@@ -174,7 +174,8 @@ def main() -> None:
                     }
                 )
                 if processes.first:
-                    print(format_coverage(len(pool), coverage))
+                    if config.targets == "self":
+                        print(format_coverage(len(pool), coverage))
                     write_atomically(out / "coverage.json", json.dumps(coverage, indent=1))
                     records = (chat_record(t, example_of[t.example_id], environment) for t in kept)
                     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -115,7 +115,9 @@ def make_commands(runs: Path) -> list[tuple[str, str, Path]]:
 
 def make_page(runs: Path, folder: Path) -> str:
     commands = make_commands(runs)
-    page = write_page(runs, SEEDS, folder, "suite", "The suite", commands, "2 cores", "2026-01-02")
+    page = write_page(
+        runs, SEEDS, folder, "suite", "The suite", commands, "2 cores", "2026-01-02", "python x"
+    )
     assert page == folder / "suite.md"
     return page.read_text()
 

@@ -4,11 +4,10 @@
 
 The scripted agent knows the SQL and uses its tools unevenly: its first query is often wrong, in a way
 that the database or the memory reveals, it often skips a tool, and notices only sometimes what a tool
-shows. So its most likely behaviour is
-flawed, as an untrained base model's is, while its SQL skill is not. It plays in the real environment:
-observations, tokens and loss masks are those of the recipe. Beside its demonstrations stand repair
-lessons: what to write once a fault is noticed, without teaching to notice it. Before all else, and beside
-the rest, come exercises on random words (`mtsql.learn.exercises`).
+shows. So its most likely behaviour is flawed, as an untrained base model's is, while its SQL skill is not.
+It plays in the real environment: observations, tokens and loss masks are those of the recipe. Beside its
+demonstrations stand repair lessons: what to write once a fault is noticed, without teaching to notice it.
+Before all else, and beside the rest, come exercises on random words (`mtsql.learn.exercises`).
 """
 
 from __future__ import annotations

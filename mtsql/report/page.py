@@ -51,9 +51,11 @@ def write_page(
     commands: Commands,
     hardware: str,
     date: str,
+    made_with: str,
 ) -> Path:
     """Write folder/<name>.md with its figures <name>_*.png and raw numbers <name>.json; returns the page.
 
+    `made_with` is the command that makes all of it.
     `commands` are all parts of all seeds. What is not finished is left out, and named at the top.
     """
     arms = read_arms(runs, seeds)
@@ -65,7 +67,7 @@ def write_page(
         return f"![{FIGURES[key]}]({figures[key].name})\n\n{FIGURES[key]}" if key in figures else ""
 
     sections = [
-        (f"# {title}", heading(arms, seeds, commands, hardware, date)),
+        (f"# {title}", heading(arms, seeds, commands, hardware, date, made_with)),
         ("## Findings", findings_table(arms, coverage, seeds)),
         ("## EX and EM (Tables 2 and 3)", accuracy_table(arms, seeds)),
         ("## The two tools (Table 4)", ablation_table(arms, seeds)),
@@ -101,7 +103,9 @@ def write_page(
     return page
 
 
-def heading(arms: Arms, seeds: Sequence[int], commands: Commands, hardware: str, date: str) -> str:
+def heading(
+    arms: Arms, seeds: Sequence[int], commands: Commands, hardware: str, date: str, made_with: str
+) -> str:
     """Where the numbers come from, and what is missing."""
     shifted = {arm: found for arm, found in arms.items() if arm.endswith("_shifted")}
     inside = {arm: found for arm, found in arms.items() if arm not in shifted}
@@ -111,7 +115,7 @@ def heading(arms: Arms, seeds: Sequence[int], commands: Commands, hardware: str,
         f"- Hardware: {hardware}",
         f"- Seeds: {', '.join(map(str, seeds))}",
         f"- Questions: {questions}",
-        "- `python reproduce.py` makes all numbers, tables and figures of this page.",
+        f"- `{made_with}` makes all numbers, tables and figures of this page.",
     ]
     unfinished = unfinished_arms(arms, commands)
     if unfinished:

@@ -245,6 +245,7 @@ def made_by_arm(arms: Arms, names: Iterable[str]) -> str:
 
 
 def made_by(what: str, seed: int, line: str) -> str:
+    """The line below a table that names the command of one of its rows."""
     return f"Command of {what}: `{with_seed_placeholder(line, seed)}`"
 
 
@@ -285,8 +286,10 @@ def _label(arm: str) -> str:
 
 
 def listed(seeds: Sequence[int]) -> str:
+    """The seeds in a sentence."""
     return ", ".join(map(str, seeds))
 
 
 def joined(*parts: str) -> str:
+    """The parts that are not empty, as paragraphs."""
     return "\n\n".join(part for part in parts if part)
