@@ -181,6 +181,13 @@ def test_findings_by_hand(suite: Suite):
         "`rl_process` - `short_sft`: turns from 3 on (+75.0) against turn 1 (+0.0)",
     )
     assert gain[:2] == ["+75.0", "+50.0, +100.0"]
+    # EM is 0 throughout, so the gain in EX beyond that in EM is the whole gain.
+    form = finding(
+        "the gain over short-horizon SFT is larger in EX than in EM",
+        "Finding 3",
+        "`rl_process` - `short_sft`: in EX against in EM",
+    )
+    assert form[:2] == ["+50.0", "+50.0, +50.0"]
     tokens = finding(
         "later turns take more tokens", "Finding 5", "`rl_process`: turns from 3 on against turn 1"
     )
@@ -243,6 +250,18 @@ def test_ablation_by_hand(tmp_path: Path):
     row = cells(table, "`rl_no_memory`: final agent without MEMORY-VERIFY")
     assert row == ["58.3 (16.7, 100.0)", "0.0 (0.0, 0.0)", "-50.0 [-66.7, -33.3]"]
     assert cells(table, "`rl_process`: RL, outcome + process rewards (final agent)")[2] == "–"
+
+
+def test_correlation_of_abilities_by_hand(tmp_path: Path):
+    for arm, verdicts, ability in (
+        ("base", "000 000", 0),
+        ("rl_process", "110 110", 0.5),
+        ("round_3", "100 100", 1),
+    ):
+        write_arm(tmp_path / "runs", 0, arm, verdicts, ability)
+    # Deviations (-1/2, 0, 1/2) and (-1/3, 1/3, 0): 1/6 over the root of 1/2 times 2/9.
+    line = "over 3 agents: calls EXECUTE 0.50, calls MEMORY-VERIFY 0.50, generation, self-correction 0.50."
+    assert line in make_page(tmp_path / "runs", tmp_path)
 
 
 def test_top_names_what_is_missing(tmp_path: Path):

@@ -20,6 +20,7 @@ from mtsql.report.arms import (
 )
 
 COMPARISONS = (  # claim, where in the paper, better arm, worse arm
+    ("an untrained small model answers better without the tools", "Finding 2", "base_direct", "base"),
     ("the long-horizon warm start beats short-horizon SFT", "Table 2", "round_1", "short_sft"),
     ("a second self-taught round helps", "Finding 7", "round_2", "round_1"),
     ("a third self-taught round helps", "Finding 7", "round_3", "round_2"),
@@ -81,6 +82,7 @@ def findings(arms: Arms, coverage: Mapping[int, Sequence[dict]]) -> list[Finding
     """The findings whose arms are finished in at least one common seed, in the paper's order of themes."""
     return [
         *_accuracy(arms),
+        *_correctness(arms),
         *_gains(arms),
         *_effort(arms),
         *_abilities(arms),
@@ -100,6 +102,19 @@ def _accuracy(arms: Arms) -> list[Finding]:
                 Finding(claim, source, f"`{better}` - `{worse}`", ex, sampled=sampled and sampled.mean)
             )
     return found
+
+
+def _correctness(arms: Arms) -> list[Finding]:
+    """Finding 3: short-horizon SFT imitates the form of the gold SQL, so EX gains more than EM."""
+    difference, sampled = (
+        estimate(paired_answers(arms.get("rl_process", {}), arms.get("short_sft", {}), measure))
+        for measure in (_ex_beyond_em(""), _ex_beyond_em("_sampled"))
+    )
+    if difference is None:
+        return []
+    compared = "`rl_process` - `short_sft`: in EX against in EM"
+    claim = "the gain over short-horizon SFT is larger in EX than in EM"
+    return [Finding(claim, "Finding 3", compared, difference, sampled=sampled and sampled.mean)]
 
 
 def _gains(arms: Arms) -> list[Finding]:
@@ -182,6 +197,16 @@ def _coverage(coverage: Mapping[int, Sequence[dict]]) -> list[Finding]:
 
 def _of(key: str) -> Measure:
     return lambda record: record.get(key)
+
+
+def _ex_beyond_em(suffix: str) -> Measure:
+    """EX minus EM of a record; None without either."""
+
+    def measure(record: dict) -> float | None:
+        ex, em = record.get(f"ex{suffix}"), record.get(f"em{suffix}")
+        return None if ex is None or em is None else ex - em
+
+    return measure
 
 
 def _where(found: Sequence[Answer], is_in: Where) -> list[Answer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import correlation, fmean
 
 from mtsql.agent.trajectory import Status
 from mtsql.report.abilities import ABILITIES
@@ -141,7 +141,22 @@ def abilities_table(arms: Arms) -> str:
                 cells.append(percent(greedy) + (f" ({percent(at_1)})" if at_1 is not None else ""))
             rows.append([_label(arm), *cells])
     note = "In %, from 0 to 100, means over seeds: greedy, and in parentheses sampled at temperature 1."
-    return _table_of_arms(["Arm", *keys], rows, note, made_by_arm(arms, ("rl_process", *LONG_HORIZON)))
+    made = made_by_arm(arms, ("rl_process", *LONG_HORIZON))
+    return _table_of_arms(["Arm", *keys], rows, note, _correlations(arms), made)
+
+
+def _correlations(arms: Arms) -> str:
+    """Finding 12: Pearson's correlation of each ability with EX over the agents, arms times seeds."""
+    agents = [e.summary for arm in LONG_HORIZON for e in arms.get(arm, {}).values()]
+    found = []
+    for ability, text in ABILITIES.items():
+        pairs = [(s["abilities"][ability], s["ex"]["mean"]) for s in agents]
+        pairs = [pair for pair in pairs if pair[0] is not None]
+        if len({x for x, _ in pairs}) > 1 and len({y for _, y in pairs}) > 1:
+            found.append(f"{text} {correlation(*zip(*pairs, strict=True)):.2f}")
+    if not found:
+        return ""
+    return f"Finding 12, correlation with EX, greedy, over {len(agents)} agents: {', '.join(found)}."
 
 
 def errors_table(arms: Arms) -> str:
