@@ -118,12 +118,19 @@ def evaluate_files() -> None:
 def evaluate_policy() -> None:
     """The evaluation protocol."""
     # Here, because they take seconds to import, which the scoring of files can do without.
-    from mtsql.agent.rollout import Sampling
     from mtsql.agent.tokens import ChatTokens
     from mtsql.learn.model import load_policy, load_tokenizer
     from mtsql.learn.parallel import join_processes, leave_processes
     from mtsql.report.evaluation import answer_dialogues, score_records
-    from mtsql.run import load_split, make_environment, make_scorer, pick_device, show, trajectory_seed
+    from mtsql.run import (
+        load_split,
+        make_environment,
+        make_sampling,
+        make_scorer,
+        pick_device,
+        show,
+        trajectory_seed,
+    )
 
     config = load_config(EvaluateConfig, "evaluate", __doc__)
     processes = join_processes()
@@ -140,7 +147,7 @@ def evaluate_policy() -> None:
     scorer = make_scorer(environment)
 
     def answer(temperature: float, run: int) -> list[tuple[Example, Trajectory]]:
-        sampling = Sampling(temperature, max_turn_tokens=config.max_turn_tokens)
+        sampling = make_sampling(config, environment, temperature)
         seed = trajectory_seed(config.seed, run)
         with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=not processes.first) as bar:
             answered = answer_dialogues(
@@ -163,7 +170,7 @@ def evaluate_policy() -> None:
         for dialogue in dialogues:
             if len(asked) >= config.latency_questions:
                 break
-            greedy = Sampling(0.0, max_turn_tokens=config.max_turn_tokens)
+            greedy = make_sampling(config, environment, 0.0)
             asked += answer_dialogues(policy, environment, [dialogue], config.history, greedy, 0, rows=1)
         latency = (time.perf_counter() - started) / len(asked)
     answered = answer(0.0, 0)

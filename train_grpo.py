@@ -43,7 +43,7 @@ import torch
 from tqdm import tqdm
 
 from mtsql.agent.env import Environment
-from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.rollout import rollout
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
@@ -69,7 +69,8 @@ from mtsql.learn.parallel import (
     whole_state,
     whole_weights,
 )
-from mtsql.recipes.mtsql_r1_rewards import PRESETS, RewardRules, Rewards, RewardWeights, reward
+from mtsql.recipes import load_recipe
+from mtsql.recipes.rewards import RewardFunction, Rewards
 from mtsql.report.evaluation import answer_dialogues, scorable, score_records
 from mtsql.report.metrics import MetricsLog, describe, summarise
 from mtsql.report.plots import plot_training
@@ -78,11 +79,11 @@ from mtsql.run import (
     begin_training,
     load_split,
     make_environment,
+    make_sampling,
     make_scorer,
     raise_not_finite,
     trajectory_seed,
 )
-from mtsql.sql.score import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +108,18 @@ class GrpoConfig(Common):
     divide_by: str = option("group", "advantages over the deviation of the group, of the batch, or none")
     truncated: str = option("keep", "trajectories out of tokens: keep, exclude from the loss, penalise")
     truncation_penalty: float = option(1.0, "taken off their reward with --truncated penalise")
+    filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
+    filter_threshold: float = option(0.0, "the quality that a trajectory has to exceed")
     resample_rounds: int = option(0, "times that other questions replace groups without variance (DAPO)")
     beta: float = option(0.0, "weight of the KL penalty")
     kl: str = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
     curriculum: str = option("", "counts.jsonl of python -m mtsql.learn.curriculum; levels from easy to hard")
     level_size: int = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
-    rewards: str = option("outcome", "weights and rules: outcome, process, paper, authors")
-    w_ex: float = option(-1.0, "w1: execution match; below 0: that of --rewards, as for the others")
-    w_em: float = option(-1.0, "w2: exact match")
-    w_proposal: float = option(-1.0, "w3: clause F1 of proposals and corrections")
-    w_verify: float = option(-1.0, "w4: execution and memory verdicts")
+    rewards: str = option(
+        "",
+        "preset of the recipe's rewards, its first if not given; mtsql_r1: outcome, process, paper, authors",
+    )
+    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
     layout: str = option("shared", "positions of a batch: shared prompts, packed, rows")
     micro_batch_positions: int = option(16384, "positions in one forward pass")
     lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
@@ -142,6 +145,7 @@ def main() -> None:
         begin_training(config)
     )
     tokenizer = tokens.tokenizer
+    reward = load_recipe(config.recipe).make_reward(config.rewards, config.weights, scorer, tokenizer.decode)
     # The reference policy is the policy at the start of RL, adapters of a warm start included.
     reference = Reference(policy) if config.beta else None
     if checkpoint is not None:
@@ -178,7 +182,7 @@ def main() -> None:
             began = time.perf_counter()
             with whole_weights(policy):
                 groups, rewards, divergences, dropped = sample_groups(
-                    config, policy, reference, environment, scorer, levels, step, processes
+                    config, policy, reference, environment, reward, levels, step, processes
                 )
             rollout_seconds = time.perf_counter() - began
 
@@ -196,6 +200,12 @@ def main() -> None:
             # Clipped policy gradient on what the model wrote. Groups without variance add nothing, or KL.
             kl_in_loss = reference is not None and config.kl != "k1"
             out_of_loss = {id(t) for t in trajectories if config.truncated == "exclude" and is_truncated(t)}
+            out_of_loss |= {
+                id(t)
+                for group, verdicts in zip(groups, rewards, strict=True)
+                for t, verdict in zip(group, verdicts, strict=True)
+                if config.filter_rollouts and verdict.quality <= config.filter_threshold
+            }
             counted = [t for t in trajectories if id(t) not in out_of_loss]
             denominator = {
                 "trajectory": max(1, len(counted)),
@@ -309,7 +319,7 @@ def main() -> None:
                         dev_environment,
                         processes.share(dev.dialogues[: config.evaluate_dialogues or None]),
                         config.history,
-                        Sampling(0.0, max_turn_tokens=config.max_turn_tokens),
+                        make_sampling(config, dev_environment, 0.0),
                         config.seed,
                         config.rows,
                         cache_gib=config.cache_gib,
@@ -348,7 +358,7 @@ def sample_groups(
     policy: torch.nn.Module,
     reference: Reference | None,
     environment: Environment,
-    scorer: Scorer,
+    reward: RewardFunction,
     levels: Sequence[Sequence[Example]],
     step: int,
     processes: Processes,
@@ -363,9 +373,7 @@ def sample_groups(
     level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
     questions = levels[level]
     wanted = min(config.prompts_per_step, len(questions))
-    sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
-    weights, rules = reward_settings(config)
-    decode = environment.tokens.tokenizer.decode
+    sampling = make_sampling(config, environment, config.temperature)
     size = config.samples_per_prompt
     kept: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
     equal: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
@@ -385,9 +393,7 @@ def sample_groups(
         trajectories = rollout(
             policy, environment.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
         )
-        verdicts = [
-            reward(t, e, scorer, weights, rules, decode) for t, e in zip(trajectories, played, strict=True)
-        ]
+        verdicts = [reward(t, e) for t, e in zip(trajectories, played, strict=True)]
         if config.truncated == "penalise":
             verdicts = [
                 replace(v, total=v.total - config.truncation_penalty * is_truncated(t))
@@ -431,13 +437,6 @@ def kl_of(config: GrpoConfig, trajectories: Sequence[Trajectory], reference: Ref
 def is_truncated(trajectory: Trajectory) -> bool:
     """Whether it ended because it was too long."""
     return trajectory.status is Status.OUT_OF_TOKENS
-
-
-def reward_settings(config: GrpoConfig) -> tuple[RewardWeights, RewardRules]:
-    """The preset's weights, but for those that are given, and its rules."""
-    weights, rules = PRESETS[config.rewards]
-    given = {"ex": config.w_ex, "em": config.w_em, "proposal": config.w_proposal, "verify": config.w_verify}
-    return replace(weights, **{name: w for name, w in given.items() if w >= 0}), rules
 
 
 def question_order(config: GrpoConfig, count: int, level: int, step: int, attempt: int = 0) -> list[int]:

@@ -70,8 +70,7 @@ from mtsql.learn.parallel import (
     whole_weights,
 )
 from mtsql.learn.selection import select_trajectories
-from mtsql.recipes.mtsql_r1 import final_answer
-from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
+from mtsql.recipes.rewards import is_right
 from mtsql.report.chat import chat_record
 from mtsql.report.evaluation import scorable
 from mtsql.report.metrics import MetricsLog, format_coverage
@@ -93,6 +92,7 @@ class SftConfig(Common):
     questions: int = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: int = option(20, "rollouts of each question in each round (paper: 20)")
     temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
+    correct: str = option("ex_em", "a rollout is right by: ex_em (paper), ex")
     embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
     epochs: int = option(2, "passes over the kept trajectories in each round")
     trajectories_per_step: int = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
@@ -319,8 +319,7 @@ def collect(
     for example, sampled in sample_questions(
         config, policy, environment, numbered, seed, title, processes.first
     ):
-        verdicts = [reward(t, example, scorer, RewardWeights()) for t in sampled]
-        right = [t for t, v in zip(sampled, verdicts, strict=True) if v.ex and v.em]
+        right = [t for t in sampled if is_right(t, example, scorer, config.correct)]
         valid = [t for t in right if t.off_protocol == 0]
         # S2: difficulty-aware choice among them.
         easy = scorer.hardness(example.db_id, example.gold_sql) == "easy"
@@ -336,7 +335,7 @@ def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example
     found = []
     for _, example in numbered:
         episode = environment.episodes(example, [0])[0]
-        ids = environment.tokens.message_ids(final_answer(example.gold_sql))
+        ids = environment.tokens.message_ids(environment.recipe.answer(example.gold_sql))
         if episode.trajectory.status is None:
             episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
         right = [episode.trajectory] if episode.trajectory.answer_sql is not None else []

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from mtsql.data.schema import DataError
+from mtsql.recipes import RECIPES, load_recipe
 
 SECTIONS = ("common", "imitation", "sft", "curriculum", "grpo", "evaluate")
 
@@ -45,7 +46,10 @@ class Common:
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
     held_out: int = option(0, "last dialogues of train that make the split held_out and are not trained on")
     seed: int = option(0, "seed of every random choice")
+    recipe: str = option("mtsql_r1", "the paper: mtsql_r1, skyrl_sql, sql_trail, mtir_sql")
     wording: str = option("paper", "wording of the prompts: paper, compact")
+    schema: str = option("full", "the database in the prompt: full, names (of its tables)")
+    native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")
     tools: str = option("both", "both, no_execution, no_memory, none (Table 4's ablations)")
     history: str = option("gold", "earlier turns in memory: gold, predicted (evaluation only), questions")
     thinking: bool = option(True, "enable_thinking of the chat template")
@@ -91,6 +95,10 @@ def load_config(cls: type, section: str, description: str, argv: list[str] | Non
     try:
         values = _from_toml(arguments.pop("config"), section, cls, hints)
         values |= {name: value for name, value in arguments.items() if value is not None}
+        recipe = values.get("recipe", RECIPES[0])
+        if "recipe" in hints and recipe in RECIPES:  # the paper's own settings are the defaults
+            settings = load_recipe(recipe).SETTINGS
+            values = {name: value for name, value in settings.items() if name in hints} | values
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             names = ", ".join("--" + name.replace("_", "-") for name in missing)
@@ -103,6 +111,9 @@ def load_config(cls: type, section: str, description: str, argv: list[str] | Non
 
 
 CHOICES = {
+    "recipe": RECIPES,
+    "schema": ("full", "names"),
+    "correct": ("ex_em", "ex"),
     "wording": ("paper", "compact"),
     "tools": ("both", "no_execution", "no_memory", "none"),
     "history": ("gold", "predicted", "questions"),
@@ -118,7 +129,6 @@ CHOICES = {
     "truncated": ("keep", "exclude", "penalise"),
     "divide_by": ("group", "batch", "none"),
     "targets": ("self", "gold"),
-    "rewards": ("outcome", "process", "paper", "authors"),
 }
 
 

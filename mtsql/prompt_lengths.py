@@ -26,6 +26,7 @@ from mtsql.data.datasets import Dataset, Example, examples, load_dataset
 from mtsql.learn.checkpoint import write_atomically
 from mtsql.learn.model import load_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.wording import Wording
 
 COLUMNS = ("questions", "mean", "median", "p90", "p99", "longest", "over")
 
@@ -100,7 +101,7 @@ def main() -> None:
         parser.error(f"--max-prompt-tokens should be positive, not {chosen.max_prompt_tokens}")
     tokens = ChatTokens(load_tokenizer(chosen.tokenizer))
     dataset = load_dataset(chosen.data, chosen.tables, chosen.databases, allow_missing=True)
-    recipe = MtsqlR1(chosen.wording == "compact")
+    recipe = MtsqlR1(Wording(chosen.wording == "compact"))
     measured = measure_prompts(dataset, recipe, tokens, TOOL_SETS[chosen.tools], chosen.history)
     summary = summarise_prompts(measured, chosen.max_prompt_tokens)
     print(format_prompts(summary, chosen.max_prompt_tokens))

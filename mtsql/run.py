@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import TOOL_SETS, Environment, Limits
+from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 from mtsql.config import Common
@@ -23,7 +24,8 @@ from mtsql.data.schema import DataError
 from mtsql.learn.checkpoint import newest_checkpoint, write_atomically
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.learn.parallel import Processes, join_processes
-from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes import load_recipe
+from mtsql.recipes.wording import Wording
 from mtsql.report.viewer import trajectory_record
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
@@ -77,9 +79,22 @@ def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools
         config.max_tool_tokens,
         config.max_sequence_tokens,
     )
-    recipe = MtsqlR1(config.wording == "compact", config.result_characters)
+    wording = Wording(
+        config.wording == "compact",
+        config.result_characters,
+        config.schema,
+        config.max_interactions,
+        config.native_thinking,
+    )
+    recipe = load_recipe(config.recipe).make_recipe(wording)
     executor = Executor(timeout_seconds=config.sql_timeout)
     return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
+
+
+def make_sampling(config: Common, environment: Environment, temperature: float) -> Sampling:
+    """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
+    stops = environment.recipe.stop_strings
+    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops)
 
 
 def make_scorer(environment: Environment) -> Scorer:

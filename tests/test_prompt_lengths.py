@@ -17,6 +17,7 @@ from mtsql.config import user_errors
 from mtsql.data.datasets import Dataset, load_dataset
 from mtsql.prompt_lengths import main, measure_prompts, summarise_lengths, summarise_prompts
 from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.wording import Wording
 
 REAL = QWEN3.parent
 PROMPT = """label(id:1, city:paris)
@@ -41,7 +42,9 @@ def data(tiny, tmp_path_factory) -> Path:
 def test_lengths_by_hand(tiny, data):
     dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
     tokens = ChatTokens(character_tokenizer(CHATML))
-    measured = measure_prompts(dataset, MtsqlR1(compact=True), tokens, TOOL_SETS["no_memory"], "gold")
+    measured = measure_prompts(
+        dataset, MtsqlR1(Wording(compact=True)), tokens, TOOL_SETS["no_memory"], "gold"
+    )
     assert [(e.id, n) for e, n in measured] == [
         ("00000/0", FIRST), ("00000/1", SECOND), ("00001/0", FIRST)
     ]  # fmt: skip

@@ -32,7 +32,7 @@ from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, make_muon, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
-from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.run import load_split, make_environment, pick_device
 
 

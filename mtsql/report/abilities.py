@@ -23,12 +23,12 @@ def abilities(trajectory: Trajectory, example: Example, scorer: Scorer) -> dict[
     The memory's two are None for a first question, which has nothing to check against.
     """
     called = {observation.tool for observation in trajectory.observations}
-    rewards = reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1))
+    parts = reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1)).parts
     later = bool(example.history)
     return {
         "call_execution": float(EXEC_SQL in called),
         "call_memory": float(MEMORY_RETRIEVE in called) if later else None,
-        "e_verify": rewards.e_verify,
-        "m_verify": rewards.m_verify if later else None,
-        "generation": rewards.proposal,
+        "e_verify": parts["e_verify"],
+        "m_verify": parts["m_verify"] if later else None,
+        "generation": parts["proposal"],
     }

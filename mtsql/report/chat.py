@@ -25,6 +25,6 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
         if segment.role == "model":
             messages.append({"role": "assistant", "content": environment.tokens.decode(segment.ids)})
         else:
-            messages.append({"role": "tool", "content": next(observations).text})
+            messages.append({"role": environment.recipe.observation_role, "content": next(observations).text})
     given = {} if tools is None else {"tools": tools}
     return {"example_id": trajectory.example_id, "messages": messages, **given}

@@ -15,7 +15,7 @@ import numpy as np
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.learn.checkpoint import write_atomically
-from mtsql.recipes.mtsql_r1_rewards import Rewards
+from mtsql.recipes.rewards import Rewards
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.errors import ERRORS
 from mtsql.sql.score import FURTHER_METRICS
@@ -33,9 +33,7 @@ def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> 
         "reward": fmean(r.total for r in rewards),
         "ex": fmean(r.ex for r in rewards),
         "em": fmean(r.em for r in rewards),
-        "reward_proposal": fmean(r.proposal for r in rewards),
-        "reward_e_verify": fmean(r.e_verify for r in rewards),
-        "reward_m_verify": fmean(r.m_verify for r in rewards),
+        **{f"reward_{part}": fmean(r.parts[part] for r in rewards) for part in rewards[0].parts},
         "response_tokens": fmean(t.response_length for t in trajectories),
         "sampled_tokens": fmean(t.sampled_length for t in trajectories),
         "interactions": fmean(t.interactions for t in trajectories),

@@ -1,0 +1,28 @@
+"""How a recipe puts a question: what all recipes can be asked to change in their prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtsql.data.schema import Schema
+
+
+@dataclass(frozen=True)
+class Wording:
+    """`compact` for the tiny model, else the paper's; `result_characters` is MTSQL-R1's cut of results.
+
+    `schema` is "full" or "names" (table names only); `turns` the model messages of an episode; `native_thinking`
+    drops the instructions to think for a model that thinks by itself.
+    """
+
+    compact: bool = False
+    result_characters: int = 200
+    schema: str = "full"
+    turns: int = 4
+    native_thinking: bool = False
+
+    def schema_text(self, schema: Schema) -> str:
+        """The database as the prompt shows it."""
+        if self.schema == "names":
+            return ", ".join(table.name for table in schema.tables)
+        return schema.text(self.compact)
