@@ -83,6 +83,7 @@ from mtsql.run import (
     make_scorer,
     raise_not_finite,
     trajectory_seed,
+    wording_of,
 )
 
 
@@ -145,7 +146,9 @@ def main() -> None:
         begin_training(config)
     )
     tokenizer = tokens.tokenizer
-    reward = load_recipe(config.recipe).make_reward(config.rewards, config.weights, scorer, tokenizer.decode)
+    reward = load_recipe(config.recipe).make_reward(
+        config.rewards, config.weights, scorer, tokenizer.decode, wording_of(config)
+    )
     # The reference policy is the policy at the start of RL, adapters of a warm start included.
     reference = Reference(policy) if config.beta else None
     if checkpoint is not None:

@@ -79,16 +79,20 @@ def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools
         config.max_tool_tokens,
         config.max_sequence_tokens,
     )
-    wording = Wording(
+    recipe = load_recipe(config.recipe).make_recipe(wording_of(config))
+    executor = Executor(timeout_seconds=config.sql_timeout)
+    return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
+
+
+def wording_of(config: Common) -> Wording:
+    """How the recipe puts its questions."""
+    return Wording(
         config.wording == "compact",
         config.result_characters,
         config.schema,
         config.max_interactions,
         config.native_thinking,
     )
-    recipe = load_recipe(config.recipe).make_recipe(wording)
-    executor = Executor(timeout_seconds=config.sql_timeout)
-    return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
 
 
 def make_sampling(config: Common, environment: Environment, temperature: float) -> Sampling:

@@ -17,6 +17,7 @@ class Turn:
     gold_sql: str
     db_id: str
     index: int
+    knowledge: str = ""  # BIRD's evidence
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Example:
     question: str
     gold_sql: str
     history: tuple[HistoryTurn, ...]
+    knowledge: str = ""  # external knowledge that comes with the question
 
 
 @dataclass(frozen=True)
@@ -132,4 +134,5 @@ def _example(dialogue: Dialogue, turn: Turn, history: tuple[HistoryTurn, ...]) -
         turn.question,
         turn.gold_sql,
         history,
+        turn.knowledge,
     )

@@ -18,6 +18,7 @@ from mtsql.agent.trajectory import ActionType, Observation, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import ANSWER, VERDICT
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, choose_preset, with_weights
+from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 
 
@@ -154,7 +155,9 @@ def reward(
     return Rewards(ex, em, total, total, parts)
 
 
-def make_reward(preset: str, weights: str, scorer: Scorer, decode: Decode) -> RewardFunction:
+def make_reward(
+    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+) -> RewardFunction:
     """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
 
     Raises ValueError for an unknown preset or weight.

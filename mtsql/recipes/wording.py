@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 
 
@@ -26,3 +27,16 @@ class Wording:
         if self.schema == "names":
             return ", ".join(table.name for table in schema.tables)
         return schema.text(self.compact)
+
+    def history_text(self, example: Example) -> str:
+        """The earlier questions of the dialogue, with their SQL where it is known; "" without any.
+
+        For the recipes of single questions, which have no memory to ask.
+        """
+        lines = []
+        for number, turn in enumerate(example.history, 1):
+            lines.append(f"{number}. {turn.question}")
+            if turn.sql is not None:
+                lines.append(turn.sql if self.compact else f"   SQL: {turn.sql}")
+        heading = "" if self.compact or not lines else "Earlier questions of this dialogue:\n"
+        return heading + "\n".join(lines)
