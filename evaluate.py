@@ -12,12 +12,14 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
 five abilities of section 4.3, the kinds of errors of section 4.4 by rules, and latency.
+--sampled-runs N adds the mean of N runs at temperature 1 and, from 2 on, the majority vote of each
+question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8).
 The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl.
 
 Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
 - --history predicted puts the policy's own earlier answers in the memory; the paper's numbers are
-  with gold history, our default.
+  with gold history, our default. There is no vote then: the N answers have different histories.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class EvaluateConfig(Common):
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
     split: str = option("dev", "train, dev, test or held_out (see --held-out)")
     dialogues: int = option(0, "first dialogues of the split only; 0 is all of them")
-    sampled_runs: int = option(0, "further runs at temperature 1, reported beside the greedy one")
+    sampled_runs: int = option(0, "further runs at temperature 1: mean, majority vote, pass@k (SQL-Trail: 8)")
     latency_questions: int = option(0, "so many questions are also answered one at a time, for the latency")
 
 
@@ -122,6 +124,7 @@ def evaluate_policy() -> None:
     from mtsql.learn.model import load_policy, load_tokenizer
     from mtsql.learn.parallel import join_processes, leave_processes
     from mtsql.report.evaluation import answer_dialogues, score_records
+    from mtsql.report.voting import add_votes, format_votes
     from mtsql.run import (
         load_split,
         make_environment,
@@ -194,6 +197,8 @@ def evaluate_policy() -> None:
             for ability in runs[0]
             if runs[0][ability] is not None
         }
+    if len(sampled) > 1 and config.history != "predicted":
+        summary |= add_votes(records, sampled, scorer)
     save_config(config, out)
     write_atomically(out / "summary.json", json.dumps(summary, indent=1))
     write_atomically(out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
@@ -208,6 +213,10 @@ def evaluate_policy() -> None:
     if sampled:
         ex, em = (100 * summary[f"{metric}_sampled"] for metric in ("ex", "em"))
         print(f"at temperature 1, mean of {config.sampled_runs} run(s): EX {ex:.1f} %, EM {em:.1f} %")
+    if "pass_at_k" in summary:
+        print(format_votes(summary))
+    elif len(sampled) > 1:
+        print("no majority vote and no pass@k: with --history predicted each run has its own history")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def main() -> None:
     if checkpoint is not None:
         first_step, _, optimizer_state = load_training_state(checkpoint)
         restore_optimizer(policy, optimizer, optimizer_state)
-    questions = scorable(examples(dataset.dialogues, config.history), scorer)
+    questions = scorable(examples(dataset.dialogues, config.history), scorer, config.drop_empty)
     levels = [questions]
     if config.curriculum:
         levels = curriculum_levels(questions, read_counts(Path(config.curriculum)), config.level_size)

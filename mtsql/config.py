@@ -45,6 +45,7 @@ class Common:
     databases: str = option("", "folder of <db_id>/<db_id>.sqlite, if not beside the data")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
     held_out: int = option(0, "last dialogues of train that make the split held_out and are not trained on")
+    drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     seed: int = option(0, "seed of every random choice")
     recipe: str = option("mtsql_r1", "the paper: mtsql_r1, skyrl_sql, sql_trail, mtir_sql")
     wording: str = option("paper", "wording of the prompts: paper, compact")
@@ -128,7 +129,7 @@ CHOICES = {
     "kl": ("k1", "k2", "k3"),
     "truncated": ("keep", "exclude", "penalise"),
     "divide_by": ("group", "batch", "none"),
-    "targets": ("self", "gold"),
+    "targets": ("self", "gold", "teacher"),
 }
 
 
@@ -146,6 +147,7 @@ MINIMA = {
     "held_out": 0,
     "level_size": 0,
     "latency_questions": 0,
+    "sampled_runs": 0,
 }
 
 

@@ -109,7 +109,7 @@ def main() -> None:
     policy = load_policy(
         config.model, config.dtype, device, attention=config.attention, quantise=config.quantise
     )
-    asked = scorable(examples(dataset.dialogues, config.history), scorer)
+    asked = scorable(examples(dataset.dialogues, config.history), scorer, config.drop_empty)
     if config.questions:
         asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
     share = processes.share(list(enumerate(asked)))

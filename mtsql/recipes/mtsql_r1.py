@@ -8,8 +8,7 @@ question and the SQL that stand right before them.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, ModelMessage
@@ -19,7 +18,6 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.mtsql_r1_prompts import (
     ANSWER,
-    CALL,
     EXEC_TASKS,
     EXEC_THEN_ANSWER,
     EXEC_THEN_MEMORY,
@@ -34,6 +32,7 @@ from mtsql.recipes.mtsql_r1_prompts import (
     truncated,
 )
 from mtsql.recipes.mtsql_r1_rewards import make_reward
+from mtsql.recipes.tool_calls import read_call
 from mtsql.recipes.wording import Wording
 from mtsql.sql.execute import ExecutionResult
 
@@ -136,16 +135,9 @@ class MtsqlR1:
             for tool, pattern in VERDICT.items()
         }
         seen = {"exec_verdict": verdicts[EXEC_SQL], "memory_verdict": verdicts[MEMORY_RETRIEVE]}
-        if "<tool_call>" in text:
-            call = CALL.search(text)
-            try:
-                content = json.loads(call.group(1))
-                tool, sql = content["name"], content["arguments"]["code"]
-            except (AttributeError, json.JSONDecodeError, KeyError, TypeError):
-                return ModelMessage(**seen, problem=Status.MALFORMED_CALL)
-            if not isinstance(tool, str) or not isinstance(sql, str) or not sql.strip():
-                return ModelMessage(**seen, problem=Status.MALFORMED_CALL)
-            return ModelMessage(**seen, tool=tool, sql=sql.strip())
+        call = read_call(text, "code")
+        if call is not None:
+            return replace(call, **seen)
         answers = ANSWER.findall(text)
         if not answers or not answers[-1].strip():
             return ModelMessage(**seen, problem=Status.NO_ACTION)

@@ -8,7 +8,6 @@ import re
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.sql.execute import ExecutionResult
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 ANSWER = re.compile(r"<answer_sql>(.*?)</answer_sql>", re.DOTALL)
 VERDICT = {
     EXEC_SQL: re.compile(r"<exec_verify>\s*(pass|no_pass)\s*</exec_verify>"),

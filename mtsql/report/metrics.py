@@ -88,6 +88,16 @@ def paired_difference(
     return sum(flat) / len(flat), low, high, min(1.0, 2 * tail / 2**discordant)
 
 
+def data_efficiency(before: float, after: float, questions: int) -> float:
+    """Points of EX gained per 1,000 training questions (SQL-Trail, equation 5).
+
+    `before` and `after` are EX as fractions. Raises ValueError without training questions.
+    """
+    if questions < 1:
+        raise ValueError(f"data efficiency needs at least 1 training question, not {questions}")
+    return 100 * (after - before) / questions * 1000
+
+
 def summarise(records: Sequence[dict]) -> dict:
     """All numbers of an evaluation.
 
