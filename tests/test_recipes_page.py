@@ -52,11 +52,7 @@ def test_page_by_hand(tmp_path: Path):
     several = {"ex_majority": 0.75, "ex_sampled": 0.5, "pass_at_k": {"2": 0.6, "8": 1.0}}
     for arm, verdicts, more in (
         ("skyrl_sql_base", "100 000", {}),
-        (
-            "skyrl_sql_rl",
-            "110 110",
-            {"ex_majority": 0.75, "ex_sampled": 0.5, "pass_at_k": {"2": 0.6, "8": 1.0}},
-        ),
+        ("skyrl_sql_rl", "110 110", several),
         ("skyrl_sql_single_rl", "100 100", {}),
     ):
         write_arm(runs, 0, arm, verdicts, **more)
