@@ -181,8 +181,9 @@ def evaluate_policy() -> None:
     leave_processes(processes)
     if not processes.first:
         return
-    records = score_records(answered, scorer)
-    sampled = [score_records(pairs, scorer) for pairs in samples]
+    verifies = environment.recipe.verifies
+    records = score_records(answered, scorer, verifies)
+    sampled = [score_records(pairs, scorer, verifies) for pairs in samples]
     summary = summarise(records)
     if latency is not None:
         summary["latency_seconds"] = latency
@@ -205,8 +206,8 @@ def evaluate_policy() -> None:
     shown = (trajectory_record(t, tokenizer.decode) for _, t in answered)
     write_atomically(out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
     print(
-        f"{config.model} on {config.split} of {config.data}: history {config.history}, tools "
-        f"{config.tools}, greedy"
+        f"{config.model} on {config.split} of {config.data}: {config.recipe}, history {config.history}, "
+        f"tools {config.tools}, greedy"
         + (f", {dataset.skipped} dialogues without database skipped" if dataset.skipped else "")
     )
     print(format_summary(summary))

@@ -203,12 +203,10 @@ def main() -> None:
             # Clipped policy gradient on what the model wrote. Groups without variance add nothing, or KL.
             kl_in_loss = reference is not None and config.kl != "k1"
             out_of_loss = {id(t) for t in trajectories if config.truncated == "exclude" and is_truncated(t)}
-            out_of_loss |= {
-                id(t)
-                for group, verdicts in zip(groups, rewards, strict=True)
-                for t, verdict in zip(group, verdicts, strict=True)
-                if config.filter_rollouts and verdict.quality <= config.filter_threshold
-            }
+            if config.filter_rollouts:
+                qualities = [verdict.quality for verdicts in rewards for verdict in verdicts]
+                pairs = zip(trajectories, qualities, strict=True)
+                out_of_loss |= {id(t) for t, quality in pairs if quality <= config.filter_threshold}
             counted = [t for t in trajectories if id(t) not in out_of_loss]
             denominator = {
                 "trajectory": max(1, len(counted)),
@@ -287,6 +285,7 @@ def main() -> None:
                     "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
                     **describe(trajectories, [r for verdicts in rewards for r in verdicts]),
                     "informative_groups": informative.float().mean().item(),
+                    "left_out": len(out_of_loss) / len(trajectories),
                     "dropped_groups": dropped / (dropped + len(groups)),
                     "entropy": statistics["entropy"] / max(1, statistics["trained_tokens"]),
                     "clip_fraction": statistics["clip_fraction"] / config.updates_per_batch,
@@ -327,7 +326,7 @@ def main() -> None:
                         config.rows,
                         cache_gib=config.cache_gib,
                     )
-                records = processes.gather(score_records(answered, dev_scorer))
+                records = processes.gather(score_records(answered, dev_scorer, environment.recipe.verifies))
                 if processes.first:
                     scores = summarise(records)
                     by_hardness = {f"ex_{h}": v for h, v in scores["ex"]["by_hardness"].items()}

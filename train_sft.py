@@ -208,8 +208,8 @@ def main() -> None:
                     )
                 if not kept:
                     raise ValueError(
-                        f"no trajectory of {config.model} is right by EX and EM, so there is nothing to "
-                        "learn from; try more --samples-per-question or another model"
+                        f"no trajectory of {config.model} is right (--correct {config.correct}) and well "
+                        "formed: nothing to learn from; try more --samples-per-question or another model"
                     )
                 first_index, rng_state = 0, rng.getstate()
             else:

@@ -23,7 +23,7 @@ from mtsql.report.recipes_page import write_recipes_page
 
 CONFIG = "configs/recipes.toml"
 ABLATIONS = {  # arm: (recipe, options of its training, of its training and its evaluation)
-    "skyrl_sql_single": ("skyrl_sql", (), ("--tools", "none")),
+    "skyrl_sql_single": ("skyrl_sql", (), ("--tools", "none", "--max-interactions", "1")),
     "sql_trail_execution": ("sql_trail", ("--rewards", "execution"), ()),
     "mtir_sql_unfiltered": ("mtir_sql", ("--no-filter-rollouts",), ()),
 }

@@ -47,14 +47,16 @@ class Common:
     held_out: int = option(0, "last dialogues of train that make the split held_out and are not trained on")
     drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     seed: int = option(0, "seed of every random choice")
-    recipe: str = option("mtsql_r1", "the paper: mtsql_r1, skyrl_sql, sql_trail, mtir_sql")
+    recipe: str = option(
+        "mtsql_r1", "mtsql_r1, skyrl_sql, sql_trail, mtir_sql; a paper's own settings replace defaults below"
+    )
     wording: str = option("paper", "wording of the prompts: paper, compact")
     schema: str = option("full", "the database in the prompt: full, names (of its tables)")
     native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")
     tools: str = option("both", "both, no_execution, no_memory, none (Table 4's ablations)")
     history: str = option("gold", "earlier turns in memory: gold, predicted (evaluation only), questions")
     thinking: bool = option(True, "enable_thinking of the chat template")
-    result_characters: int = option(200, "an execution result is cut to so many characters")
+    result_characters: int = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     max_interactions: int = option(4, "model messages in an episode (paper: 4)")
     max_prompt_tokens: int = option(4000, "longest prompt (paper: 4000)")
     max_response_tokens: int = option(8000, "longest response, observations counted (paper: 8000)")
@@ -106,6 +108,8 @@ def load_config(cls: type, section: str, description: str, argv: list[str] | Non
             raise ConfigError(f"give {names} (or name them in the --config file)")
         config = cls(**values)
         _check_choices(config)
+        if getattr(config, "tools", "") == "no_execution" and config.recipe != RECIPES[0]:
+            raise ConfigError(f"--tools no_execution needs a memory, which only --recipe {RECIPES[0]} has")
     except ConfigError as error:
         parser.error(str(error))
     return config

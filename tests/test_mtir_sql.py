@@ -142,7 +142,7 @@ def test_calls_until_the_interactions_are_spent(tiny):
 def test_a_tool_that_is_not_there_costs_the_format(tiny, name, tools):
     episode = play(tiny, THINK + call(GOLD, name), THINK + answer(GOLD), tools=tools)
     t = episode.trajectory
-    assert [o.text for o in t.observations] == [f"{name} is not available"]
+    assert [(o.tool, o.text) for o in t.observations] == [(UNAVAILABLE, RETHINK)]
     assert t.status is Status.ANSWERED
     assert rewards(tiny, episode).parts["format"] == -0.1
 
@@ -179,8 +179,8 @@ def test_result_has_ten_records_errors_their_message(tiny):
     [
         (THINK + call("SELECT 1"), EXEC_SQL, "SELECT 1", True),
         (THINK + call("SELECT 1") + "\n" + call("SELECT 2"), EXEC_SQL, "SELECT 1", True),
-        (THINK + call("SELECT 1", "eval"), "eval", "SELECT 1", False),
-        (THINK + call("SELECT 1", EXEC_SQL), EXEC_SQL, "SELECT 1", False),
+        (THINK + call("SELECT 1", "eval"), UNAVAILABLE, "SELECT 1", False),
+        (THINK + call("SELECT 1", EXEC_SQL), UNAVAILABLE, "SELECT 1", False),
         (call("SELECT 1"), EXEC_SQL, "SELECT 1", False),
         (THINK + THINK + call("SELECT 1"), EXEC_SQL, "SELECT 1", False),
         (THINK + "So: " + call("SELECT 1"), EXEC_SQL, "SELECT 1", False),

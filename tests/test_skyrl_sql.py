@@ -255,7 +255,7 @@ def test_single_pass_answers_at_once(tiny, module):
     episode = play(tiny, f"{THINK}<solution>{GOLD}</solution>", module=module, tools="none", turns=1)
     assert reward_of(tiny, episode, module).parts["format"] == 1
     episode = begin(tiny, module, tools="none", turns=2)
-    assert "exec_sql is not available" in say(episode, f"{THINK}<sql>{GOLD}</sql>")
+    assert "invalid" in say(episode, f"{THINK}<sql>{GOLD}</sql>")
     say(episode, f"{THINK}<solution>{GOLD}</solution>")
     assert reward_of(tiny, episode, module).parts["format"] == 0
 
@@ -362,3 +362,22 @@ def test_weights_and_presets(tiny):
         reward_of(tiny, right, preset="outcome")
     with pytest.raises(ValueError, match="'turns=1' should be one of invalid, ex"):
         reward_of(tiny, right, weights="turns=1")
+
+
+@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
+def test_an_invented_observation_costs_the_format(module):
+    recipe = module.make_recipe(PAPER)
+    for text in (
+        f"<think>a</think><observation>MADE UP</observation><think>b</think><solution>{GOLD}</solution>",
+        f"<think>a <observation>MADE UP</observation></think><solution>{GOLD}</solution>",
+    ):
+        message = recipe.read(text)
+        assert message.answer == GOLD and not message.well_formed
+
+
+@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
+def test_a_native_thought_that_never_ended_is_not_read(module):
+    recipe = module.make_recipe(NATIVE)
+    assert recipe.read("I might run <sql>SELECT 1</sql>").problem is Status.NO_ACTION
+    assert recipe.read("I might</think><sql>SELECT 1</sql>").sql == "SELECT 1"
+    assert recipe.read("<sql>SELECT 1</sql>").sql == "SELECT 1"

@@ -163,7 +163,7 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
         Outcome.UNKNOWN: [
             {"messages": [{"role": "user", "content": "Who?"}, *line_of(*right)["messages"]]},
             line_of(*right, db_id="concerts"),
-            line_of(*right, example_id=NOT_IN_PLAY.id),
+            line_of(*right, example_id=NOT_IN_PLAY.id, db_id=NOT_IN_PLAY.db_id),
         ],
         Outcome.UNREADABLE: [
             "no JSON",
@@ -206,7 +206,10 @@ def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
         (tmp_path / "line.jsonl").write_text(json.dumps(line))
         return match(*read_teacher(tmp_path / "line.jsonl"))
 
-    assert found("anything", example_id="00002/0") is other
+    assert found("anything", db_id="concerts", example_id="00002/0") is other
+    assert found("Please show singers. Show singers.", example_id="00002/0") is other
+    assert found("anything", example_id="00002/0") is None  # the place in another file
+    assert found("Show singers.", db_id="music", example_id="00002/0") is first
     assert found("Show singers.", db_id="music", example_id="elsewhere/1") is first
     assert found("Show\n  singers.", db_id="concerts") is other
     assert found("Show singers.") is None  # over which database?
@@ -255,8 +258,8 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
         checked = [CHECKED + memory, verdict(MEMORY_RETRIEVE, True)] if question.history else [CHECKED]
         said = [tool_call(EXEC_SQL, question.gold_sql), *checked]
         said[-1] += final_answer(question.gold_sql)
-        lines.append(line_of(*said, example_id=question.id))
-    lines.append(line_of("I give up.", example_id=asked[4].id))
+        lines.append(line_of(*said, example_id=question.id, db_id=question.db_id))
+    lines.append(line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id))
     teacher = tmp_path / "teacher.jsonl"
     teacher.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.chdir(ROOT)

@@ -220,7 +220,8 @@ class Episode:
         question, sql = self.example.question, message.sql
         if message.tool not in self.tools:
             self.trajectory.off_protocol += 1
-            text = self._cut(f"{message.tool} is not available")
+            missing = self.recipe.observe_problem(Status.NO_ACTION, turns_left)
+            text = self._cut(missing or f"{message.tool} is not available")
             self.trajectory.observations.append(Observation(UNAVAILABLE, sql, "error", text))
             return text
         if EXEC_SQL in self.tools:

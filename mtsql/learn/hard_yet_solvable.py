@@ -30,7 +30,7 @@ from mtsql.run import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 
-HARDEST_FIRST = ("extra", "hard", "medium", "easy")
+HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
 
 
 @dataclass(frozen=True, kw_only=True)

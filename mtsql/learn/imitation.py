@@ -245,7 +245,8 @@ def main() -> None:
         raise ValueError(
             f"--further-recipes {unknown[0]} is unknown; choose from {', '.join(RECIPES)}, with commas"
         )
-    tags = [tag for name in further for tag in markup(load_recipe(name).make_recipe(wording_of(config)))]
+    tagged = [name for name in (config.recipe, *further) if name != RECIPES[0]]  # its tags are always there
+    tags = [tag for name in tagged for tag in markup(load_recipe(name).make_recipe(wording_of(config)))]
     tokenizer = train_tokenizer(texts, config.vocabulary, list(dict.fromkeys(tags)))
     tokens = ChatTokens(tokenizer)
     environments = []  # of each recipe, by the set of tools

@@ -113,7 +113,8 @@ def _text(message: dict) -> str:
 
 
 def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Example | None]:
-    """The function from a line to its question: by `example_id`, else by database and text.
+    """The function from a line to its question: by `example_id`, if its database, or else its text, agrees
+    (ids are places in a file, which every dataset has), else by database and text.
 
     By text it is the question that stands, with all earlier ones of its dialogue, in the first message of
     the user; of several the one that explains most of it. Without `db_id`, a text that is equally a
@@ -126,9 +127,9 @@ def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Exampl
         by_database[question.db_id].append((question, texts))
 
     def match(line: TeacherLine) -> Example | None:
-        if line.example_id in by_id:
-            return by_id[line.example_id]
-        asked = _flat(line.asked)
+        asked, named = _flat(line.asked), by_id.get(line.example_id)
+        if named and (line.db_id == named.db_id or (not line.db_id and _flat(named.question) in asked)):
+            return named
         databases = by_database if line.db_id is None else [line.db_id]
         found = [
             (sum(map(len, texts)), question)

@@ -50,15 +50,22 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, ModelMessage
+from mtsql.agent.env import EXEC_SQL, UNAVAILABLE, ModelMessage
 from mtsql.agent.memory import MemoryEntry
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.mtsql_r1_prompts import compact_result, truncated
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, choose_preset, outcome, with_weights
+from mtsql.recipes.rewards import (
+    Decode,
+    RewardFunction,
+    Rewards,
+    choose_preset,
+    keeps_format,
+    outcome,
+    with_weights,
+)
 from mtsql.recipes.tool_calls import read_call
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.wording import Wording, compact_result, truncated
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
@@ -210,11 +217,13 @@ class MtirSql:
             return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
         thought_optional = self.wording.compact or self.wording.native_thinking
         well_formed = bool((ACTION if thought_optional else THOUGHT_AND_ACTION).fullmatch(text))
+        well_formed &= "<tool_response>" not in text  # only the environment responds
         call = read_call(said, "sql")
         if call is not None:
             # The environment's own names for tools are not the paper's.
-            tool = EXEC_SQL if call.tool == TOOL else call.tool
-            return replace(call, tool=tool, well_formed=well_formed and call.tool == TOOL)
+            known = call.tool == TOOL
+            tool = call.tool if call.problem else EXEC_SQL if known else UNAVAILABLE
+            return replace(call, tool=tool, well_formed=well_formed and known)
         before, _, _ = said.rpartition("</answer>")
         _, opened, content = before.rpartition("<answer>")
         sql = (BLOCK.findall(content) or [content])[-1].strip()
@@ -245,8 +254,8 @@ class MtirSql:
         result: ExecutionResult | None,
         memory: tuple[MemoryEntry, ...],
     ) -> str:
-        """The paper has no memory: a model that calls it, with --tools both, is told so."""
-        return f"{MEMORY_RETRIEVE} is not available"
+        """Never asked: `read` knows one tool only."""
+        return ""
 
     def observe_problem(self, problem: Status, turns_left: int) -> str:
         """The episode goes on (Algorithm 1, line 20)."""
@@ -268,7 +277,7 @@ PRESETS = {"paper": RewardWeights()}
 def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
     """Equations 5 to 7: `parts` has R_f, R_e and R_r without weights, `total` their weighted sum."""
     ex, em = outcome(trajectory, example, scorer)
-    kept = trajectory.status is Status.ANSWERED and trajectory.off_protocol == 0
+    kept = keeps_format(trajectory)
     runs = kept and scorer.runs(example.db_id, trajectory.answer_sql)
     r_format = 0.1 if kept else -0.1
     r_execution = 0.0 if not kept else 0.1 if runs else -0.1

@@ -24,16 +24,14 @@ from mtsql.recipes.mtsql_r1_prompts import (
     MEMORY_TASKS,
     SYSTEM,
     VERDICT,
-    compact_result,
     final_answer,
     result_text,
     tool_call,
     tool_schemas,
-    truncated,
 )
 from mtsql.recipes.mtsql_r1_rewards import make_reward
 from mtsql.recipes.tool_calls import read_call
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.wording import Wording, compact_result, truncated
 from mtsql.sql.execute import ExecutionResult
 
 __all__ = ["SETTINGS", "make_recipe", "make_reward"]
@@ -91,6 +89,7 @@ class MtsqlR1:
             # The schema comes first: prompts over one database share it as a prefix.
             lines = [self.wording.schema_text(schema)]
             lines += [f"{i}. {turn.question}" for i, turn in enumerate(example.history, 1)]
+            lines += [example.knowledge] if example.knowledge else []
             lines += [f"now: {example.question}", "tools: " + (" ".join(tools) or "none")]
             return [_message("user", "\n".join(lines))], None
         name = next(name for name, choice in TOOL_SETS.items() if choice == tools)
@@ -113,6 +112,8 @@ class MtsqlR1:
             lines.append("")
         else:
             lines.append(schema_text)
+        if example.knowledge:
+            lines.append(f"External Knowledge: {example.knowledge}")
         lines.append("Now please translate the following question to SQL step by step")
         note = "Note please call 'exec_sql' tool at least once" if EXEC_SQL in tools else ""
         lines.append(

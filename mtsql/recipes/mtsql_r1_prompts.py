@@ -99,20 +99,6 @@ def result_text(result: ExecutionResult | None) -> str:
     return str([tuple(row) for row in result.rows]) if result.ok else f"Error: {result.message}"
 
 
-def compact_result(result: ExecutionResult | None, limit: int) -> str:
-    if result is None:
-        return "?"
-    if not result.ok:
-        return f"error: {result.message}"[: 2 * limit]
-    cells = ["|".join("null" if v is None else str(v) for v in row) for row in result.rows]
-    text = " ; ".join(cells) or "empty"
-    return text if len(text) <= limit else text[:limit] + " ..."
-
-
-def truncated(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[:limit] + "..."
-
-
 def tool_schemas(tools: tuple[str, ...]) -> list[dict] | None:
     """The tools' JSON schemas (appendix B.0.1), or None without tools."""
     made = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias, TypeVar
 
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.sql.score import Scorer
 
@@ -39,6 +39,11 @@ def outcome(trajectory: Trajectory, example: Example, scorer: Scorer) -> tuple[f
         return 0.0, 0.0
     db_id, gold = example.db_id, example.gold_sql
     return float(scorer.ex(db_id, gold, answer)), float(scorer.em(db_id, gold, answer))
+
+
+def keeps_format(trajectory: Trajectory) -> bool:
+    """Whether it has an answer and every one of its messages was well formed."""
+    return trajectory.status is Status.ANSWERED and trajectory.off_protocol == 0
 
 
 def is_right(trajectory: Trajectory, example: Example, scorer: Scorer, correct: str) -> bool:

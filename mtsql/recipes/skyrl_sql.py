@@ -28,13 +28,20 @@ from dataclasses import dataclass
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, choose_preset, outcome, with_weights
+from mtsql.recipes.rewards import (
+    Decode,
+    RewardFunction,
+    Rewards,
+    choose_preset,
+    keeps_format,
+    outcome,
+    with_weights,
+)
 from mtsql.recipes.tagged import (
     ONLY_WHAT_IS_ASKED,
     TASK,
     TOOL_RULES,
     TaggedRecipe,
-    keeps_format,
     task_text,
     without_thoughts,
 )

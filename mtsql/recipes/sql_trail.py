@@ -11,8 +11,8 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
   messages are observed, and here they are.
 - Every reward of an episode without a solution is 0. By the letter of Equation 7 an easy question would pay for
   giving up at once.
-- Hardness is Spider's ("simple" is its "easy"). Questions whose gold SQL its grammar does not read are left out
-  before training, as for every recipe.
+- Hardness is Spider's ("simple" is its "easy"). A question whose gold SQL its grammar does not read, as most of
+  BIRD's and SynSQL's, counts as hard in r_turns.
 - r_schema (Equation 10): names of tables and columns in either SQL, aliases resolved, in any case, whether the
   database has them or not; "*" is no column. SQL that cannot be read has none, and the reward is 0.
 - r_bigram (Equation 9): over the words, quoted texts and single characters of the first statement, all in
@@ -40,13 +40,20 @@ from sqlglot import exp
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, choose_preset, outcome, with_weights
+from mtsql.recipes.rewards import (
+    Decode,
+    RewardFunction,
+    Rewards,
+    choose_preset,
+    keeps_format,
+    outcome,
+    with_weights,
+)
 from mtsql.recipes.tagged import (
     ONLY_WHAT_IS_ASKED,
     TASK,
     TOOL_RULES,
     TaggedRecipe,
-    keeps_format,
     task_text,
     without_thoughts,
 )
@@ -210,7 +217,7 @@ def reward(
 ) -> Rewards:
     """Equation 12, the weighted sum of six rewards from 0 to 1; `budget` is T.
 
-    No answer raises. Raises SqlParseError or ValueError for a gold SQL that does not parse or run.
+    No answer raises. Raises ValueError for a gold SQL that does not run.
     """
     ex, em = outcome(trajectory, example, scorer)
     db_id, gold, answer = example.db_id, example.gold_sql, trajectory.answer_sql

@@ -26,11 +26,10 @@ from typing import ClassVar, TypeAlias
 
 from mtsql.agent.env import EXEC_SQL, ModelMessage
 from mtsql.agent.memory import MemoryEntry
-from mtsql.agent.trajectory import Status, Trajectory
+from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.mtsql_r1_prompts import compact_result, truncated
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.wording import Wording, compact_result, truncated
 from mtsql.sql.execute import ExecutionResult
 
 MAX_ROWS = 50  # of a table that is shown
@@ -102,10 +101,12 @@ class TaggedRecipe:
         """The first <sql> or <solution> outside of thoughts.
 
         It is well formed if a thought that is not blank stands before it (not asked for in the compact
-        wording and with native thinking), no text after it, and no tag in it.
+        wording and with native thinking), no text after it, no tag in it, and no observation anywhere.
         """
         if self.wording.native_thinking:
-            text = text.rpartition("</think>")[2]
+            _, ended, text = text.rpartition("</think>")
+            if not ended and not re.match(r"\s*<(sql|solution)>", text):
+                return ModelMessage(problem=Status.NO_ACTION, well_formed=False)  # the thinking never ended
         thought, at = self.wording.compact or self.wording.native_thinking, 0
         opening = re.compile(f"<({'|'.join((*self.thought_tags, 'sql', 'solution'))})>")
         while found := opening.search(text, at):
@@ -117,7 +118,8 @@ class TaggedRecipe:
                 continue
             if end < 0 or not content:
                 break
-            well_formed = thought and not text[at:].strip() and not ANY_TAG.search(content)
+            invented = "<observation>" in text  # only the environment observes
+            well_formed = thought and not (text[at:].strip() or ANY_TAG.search(content) or invented)
             if tag == "sql":
                 return ModelMessage(tool=EXEC_SQL, sql=content, well_formed=well_formed)
             return ModelMessage(answer=content, well_formed=well_formed)
@@ -194,8 +196,3 @@ def task_text(
 def without_thoughts(blocks: Sequence[str], wording: Wording) -> str:
     """The blocks of an example, with native thinking those that are no thoughts."""
     return "\n".join(b for b in blocks if not (wording.native_thinking and b.startswith("<think>")))
-
-
-def keeps_format(trajectory: Trajectory) -> bool:
-    """Whether it has an answer and every one of its messages was well formed."""
-    return trajectory.status is Status.ANSWERED and trajectory.off_protocol == 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
+from mtsql.sql.execute import ExecutionResult
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,19 @@ class Wording:
                 lines.append(turn.sql if self.compact else f"   SQL: {turn.sql}")
         heading = "" if self.compact or not lines else "Earlier questions of this dialogue:\n"
         return heading + "\n".join(lines)
+
+
+def compact_result(result: ExecutionResult | None, limit: int) -> str:
+    """Rows or the error in the compact wording, cut to `limit` characters."""
+    if result is None:
+        return "?"
+    if not result.ok:
+        return f"error: {result.message}"[: 2 * limit]
+    cells = ["|".join("null" if v is None else str(v) for v in row) for row in result.rows]
+    text = " ; ".join(cells) or "empty"
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
+def truncated(text: str, limit: int) -> str:
+    """The first `limit` characters of a text, and dots if there are more."""
+    return text if len(text) <= limit else text[:limit] + "..."

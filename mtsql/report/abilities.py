@@ -17,11 +17,17 @@ ABILITIES = {
 }
 
 
-def abilities(trajectory: Trajectory, example: Example, scorer: Scorer) -> dict[str, float | None]:
+def abilities(
+    trajectory: Trajectory, example: Example, scorer: Scorer, verifies: bool = True
+) -> dict[str, float | None]:
     """Each ability from 0 to 1: a prescribed tool was called or not; the process rewards for the others.
 
-    The memory's two are None for a first question, which has nothing to check against.
+    The memory's two are None for a first question, which has nothing to check against. Of recipes that
+    do not verify only the first is measured.
     """
+    if not verifies:
+        called = any(o.tool == EXEC_SQL for o in trajectory.observations)
+        return dict.fromkeys(ABILITIES) | {"call_execution": float(called)}
     called = {observation.tool for observation in trajectory.observations}
     parts = reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1)).parts
     later = bool(example.history)

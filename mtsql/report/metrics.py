@@ -113,6 +113,7 @@ def summarise(records: Sequence[dict]) -> dict:
     for record in records:
         dialogues.setdefault(record["dialogue_id"], []).append(record)
     hardness = [*HARDNESS, *sorted({r["hardness"] for r in records} - set(HARDNESS))]
+    difficulties = sorted({r.get("difficulty") or "" for r in records} - {""})  # the dataset's own
     tools = sorted({tool for r in records for tool in r["tool_calls"]})
     summary: dict = {"questions": len(records), "dialogues": len(dialogues)}
     for metric in ("ex", "em"):
@@ -128,6 +129,9 @@ def summarise(records: Sequence[dict]) -> dict:
                 t: _mean(r[metric] for r in records if turn_name(r["turn_index"]) == t) for t in TURNS
             },
             "by_hardness": {h: _mean(r[metric] for r in records if r["hardness"] == h) for h in hardness},
+            "by_difficulty": {
+                d: _mean(r[metric] for r in records if r.get("difficulty") == d) for d in difficulties
+            },
         }
     summary["further"] = {metric: _mean(r[metric] for r in records) for metric in FURTHER_METRICS}
     answers = [r for r in records if r["predicted"] is not None]
@@ -178,6 +182,8 @@ def format_summary(summary: dict) -> str:
             label = f"turn {key}" if name == "turn" else key
             values = _percent(ex[f"by_{name}"][key]) + _percent(em[f"by_{name}"][key])
             lines.append(f"{label:<22}{count:>10}{values}")
+    for name, mean in ex["by_difficulty"].items():
+        lines.append(f"{name:<32}{_percent(mean)}{_percent(em['by_difficulty'][name])}")
     matches = _percent(ex["interaction_match"]) + _percent(em["interaction_match"])
     lines += [f"{'whole dialogues':<22}{summary['dialogues']:>10}{matches}", ""]
     lines += [f"{FURTHER_METRICS[m]:<32}{_percent(mean)} %" for m, mean in summary["further"].items()]

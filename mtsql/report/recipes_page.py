@@ -23,11 +23,11 @@ CLAIMS = (  # claim, paper, better arm, worse arm
     ),
     (
         "all six rewards beat the execution reward alone",
-        "SQL-Trail, Table 6",
+        "SQL-Trail, section 3.3.2",
         "sql_trail_rl",
         "sql_trail_execution_rl",
     ),
-    ("GRPO-Filter beats GRPO", "MTIR-SQL, section 3.1", "mtir_sql_rl", "mtir_sql_unfiltered_rl"),
+    ("GRPO-Filter beats GRPO", "MTIR-SQL, Table 4", "mtir_sql_rl", "mtir_sql_unfiltered_rl"),
     ("the agent needs the schema in its prompt", "SkyRL-SQL, Table 4", "skyrl_sql_rl", "skyrl_sql_rl_names"),
     (
         "without the schema the trained agent does better than the untrained",
