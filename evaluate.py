@@ -12,12 +12,14 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
 five abilities of section 4.3, the kinds of errors of section 4.4 by rules, and latency.
+--sampled-runs N adds the mean of N runs at temperature 1 and, from 2 on, the majority vote of each
+question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8).
 The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl.
 
 Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
 - --history predicted puts the policy's own earlier answers in the memory; the paper's numbers are
-  with gold history, our default.
+  with gold history, our default. There is no vote then: the N answers have different histories.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class EvaluateConfig(Common):
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
     split: str = option("dev", "train, dev, test or held_out (see --held-out)")
     dialogues: int = option(0, "first dialogues of the split only; 0 is all of them")
-    sampled_runs: int = option(0, "further runs at temperature 1, reported beside the greedy one")
+    sampled_runs: int = option(0, "further runs at temperature 1: mean, majority vote, pass@k (SQL-Trail: 8)")
     latency_questions: int = option(0, "so many questions are also answered one at a time, for the latency")
 
 
@@ -118,12 +120,20 @@ def evaluate_files() -> None:
 def evaluate_policy() -> None:
     """The evaluation protocol."""
     # Here, because they take seconds to import, which the scoring of files can do without.
-    from mtsql.agent.rollout import Sampling
     from mtsql.agent.tokens import ChatTokens
     from mtsql.learn.model import load_policy, load_tokenizer
     from mtsql.learn.parallel import join_processes, leave_processes
     from mtsql.report.evaluation import answer_dialogues, score_records
-    from mtsql.run import load_split, make_environment, make_scorer, pick_device, show, trajectory_seed
+    from mtsql.report.voting import add_votes, format_votes
+    from mtsql.run import (
+        load_split,
+        make_environment,
+        make_sampling,
+        make_scorer,
+        pick_device,
+        show,
+        trajectory_seed,
+    )
 
     config = load_config(EvaluateConfig, "evaluate", __doc__)
     processes = join_processes()
@@ -140,7 +150,7 @@ def evaluate_policy() -> None:
     scorer = make_scorer(environment)
 
     def answer(temperature: float, run: int) -> list[tuple[Example, Trajectory]]:
-        sampling = Sampling(temperature, max_turn_tokens=config.max_turn_tokens)
+        sampling = make_sampling(config, environment, temperature)
         seed = trajectory_seed(config.seed, run)
         with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=not processes.first) as bar:
             answered = answer_dialogues(
@@ -163,7 +173,7 @@ def evaluate_policy() -> None:
         for dialogue in dialogues:
             if len(asked) >= config.latency_questions:
                 break
-            greedy = Sampling(0.0, max_turn_tokens=config.max_turn_tokens)
+            greedy = make_sampling(config, environment, 0.0)
             asked += answer_dialogues(policy, environment, [dialogue], config.history, greedy, 0, rows=1)
         latency = (time.perf_counter() - started) / len(asked)
     answered = answer(0.0, 0)
@@ -171,8 +181,9 @@ def evaluate_policy() -> None:
     leave_processes(processes)
     if not processes.first:
         return
-    records = score_records(answered, scorer)
-    sampled = [score_records(pairs, scorer) for pairs in samples]
+    verifies = environment.recipe.verifies
+    records = score_records(answered, scorer, verifies)
+    sampled = [score_records(pairs, scorer, verifies) for pairs in samples]
     summary = summarise(records)
     if latency is not None:
         summary["latency_seconds"] = latency
@@ -187,20 +198,26 @@ def evaluate_policy() -> None:
             for ability in runs[0]
             if runs[0][ability] is not None
         }
+    if len(sampled) > 1 and config.history != "predicted":
+        summary |= add_votes(records, sampled, scorer)
     save_config(config, out)
     write_atomically(out / "summary.json", json.dumps(summary, indent=1))
     write_atomically(out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     shown = (trajectory_record(t, tokenizer.decode) for _, t in answered)
     write_atomically(out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
     print(
-        f"{config.model} on {config.split} of {config.data}: history {config.history}, tools "
-        f"{config.tools}, greedy"
+        f"{config.model} on {config.split} of {config.data}: {config.recipe}, history {config.history}, "
+        f"tools {config.tools}, greedy"
         + (f", {dataset.skipped} dialogues without database skipped" if dataset.skipped else "")
     )
     print(format_summary(summary))
     if sampled:
         ex, em = (100 * summary[f"{metric}_sampled"] for metric in ("ex", "em"))
         print(f"at temperature 1, mean of {config.sampled_runs} run(s): EX {ex:.1f} %, EM {em:.1f} %")
+    if "pass_at_k" in summary:
+        print(format_votes(summary))
+    elif len(sampled) > 1:
+        print("no majority vote and no pass@k: with --history predicted each run has its own history")
 
 
 if __name__ == "__main__":

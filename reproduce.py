@@ -20,14 +20,12 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from mtsql.config import user_errors
-from mtsql.parts import run_part
+from mtsql.parts import Part, hardware, run_part
 from mtsql.report.page import write_page
 
 
@@ -47,14 +45,6 @@ SUITES = {
     "sparc": Suite("configs/sparc_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
     "cosql": Suite("configs/cosql_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
 }
-
-
-class Part(NamedTuple):
-    """One command, and the path that exists once it is done."""
-
-    title: str
-    command: list[str]
-    done: Path
 
 
 def shared_parts(out: Path) -> list[Part]:
@@ -167,7 +157,7 @@ def main() -> None:
         return
     if not chosen.page:
         for part in parts:
-            run_part(part.title, part.command, part.done)
+            run_part(*part)
     begun = {int(folder.name[4:]) for folder in chosen.out.glob("seed*") if folder.name[4:].isdigit()}
     seeds = sorted({*chosen.seeds, *begun})
     page = write_page(
@@ -182,19 +172,6 @@ def main() -> None:
         f"python reproduce.py --suite {chosen.suite} --seeds {' '.join(map(str, seeds))}",
     )
     print(f"\n{page}")
-
-
-def hardware() -> str:
-    """The processor, the number of cores and the GPU, if any."""
-    import torch
-
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(":")[2].strip() if lines else name
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{os.cpu_count()} cores of {name}{gpu}"
 
 
 if __name__ == "__main__":

@@ -3,4 +3,6 @@
 . "$(dirname "$0")/setup_environment.sh"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "$@"
+# One process a core, each with one thread; a file's tests stay together and share its fixtures.
+export OMP_NUM_THREADS=1
+exec .venv/bin/python -m pytest --numprocesses auto --dist loadfile "$@"

@@ -43,7 +43,7 @@ import torch
 from tqdm import tqdm
 
 from mtsql.agent.env import Environment
-from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.rollout import rollout
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
@@ -69,7 +69,8 @@ from mtsql.learn.parallel import (
     whole_state,
     whole_weights,
 )
-from mtsql.recipes.mtsql_r1_rewards import PRESETS, RewardRules, Rewards, RewardWeights, reward
+from mtsql.recipes import load_recipe
+from mtsql.recipes.rewards import RewardFunction, Rewards
 from mtsql.report.evaluation import answer_dialogues, scorable, score_records
 from mtsql.report.metrics import MetricsLog, describe, summarise
 from mtsql.report.plots import plot_training
@@ -78,11 +79,12 @@ from mtsql.run import (
     begin_training,
     load_split,
     make_environment,
+    make_sampling,
     make_scorer,
     raise_not_finite,
     trajectory_seed,
+    wording_of,
 )
-from mtsql.sql.score import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +109,18 @@ class GrpoConfig(Common):
     divide_by: str = option("group", "advantages over the deviation of the group, of the batch, or none")
     truncated: str = option("keep", "trajectories out of tokens: keep, exclude from the loss, penalise")
     truncation_penalty: float = option(1.0, "taken off their reward with --truncated penalise")
+    filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
+    filter_threshold: float = option(0.0, "the quality that a trajectory has to exceed")
     resample_rounds: int = option(0, "times that other questions replace groups without variance (DAPO)")
     beta: float = option(0.0, "weight of the KL penalty")
     kl: str = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
     curriculum: str = option("", "counts.jsonl of python -m mtsql.learn.curriculum; levels from easy to hard")
     level_size: int = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
-    rewards: str = option("outcome", "weights and rules: outcome, process, paper, authors")
-    w_ex: float = option(-1.0, "w1: execution match; below 0: that of --rewards, as for the others")
-    w_em: float = option(-1.0, "w2: exact match")
-    w_proposal: float = option(-1.0, "w3: clause F1 of proposals and corrections")
-    w_verify: float = option(-1.0, "w4: execution and memory verdicts")
+    rewards: str = option(
+        "",
+        "preset of the recipe's rewards, its first if not given; mtsql_r1: outcome, process, paper, authors",
+    )
+    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
     layout: str = option("shared", "positions of a batch: shared prompts, packed, rows")
     micro_batch_positions: int = option(16384, "positions in one forward pass")
     lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
@@ -142,6 +146,9 @@ def main() -> None:
         begin_training(config)
     )
     tokenizer = tokens.tokenizer
+    reward = load_recipe(config.recipe).make_reward(
+        config.rewards, config.weights, scorer, tokenizer.decode, wording_of(config)
+    )
     # The reference policy is the policy at the start of RL, adapters of a warm start included.
     reference = Reference(policy) if config.beta else None
     if checkpoint is not None:
@@ -154,7 +161,7 @@ def main() -> None:
     if checkpoint is not None:
         first_step, _, optimizer_state = load_training_state(checkpoint)
         restore_optimizer(policy, optimizer, optimizer_state)
-    questions = scorable(examples(dataset.dialogues, config.history), scorer)
+    questions = scorable(examples(dataset.dialogues, config.history), scorer, config.drop_empty)
     levels = [questions]
     if config.curriculum:
         levels = curriculum_levels(questions, read_counts(Path(config.curriculum)), config.level_size)
@@ -178,7 +185,7 @@ def main() -> None:
             began = time.perf_counter()
             with whole_weights(policy):
                 groups, rewards, divergences, dropped = sample_groups(
-                    config, policy, reference, environment, scorer, levels, step, processes
+                    config, policy, reference, environment, reward, levels, step, processes
                 )
             rollout_seconds = time.perf_counter() - began
 
@@ -196,6 +203,10 @@ def main() -> None:
             # Clipped policy gradient on what the model wrote. Groups without variance add nothing, or KL.
             kl_in_loss = reference is not None and config.kl != "k1"
             out_of_loss = {id(t) for t in trajectories if config.truncated == "exclude" and is_truncated(t)}
+            if config.filter_rollouts:
+                qualities = [verdict.quality for verdicts in rewards for verdict in verdicts]
+                pairs = zip(trajectories, qualities, strict=True)
+                out_of_loss |= {id(t) for t, quality in pairs if quality <= config.filter_threshold}
             counted = [t for t in trajectories if id(t) not in out_of_loss]
             denominator = {
                 "trajectory": max(1, len(counted)),
@@ -274,6 +285,7 @@ def main() -> None:
                     "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
                     **describe(trajectories, [r for verdicts in rewards for r in verdicts]),
                     "informative_groups": informative.float().mean().item(),
+                    "left_out": len(out_of_loss) / len(trajectories),
                     "dropped_groups": dropped / (dropped + len(groups)),
                     "entropy": statistics["entropy"] / max(1, statistics["trained_tokens"]),
                     "clip_fraction": statistics["clip_fraction"] / config.updates_per_batch,
@@ -309,12 +321,12 @@ def main() -> None:
                         dev_environment,
                         processes.share(dev.dialogues[: config.evaluate_dialogues or None]),
                         config.history,
-                        Sampling(0.0, max_turn_tokens=config.max_turn_tokens),
+                        make_sampling(config, dev_environment, 0.0),
                         config.seed,
                         config.rows,
                         cache_gib=config.cache_gib,
                     )
-                records = processes.gather(score_records(answered, dev_scorer))
+                records = processes.gather(score_records(answered, dev_scorer, environment.recipe.verifies))
                 if processes.first:
                     scores = summarise(records)
                     by_hardness = {f"ex_{h}": v for h, v in scores["ex"]["by_hardness"].items()}
@@ -348,7 +360,7 @@ def sample_groups(
     policy: torch.nn.Module,
     reference: Reference | None,
     environment: Environment,
-    scorer: Scorer,
+    reward: RewardFunction,
     levels: Sequence[Sequence[Example]],
     step: int,
     processes: Processes,
@@ -363,9 +375,7 @@ def sample_groups(
     level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
     questions = levels[level]
     wanted = min(config.prompts_per_step, len(questions))
-    sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
-    weights, rules = reward_settings(config)
-    decode = environment.tokens.tokenizer.decode
+    sampling = make_sampling(config, environment, config.temperature)
     size = config.samples_per_prompt
     kept: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
     equal: list[tuple[list[Trajectory], list[Rewards], list[float]]] = []
@@ -385,9 +395,7 @@ def sample_groups(
         trajectories = rollout(
             policy, environment.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
         )
-        verdicts = [
-            reward(t, e, scorer, weights, rules, decode) for t, e in zip(trajectories, played, strict=True)
-        ]
+        verdicts = [reward(t, e) for t, e in zip(trajectories, played, strict=True)]
         if config.truncated == "penalise":
             verdicts = [
                 replace(v, total=v.total - config.truncation_penalty * is_truncated(t))
@@ -431,13 +439,6 @@ def kl_of(config: GrpoConfig, trajectories: Sequence[Trajectory], reference: Ref
 def is_truncated(trajectory: Trajectory) -> bool:
     """Whether it ended because it was too long."""
     return trajectory.status is Status.OUT_OF_TOKENS
-
-
-def reward_settings(config: GrpoConfig) -> tuple[RewardWeights, RewardRules]:
-    """The preset's weights, but for those that are given, and its rules."""
-    weights, rules = PRESETS[config.rewards]
-    given = {"ex": config.w_ex, "em": config.w_em, "proposal": config.w_proposal, "verify": config.w_verify}
-    return replace(weights, **{name: w for name, w in given.items() if w >= 0}), rules
 
 
 def question_order(config: GrpoConfig, count: int, level: int, step: int, attempt: int = 0) -> list[int]:

@@ -11,6 +11,8 @@ as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics
 (for --resume).
 
 `--targets gold --tools none --rounds 1` is the short-horizon baseline: direct answers with the gold SQL.
+`--targets teacher --teacher FILE.jsonl --rounds 1` learns from a teacher's right trajectories instead
+(SQL-Trail, section 3.2): chat messages of any source, played again in our environment.
 
 Departures from the paper, and how we read it:
 - A trajectory is kept only if it follows Equation 1 throughout, since the data "strictly follow the MDP"
@@ -70,8 +72,15 @@ from mtsql.learn.parallel import (
     whole_weights,
 )
 from mtsql.learn.selection import select_trajectories
-from mtsql.recipes.mtsql_r1 import final_answer
-from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
+from mtsql.learn.teacher import (
+    Outcome,
+    TeacherLine,
+    format_replays,
+    prefer_harder,
+    read_teacher,
+    replay_lines,
+)
+from mtsql.recipes.rewards import is_right
 from mtsql.report.chat import chat_record
 from mtsql.report.evaluation import scorable
 from mtsql.report.metrics import MetricsLog, format_coverage
@@ -89,10 +98,13 @@ class SftConfig(Common):
 
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
     rounds: int = option(3, "N of Algorithm 1 (paper: 3)")
-    targets: str = option("self", "self: own right trajectories; gold: direct answers with the gold SQL")
+    targets: str = option("self", "own right trajectories (self), direct gold answers (gold), teacher")
+    teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
+    teacher_kept: int = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
     questions: int = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: int = option(20, "rollouts of each question in each round (paper: 20)")
     temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
+    correct: str = option("ex_em", "a rollout is right by: ex_em (paper), ex")
     embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
     epochs: int = option(2, "passes over the kept trajectories in each round")
     trajectories_per_step: int = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
@@ -114,6 +126,13 @@ def main() -> None:
     config = load_config(SftConfig, "sft", __doc__)
     if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
         raise ValueError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
+    if bool(config.teacher) != (config.targets == "teacher"):
+        raise ValueError("--targets teacher and --teacher FILE.jsonl go together: give both or neither")
+    if config.teacher and config.rounds != 1:
+        raise ValueError("--targets teacher needs --rounds 1: another would replay the same trajectories")
+    if config.teacher_kept < 0:
+        raise ValueError(f"--teacher-kept should be at least 0, not {config.teacher_kept}")
+    taught = read_teacher(Path(config.teacher)) if config.teacher else []
     processes, out, device, checkpoint, tokens, dataset, environment, scorer, policy, attention = (
         begin_training(config)
     )
@@ -125,7 +144,8 @@ def main() -> None:
         shard_policy(policy, processes)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     rng = random.Random(config.seed)
-    pool = scorable(examples(dataset.dialogues, config.history), scorer)  # D_0
+    questions = examples(dataset.dialogues, config.history)
+    pool = scorable(questions, scorer, config.drop_empty)  # D_0
     if config.questions:
         pool = rng.sample(pool, min(config.questions, len(pool)))
     example_of = {example.id: example for example in pool}
@@ -154,6 +174,8 @@ def main() -> None:
                 share = processes.share(list(enumerate(remaining)))
                 if config.targets == "gold":
                     found = gold_answers(environment, share)
+                elif config.targets == "teacher":
+                    found = taught_answers(config, environment, scorer, taught, questions, pool, processes)
                 else:
                     with whole_weights(policy):
                         found = collect(
@@ -180,10 +202,14 @@ def main() -> None:
                     records = (chat_record(t, example_of[t.example_id], environment) for t in kept)
                     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
                     write_atomically(out / "chat.jsonl", lines)
+                if not kept and config.teacher:
+                    raise ValueError(
+                        f"no trajectory of {config.teacher} can be kept; the counts above say why"
+                    )
                 if not kept:
                     raise ValueError(
-                        f"no trajectory of {config.model} is right by EX and EM, so there is nothing to "
-                        "learn from; try more --samples-per-question or another model"
+                        f"no trajectory of {config.model} is right (--correct {config.correct}) and well "
+                        "formed: nothing to learn from; try more --samples-per-question or another model"
                     )
                 first_index, rng_state = 0, rng.getstate()
             else:
@@ -319,8 +345,7 @@ def collect(
     for example, sampled in sample_questions(
         config, policy, environment, numbered, seed, title, processes.first
     ):
-        verdicts = [reward(t, example, scorer, RewardWeights()) for t in sampled]
-        right = [t for t, v in zip(sampled, verdicts, strict=True) if v.ex and v.em]
+        right = [t for t in sampled if is_right(t, example, scorer, config.correct)]
         valid = [t for t in right if t.off_protocol == 0]
         # S2: difficulty-aware choice among them.
         easy = scorer.hardness(example.db_id, example.gold_sql) == "easy"
@@ -336,12 +361,42 @@ def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example
     found = []
     for _, example in numbered:
         episode = environment.episodes(example, [0])[0]
-        ids = environment.tokens.message_ids(final_answer(example.gold_sql))
+        ids = environment.tokens.message_ids(environment.recipe.answer(example.gold_sql))
         if episode.trajectory.status is None:
             episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
         right = [episode.trajectory] if episode.trajectory.answer_sql is not None else []
         found.append(Collected(example.id, 1, len(right), right))
     return found
+
+
+def taught_answers(
+    config: SftConfig,
+    environment: Environment,
+    scorer: Scorer,
+    taught: Sequence[TeacherLine | None],
+    questions: Sequence[Example],
+    pool: Sequence[Example],
+    processes: Processes,
+) -> list[Collected]:
+    """What a process finds in its share of a teacher's lines; of `questions` those in `pool` are in play."""
+    in_play = {example.id for example in pool}
+    share = processes.share(taught)
+    replays = processes.gather(
+        replay_lines(share, questions, in_play, environment, scorer, config.correct, processes.first)
+    )
+    if processes.first:
+        print(format_replays(replays))
+    chosen = prefer_harder(replays, config.teacher_kept, scorer, random.Random(config.seed))
+    kept = {id(trajectory) for trajectory in chosen}
+    return processes.share(
+        [
+            Collected(
+                r.question.id, 1, r.outcome is Outcome.KEPT, [r.trajectory] * (id(r.trajectory) in kept)
+            )
+            for r in replays
+            if r.question is not None
+        ]
+    )
 
 
 def save_checkpoint(

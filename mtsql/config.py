@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from mtsql.data.schema import DataError
+from mtsql.recipes import RECIPES, load_recipe
 
 SECTIONS = ("common", "imitation", "sft", "curriculum", "grpo", "evaluate")
 
@@ -44,12 +45,18 @@ class Common:
     databases: str = option("", "folder of <db_id>/<db_id>.sqlite, if not beside the data")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
     held_out: int = option(0, "last dialogues of train that make the split held_out and are not trained on")
+    drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     seed: int = option(0, "seed of every random choice")
+    recipe: str = option(
+        "mtsql_r1", "mtsql_r1, skyrl_sql, sql_trail, mtir_sql; a paper's own settings replace defaults below"
+    )
     wording: str = option("paper", "wording of the prompts: paper, compact")
+    schema: str = option("full", "the database in the prompt: full, names (of its tables)")
+    native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")
     tools: str = option("both", "both, no_execution, no_memory, none (Table 4's ablations)")
     history: str = option("gold", "earlier turns in memory: gold, predicted (evaluation only), questions")
     thinking: bool = option(True, "enable_thinking of the chat template")
-    result_characters: int = option(200, "an execution result is cut to so many characters")
+    result_characters: int = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     max_interactions: int = option(4, "model messages in an episode (paper: 4)")
     max_prompt_tokens: int = option(4000, "longest prompt (paper: 4000)")
     max_response_tokens: int = option(8000, "longest response, observations counted (paper: 8000)")
@@ -91,18 +98,27 @@ def load_config(cls: type, section: str, description: str, argv: list[str] | Non
     try:
         values = _from_toml(arguments.pop("config"), section, cls, hints)
         values |= {name: value for name, value in arguments.items() if value is not None}
+        recipe = values.get("recipe", RECIPES[0])
+        if "recipe" in hints and recipe in RECIPES:  # the paper's own settings are the defaults
+            settings = load_recipe(recipe).SETTINGS
+            values = {name: value for name, value in settings.items() if name in hints} | values
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             names = ", ".join("--" + name.replace("_", "-") for name in missing)
             raise ConfigError(f"give {names} (or name them in the --config file)")
         config = cls(**values)
         _check_choices(config)
+        if getattr(config, "tools", "") == "no_execution" and config.recipe != RECIPES[0]:
+            raise ConfigError(f"--tools no_execution needs a memory, which only --recipe {RECIPES[0]} has")
     except ConfigError as error:
         parser.error(str(error))
     return config
 
 
 CHOICES = {
+    "recipe": RECIPES,
+    "schema": ("full", "names"),
+    "correct": ("ex_em", "ex"),
     "wording": ("paper", "compact"),
     "tools": ("both", "no_execution", "no_memory", "none"),
     "history": ("gold", "predicted", "questions"),
@@ -117,8 +133,7 @@ CHOICES = {
     "kl": ("k1", "k2", "k3"),
     "truncated": ("keep", "exclude", "penalise"),
     "divide_by": ("group", "batch", "none"),
-    "targets": ("self", "gold"),
-    "rewards": ("outcome", "process", "paper", "authors"),
+    "targets": ("self", "gold", "teacher"),
 }
 
 
@@ -136,6 +151,7 @@ MINIMA = {
     "held_out": 0,
     "level_size": 0,
     "latency_questions": 0,
+    "sampled_runs": 0,
 }
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     results = []
     for proposal, verify in product(chosen.proposal, chosen.verify):
         folder = chosen.out / f"w3_{proposal:g}_w4_{verify:g}"
-        weights = ["--rewards", "process", "--w-proposal", str(proposal), "--w-verify", str(verify)]
+        weights = ["--rewards", "process", "--weights", f"proposal={proposal:g},verify={verify:g}"]
         command = ["train_grpo.py", *shared, "--model", chosen.model, "--out", str(folder / "grpo")]
         policy, summary = folder / "grpo" / "policy", folder / "evaluation" / "summary.json"
         run_part(

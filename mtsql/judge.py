@@ -248,7 +248,7 @@ def make_prompt(row: dict, example: Example, dataset: Dataset) -> str:
     return PROMPT.format(
         schema=dataset.schemas[example.db_id].text(compact=False),
         history="\n".join(turns) or "(this is the first question)",
-        question=example.question,
+        question="\n".join(filter(None, (example.knowledge, example.question))),
         gold=example.gold_sql,
         predicted=row["predicted"] or "(none)",
         runs="does not run" if "execution" in row["errors"] else "runs",

@@ -1,11 +1,11 @@
 """How long are the prompts? Tokens of the whole prompt of every question of a data file.
 
     python -m mtsql.prompt_lengths --tokenizer Qwen/Qwen3-1.7B --data sparc/dev.json \
-        --tables sparc/tables.json --databases database
+        --tables sparc/tables.json --databases database --recipe mtsql_r1
 
 A prompt is rendered as in a run: the recipe's messages and tool schemas in the tokenizer's chat template.
 One longer than --max-prompt-tokens is not cut: evaluation counts the question as out_of_tokens, and
-training leaves it out. Dialogues whose database is missing are skipped, and counted.
+training leaves it out. Dialogues and single questions whose database is missing are skipped, and counted.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from mtsql.agent.env import TOOL_SETS
+from mtsql.agent.env import TOOL_SETS, Recipe
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import CHOICES, user_errors
 from mtsql.data.datasets import Dataset, Example, examples, load_dataset
 from mtsql.learn.checkpoint import write_atomically
 from mtsql.learn.model import load_tokenizer
-from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes import RECIPES, load_recipe
+from mtsql.recipes.wording import Wording
 
-COLUMNS = ("questions", "mean", "median", "p90", "p99", "longest", "over")
+COLUMNS = ("questions", "mean", "median", "p90", "p95", "p99", "longest", "over")
 
 
 def measure_prompts(
-    dataset: Dataset, recipe: MtsqlR1, tokens: ChatTokens, tools: tuple[str, ...], history: str
+    dataset: Dataset, recipe: Recipe, tokens: ChatTokens, tools: tuple[str, ...], history: str
 ) -> list[tuple[Example, int]]:
     """Every question with the tokens of its prompt, generation prompt included."""
     measured = []
@@ -43,9 +44,9 @@ def measure_prompts(
 
 def summarise_lengths(lengths: Sequence[int], limit: int) -> dict[str, float]:
     """COLUMNS of some lengths in tokens; percentiles are lengths that occur (nearest rank)."""
-    median, p90, p99 = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
+    percentiles = np.percentile(lengths, (50, 90, 95, 99), method="inverted_cdf").tolist()
     over = sum(length > limit for length in lengths)
-    values = (len(lengths), float(np.mean(lengths)), median, p90, p99, max(lengths), over)
+    values = (len(lengths), float(np.mean(lengths)), *percentiles, max(lengths), over)
     return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -87,11 +88,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--tokenizer", required=True, help="local folder or hub name")
-    parser.add_argument("--data", type=Path, required=True, help="SParC- or CoSQL-format file of dialogues")
+    parser.add_argument("--data", type=Path, required=True, help="file of dialogues or of single questions")
     parser.add_argument("--tables", type=Path, required=True, help="tables.json")
     parser.add_argument("--databases", type=Path, required=True, help="folder of <db_id>/<db_id>.sqlite")
+    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0], help=f"the paper [{RECIPES[0]}]")
     parser.add_argument("--history", choices=("gold", "questions"), default="gold", help="[gold]")
-    parser.add_argument("--tools", choices=CHOICES["tools"], default="both", help="[both]")
+    parser.add_argument("--tools", choices=CHOICES["tools"], help="[the recipe's own]")
     parser.add_argument("--wording", choices=CHOICES["wording"], default="paper", help="[paper]")
     parser.add_argument("--max-prompt-tokens", type=int, default=4000, help="limit [4000]", metavar="X")
     parser.add_argument("--json", type=Path, help="file to write the same numbers to")
@@ -100,8 +102,10 @@ def main() -> None:
         parser.error(f"--max-prompt-tokens should be positive, not {chosen.max_prompt_tokens}")
     tokens = ChatTokens(load_tokenizer(chosen.tokenizer))
     dataset = load_dataset(chosen.data, chosen.tables, chosen.databases, allow_missing=True)
-    recipe = MtsqlR1(chosen.wording == "compact")
-    measured = measure_prompts(dataset, recipe, tokens, TOOL_SETS[chosen.tools], chosen.history)
+    paper = load_recipe(chosen.recipe)
+    recipe = paper.make_recipe(Wording(chosen.wording == "compact"))
+    tools = TOOL_SETS[chosen.tools or paper.SETTINGS.get("tools", "both")]
+    measured = measure_prompts(dataset, recipe, tokens, tools, chosen.history)
     summary = summarise_prompts(measured, chosen.max_prompt_tokens)
     print(format_prompts(summary, chosen.max_prompt_tokens))
     print(f"dialogues skipped because their database is missing: {dataset.skipped}")

@@ -15,29 +15,31 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import TOOL_SETS, Environment, Limits
+from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 from mtsql.config import Common
-from mtsql.data.datasets import Dataset, load_dataset
+from mtsql.data.datasets import Dataset, beside, load_dataset, split_names
 from mtsql.data.schema import DataError
 from mtsql.learn.checkpoint import newest_checkpoint, write_atomically
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.learn.parallel import Processes, join_processes
-from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes import load_recipe
+from mtsql.recipes.wording import Wording
 from mtsql.report.viewer import trajectory_record
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 
 
 def find_split(data: str, split: str) -> Path:
-    """The file of a split in SParC's or CoSQL's official folder layout, or `data` if it is a file.
+    """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
 
     Raises DataError if there is none.
     """
     root = Path(data)
     if root.is_file():
         return root
-    names = (f"{split}.json", f"cosql_{split}.json", f"sql_state_tracking/cosql_{split}.json")
+    names = split_names(split)
     for name in names:
         if (root / name).is_file():
             return root / name
@@ -47,16 +49,23 @@ def find_split(data: str, split: str) -> Path:
 def load_split(config: Common, split: str) -> Dataset:
     """The dialogues of a split with their schemas; tables and databases beside the data by default.
 
-    With --held-out N the last N dialogues of `train` are the split `held_out`, and not in `train`. Raises
-    DataError if that leaves one of the two empty.
+    A folder with Spider's train_spider.json gives its train_others.json too. With --held-out N the last N
+    dialogues of `train` are the split `held_out`, and not in `train`. Raises DataError if that leaves one of
+    the two empty.
     """
     path = find_split(config.data, "train" if split == "held_out" else split)
-    root = path.parent.parent if path.parent.name == "sql_state_tracking" else path.parent
-    tables = Path(config.tables) if config.tables else root / "tables.json"
-    databases = Path(config.databases) if config.databases else root / "database"
+    tables = Path(config.tables) if config.tables else beside(path, "tables.json")
+    databases = Path(config.databases) if config.databases else beside(path, "database", "databases")
+    if not tables.is_file():
+        raise DataError(f"{tables} is not a file; give the file of schemas with --tables")
     if not databases.is_dir():
         raise DataError(f"{databases} is not a folder; give the folder of databases with --databases")
-    dataset = load_dataset(path, tables, databases, config.allow_missing)
+    others = path.with_name("train_others.json")
+    further = []
+    if path.name == "train_spider.json" and others.is_file() and Path(config.data).is_dir():
+        further = [others]
+        print(f"{path.parent}: {path.name} and {others.name} together")
+    dataset = load_dataset(path, tables, databases, config.allow_missing, further)
     if split == "held_out" or (split == "train" and config.held_out):
         count = len(dataset.dialogues)
         if not 0 < config.held_out < count:
@@ -77,9 +86,26 @@ def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools
         config.max_tool_tokens,
         config.max_sequence_tokens,
     )
-    recipe = MtsqlR1(config.wording == "compact", config.result_characters)
+    recipe = load_recipe(config.recipe).make_recipe(wording_of(config))
     executor = Executor(timeout_seconds=config.sql_timeout)
     return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
+
+
+def wording_of(config: Common) -> Wording:
+    """How the recipe puts its questions."""
+    return Wording(
+        config.wording == "compact",
+        config.result_characters,
+        config.schema,
+        config.max_interactions,
+        config.native_thinking,
+    )
+
+
+def make_sampling(config: Common, environment: Environment, temperature: float) -> Sampling:
+    """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
+    stops = environment.recipe.stop_strings
+    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops)
 
 
 def make_scorer(environment: Environment) -> Scorer:

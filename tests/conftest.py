@@ -19,6 +19,7 @@ from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
 from mtsql.learn.tiny import train_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.wording import Wording
 from mtsql.sql.execute import Executor
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +82,7 @@ def make_episode(
         "How many singers are there?", "SELECT count(*) FROM singer" if gold_history else None
     )
     example = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, (earlier,) if history else ())
-    recipe = MtsqlR1(compact, result_characters)
+    recipe = MtsqlR1(Wording(compact, result_characters))
     environment = Environment(
         {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, TOOL_SETS[tools]
     )

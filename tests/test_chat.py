@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop
-from mtsql.recipes.mtsql_r1 import tool_call, verdict
+from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.report.chat import chat_record
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"

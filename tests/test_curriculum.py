@@ -9,7 +9,7 @@ from conftest import GOLD, QUESTION
 
 from mtsql.data.datasets import Example
 from mtsql.learn.curriculum import Count, curriculum_levels, level_of_step, read_counts
-from train_grpo import GrpoConfig, question_order, reward_settings
+from train_grpo import GrpoConfig, question_order
 
 
 def example(name: str) -> Example:
@@ -50,16 +50,6 @@ def test_an_epoch_of_a_level_asks_every_question_once():
     assert sorted(asked) == list(range(12))
     assert asked != [i for step in range(3) for i in question_order(config, 12, 2, step)]
     assert asked != [i for step in range(3, 6) for i in question_order(config, 12, 1, step)]
-
-
-def test_weights_that_are_given_replace_those_of_the_preset():
-    config = GrpoConfig(model="", data="", out="", rewards="authors", w_verify=0.5, w_em=0.0)
-    weights, rules = reward_settings(config)
-    assert (weights.ex, weights.em, weights.proposal, weights.verify) == (1.0, 0.0, 0.8, 0.5)
-    assert rules.whole_clause_f1
-    weights, rules = reward_settings(GrpoConfig(model="", data="", out=""))
-    assert (weights.ex, weights.em, weights.proposal, weights.verify) == (1.0, 1.0, 0.0, 0.0)
-    assert not rules.string_em
 
 
 def test_counts_are_read_back_and_other_lines_are_named(tmp_path):

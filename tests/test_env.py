@@ -7,9 +7,10 @@ import json
 import pytest
 from conftest import QUESTION, make_episode, say
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, UNAVAILABLE, Limits, next_action
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, UNAVAILABLE, Limits
 from mtsql.agent.trajectory import ActionType, Status, Stop
-from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1 import next_action
+from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 
 BOTH = TOOL_SETS["both"]
 A = ActionType

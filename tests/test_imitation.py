@@ -15,6 +15,7 @@ from mtsql.learn.exercises import copying_exercise, repair_exercise
 from mtsql.learn.imitation import repair_lesson
 from mtsql.learn.tiny import tiny_qwen3
 from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.wording import Wording
 
 
 def test_copying_exercise_marks_what_its_context_foretells():
@@ -67,7 +68,7 @@ def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):
     episode = make_episode(tiny)
     environment = Environment(
         {"music": tiny.schema},
-        MtsqlR1(True, 40),
+        MtsqlR1(Wording(True, 40)),
         tiny.tokens,
         tiny.executor,
         episode.limits,

@@ -11,12 +11,16 @@ import pytest
 from test_tokens import CHATML, QWEN3, character_tokenizer
 from transformers import AutoTokenizer
 
+from evaluate import EvaluateConfig
 from mtsql.agent.env import TOOL_SETS
 from mtsql.agent.tokens import ChatTokens
-from mtsql.config import user_errors
-from mtsql.data.datasets import Dataset, load_dataset
+from mtsql.config import load_config, user_errors
+from mtsql.data.datasets import Dataset, examples, load_dataset
 from mtsql.prompt_lengths import main, measure_prompts, summarise_lengths, summarise_prompts
+from mtsql.recipes import RECIPES
 from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.wording import Wording
+from mtsql.run import load_split, make_environment
 
 REAL = QWEN3.parent
 PROMPT = """label(id:1, city:paris)
@@ -41,13 +45,15 @@ def data(tiny, tmp_path_factory) -> Path:
 def test_lengths_by_hand(tiny, data):
     dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
     tokens = ChatTokens(character_tokenizer(CHATML))
-    measured = measure_prompts(dataset, MtsqlR1(compact=True), tokens, TOOL_SETS["no_memory"], "gold")
+    measured = measure_prompts(
+        dataset, MtsqlR1(Wording(compact=True)), tokens, TOOL_SETS["no_memory"], "gold"
+    )
     assert [(e.id, n) for e, n in measured] == [
         ("00000/0", FIRST), ("00000/1", SECOND), ("00001/0", FIRST)
     ]  # fmt: skip
     summary = summarise_prompts(measured, limit=FIRST)
     assert summary["by_turn"]["1"] == dict(
-        questions=2, mean=FIRST, median=FIRST, p90=FIRST, p99=FIRST, longest=FIRST, over=0
+        questions=2, mean=FIRST, median=FIRST, p90=FIRST, p95=FIRST, p99=FIRST, longest=FIRST, over=0
     )
     assert summary["by_turn"]["2"]["over"] == summary["all"]["over"] == 1
     assert summary["longest"] == {"id": "00000/1", "database": "music", "tokens": SECOND}
@@ -58,9 +64,10 @@ def test_lengths_by_hand(tiny, data):
 def test_percentiles_are_lengths_that_occur():
     lengths = [*range(1, 100), 1000]
     assert summarise_lengths(lengths, 98) == dict(
-        questions=100, mean=59.5, median=50, p90=90, p99=99, longest=1000, over=2
+        questions=100, mean=59.5, median=50, p90=90, p95=95, p99=99, longest=1000, over=2
     )
-    assert summarise_lengths([7], 7) == dict(questions=1, mean=7, median=7, p90=7, p99=7, longest=7, over=0)
+    only = dict.fromkeys(("mean", "median", "p90", "p95", "p99", "longest"), 7)
+    assert summarise_lengths([7], 7) == dict(questions=1, over=0) | only
 
 
 @pytest.fixture
@@ -91,6 +98,19 @@ def test_command_prints_what_it_writes(command, tmp_path, capsys):
     assert "database is missing: 1" in printed
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_measured_as_they_are_played(name, command, data, tmp_path, tiny):
+    command({"--recipe": name})
+    written = json.loads((tmp_path / "lengths.json").read_text())
+    options = ["--data", data, "--tables", tiny.folder / "tables.json", "--allow-missing", "--recipe", name]
+    options += ["--databases", tiny.folder / "database", "--model", "", "--out", ""]
+    config = load_config(EvaluateConfig, "evaluate", "", [str(option) for option in options])
+    dataset = load_split(config, "dev")
+    played = make_environment(config, dataset, tiny.tokens, config.tools)
+    lengths = [played.episodes(e, [0])[0].trajectory.prompt_length for e in examples(dataset.dialogues)]
+    assert written["all"]["mean"] == sum(lengths) / 3 and written["longest"]["tokens"] == max(lengths)
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -99,6 +119,7 @@ def test_command_prints_what_it_writes(command, tmp_path, capsys):
         ({"--databases": "nowhere"}, "nowhere holds none of the databases"),
         ({"--tokenizer": "./nowhere"}, "nowhere is not a folder"),
         ({"--max-prompt-tokens": 0}, "--max-prompt-tokens should be positive, not 0"),
+        ({"--recipe": "sparc_sql"}, "argument --recipe: invalid choice: 'sparc_sql' (choose from"),
         ({"--history": "predicted"}, "argument --history: invalid choice"),
     ],
 )

@@ -72,10 +72,10 @@ def test_a_good_agent_is_paid_kept_exported_and_learned(dataset, random_model):
         assert trajectory.status == "answered", example.id
         weights, rules = PRESETS["process"]
         rewards = reward(trajectory, example, scorer, weights, rules)
-        assert (rewards.ex, rewards.em, rewards.proposal) == (1, 1, 1), example.id
+        assert (rewards.ex, rewards.em, rewards.parts["proposal"]) == (1, 1, 1), example.id
         if trajectory.interactions <= 3:  # the agent suspects an empty result or a lone zero, and looks again
-            assert trajectory.off_protocol == 0 and rewards.e_verify == 1
-            assert rewards.m_verify == (1 if example.history else 0)
+            assert trajectory.off_protocol == 0 and rewards.parts["e_verify"] == 1
+            assert rewards.parts["m_verify"] == (1 if example.history else 0)
         kept += select_trajectories([trajectory], False, embed, rng)
         record = chat_record(trajectory, example, environment)
         assert record["messages"][-1]["content"].endswith(f"<answer_sql>{example.gold_sql}</answer_sql>")

@@ -9,8 +9,9 @@ from conftest import GOLD, make_episode, say
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Limits
 from mtsql.agent.trajectory import Status
-from mtsql.recipes.mtsql_r1 import tool_call, verdict
+from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PRESETS, RewardRules, RewardWeights, reward
+from mtsql.recipes.rewards import choose_preset, with_weights
 from mtsql.sql.score import Scorer
 
 ALL = RewardWeights(ex=1.0, em=1.0, proposal=0.8, verify=0.1)
@@ -52,7 +53,7 @@ def test_right_answer_with_right_verdicts(tiny, scorer):
         history=True,
     )
     r = reward(episode.trajectory, episode.example, scorer, ALL)
-    assert (r.ex, r.em, r.proposal, r.e_verify, r.m_verify) == (1, 1, 1, 1, 1)
+    assert (r.ex, r.em, r.parts["proposal"], r.parts["e_verify"], r.parts["m_verify"]) == (1, 1, 1, 1, 1)
     assert r.total == pytest.approx(1 + 1 + 0.8 + 0.1 * 2)
 
 
@@ -72,8 +73,8 @@ def test_verdicts_are_averaged_over_their_actions(tiny, scorer):
         verdict(EXEC_SQL, True) + answer(GOLD),
     )
     r = reward(episode.trajectory, episode.example, scorer, ALL)
-    assert r.e_verify == pytest.approx((1 + 0.1 + 1) / 3)
-    assert r.m_verify == 0
+    assert r.parts["e_verify"] == pytest.approx((1 + 0.1 + 1) / 3)
+    assert r.parts["m_verify"] == 0
 
 
 def test_e_verify_table_is_the_papers():
@@ -95,14 +96,14 @@ def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny, scorer):
         f1 = scorer.clause_f1("music", GOLD, SPAIN)
         assert f1 == pytest.approx(2 / 3)  # SELECT and the tables of JOIN agree, WHERE does not
         r = reward(episode.trajectory, episode.example, scorer, ALL)
-        assert r.m_verify == pytest.approx(f1 if passed else 1 - f1)
-        assert r.proposal == pytest.approx((2 / 3 + 1.0) / 2)  # the proposal and the correction
+        assert r.parts["m_verify"] == pytest.approx(f1 if passed else 1 - f1)
+        assert r.parts["proposal"] == pytest.approx((2 / 3 + 1.0) / 2)  # the proposal and the correction
 
 
 def test_missing_verdict_earns_nothing(tiny, scorer):
     episode = play(tiny, tool_call(EXEC_SQL, GOLD), answer(GOLD))
     r = reward(episode.trajectory, episode.example, scorer, ALL)
-    assert r.e_verify == 0
+    assert r.parts["e_verify"] == 0
     assert r.ex == 1
 
 
@@ -200,8 +201,8 @@ def test_whole_clause_f1(tiny, scorer):
     # SELECT and tables agree; WHERE has precision 1/2 and recall 1.
     said = (call(MORE, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(MORE))
     default, whole = rewards_of(tiny, scorer, *said, history=True, rules=["whole_clause_f1"])
-    assert default.proposal == default.m_verify == pytest.approx((1 + 1 + 2 / 3) / 3)
-    assert whole.proposal == whole.m_verify == pytest.approx(2 / 3)
+    assert default.parts["proposal"] == default.parts["m_verify"] == pytest.approx((1 + 1 + 2 / 3) / 3)
+    assert whole.parts["proposal"] == whole.parts["m_verify"] == pytest.approx(2 / 3)
     assert whole.ex == default.ex == 1
 
 
@@ -220,8 +221,8 @@ def test_whole_clause_f1(tiny, scorer):
 )
 def test_all_calls_propose(tiny, scorer, said, proposed, called):
     default, all_calls = rewards_of(tiny, scorer, *said, history=True, rules=["all_calls_propose"])
-    assert default.proposal == pytest.approx(proposed)
-    assert all_calls.proposal == pytest.approx(called)
+    assert default.parts["proposal"] == pytest.approx(proposed)
+    assert all_calls.parts["proposal"] == pytest.approx(called)
 
 
 @pytest.mark.parametrize(
@@ -244,18 +245,18 @@ def test_all_calls_propose(tiny, scorer, said, proposed, called):
 )
 def test_first_exec_tag(tiny, scorer, said, default_verdicts, tag_verdicts):
     default, tag = rewards_of(tiny, scorer, *said, history=True, rules=["first_exec_tag"])
-    assert (default.e_verify, default.m_verify) == pytest.approx(default_verdicts)
-    assert (tag.e_verify, tag.m_verify) == pytest.approx(tag_verdicts)
+    assert (default.parts["e_verify"], default.parts["m_verify"]) == pytest.approx(default_verdicts)
+    assert (tag.parts["e_verify"], tag.parts["m_verify"]) == pytest.approx(tag_verdicts)
 
 
 def test_first_exec_tag_of_a_call_without_response(tiny, scorer):
     options = {"limits": Limits(max_interactions=2)}
     said = (call(BROKEN), NO_PASS + call(BROKEN))
     default, tag = rewards_of(tiny, scorer, *said, rules=["first_exec_tag"], **options)
-    assert (default.e_verify, tag.e_verify) == (1, 1 / 2)
+    assert (default.parts["e_verify"], tag.parts["e_verify"]) == (1, 1 / 2)
     rules = ["first_exec_tag", "missing_verdict_passes", "four_errors"]
     assert (
-        rewards_of(tiny, scorer, *said, rules=rules, **options)[1].e_verify == 1
+        rewards_of(tiny, scorer, *said, rules=rules, **options)[1].parts["e_verify"] == 1
     )  # paid for no error at all
 
 
@@ -264,14 +265,17 @@ def test_first_exec_tag_is_not_read_in_tool_texts(tiny, scorer):
     assert episode.trajectory.status is Status.ANSWERED
     assert PASS in episode.trajectory.observations[0].text
     rules = RewardRules(first_exec_tag=True)
-    assert reward(episode.trajectory, episode.example, scorer, ALL, rules, tiny.tokens.decode).e_verify == 0
+    assert (
+        reward(episode.trajectory, episode.example, scorer, ALL, rules, tiny.tokens.decode).parts["e_verify"]
+        == 0
+    )
 
 
 def test_missing_verdict_passes(tiny, scorer):
     said = (call(GOLD), call(BROKEN), call(SPAIN, MEMORY_RETRIEVE), answer(GOLD))
     default, passes = rewards_of(tiny, scorer, *said, history=True, rules=["missing_verdict_passes"])
-    assert (default.e_verify, default.m_verify) == (0, 0)
-    assert (passes.e_verify, passes.m_verify) == pytest.approx((1 / 2, 2 / 3))
+    assert (default.parts["e_verify"], default.parts["m_verify"]) == (0, 0)
+    assert (passes.parts["e_verify"], passes.parts["m_verify"]) == pytest.approx((1 / 2, 2 / 3))
 
 
 @pytest.mark.parametrize(
@@ -291,8 +295,8 @@ def test_four_errors(tiny, scorer, sql, known):
     for passed in (True, False):
         said = (call(sql), verdict(EXEC_SQL, passed) + answer(GOLD))
         default, four = rewards_of(tiny, scorer, *said, rules=["four_errors"])
-        assert default.e_verify == (not passed)
-        assert four.e_verify == (passed is not known)
+        assert default.parts["e_verify"] == (not passed)
+        assert four.parts["e_verify"] == (passed is not known)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +311,9 @@ def test_four_errors(tiny, scorer, sql, known):
 )
 def test_null_rows_ok(tiny, scorer, sql, default_passed, passed, default_failed, failed):
     default, nulls = rewards_of(tiny, scorer, call(sql), PASS, rules=["null_rows_ok"])
-    assert (default.e_verify, nulls.e_verify) == (default_passed, passed)
+    assert (default.parts["e_verify"], nulls.parts["e_verify"]) == (default_passed, passed)
     default, nulls = rewards_of(tiny, scorer, call(sql), NO_PASS, rules=["null_rows_ok"])
-    assert (default.e_verify, nulls.e_verify) == (default_failed, failed)
+    assert (default.parts["e_verify"], nulls.parts["e_verify"]) == (default_failed, failed)
 
 
 @pytest.mark.parametrize(
@@ -349,3 +353,15 @@ def test_newlines_to_blanks(tiny, scorer):
     hidden = GOLD + " -- or older\nAND age > 90"
     default, blanks = rewards_of(tiny, scorer, answer(hidden), rules=["newlines_to_blanks"])
     assert (default.ex, blanks.ex) == (0, 1)
+
+
+def test_weights_that_are_given_replace_those_of_the_preset():
+    weights, rules = choose_preset(PRESETS, "authors")
+    weights = with_weights(weights, "verify=0.5, em=0")
+    assert weights == RewardWeights(1.0, 0.0, 0.8, 0.5) and rules.whole_clause_f1
+    assert choose_preset(PRESETS, "") == (RewardWeights(1.0, 1.0, 0.0, 0.0), RewardRules())
+    with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
+        choose_preset(PRESETS, "best")
+    for wrong in ("proposals=1", "ex", "ex=", "ex=much", "=1"):
+        with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
+            with_weights(weights, wrong)

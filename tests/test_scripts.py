@@ -171,7 +171,7 @@ def test_grid_search_compares_weights_on_held_out_dialogues(work):
     questions = sum(len(d.turns) for d in load_split(config_for(work, 3), "held_out").dialogues)
     assert f"{questions} held-out questions" in out
     trained = json.loads((work / "grid" / "w3_0.8_w4_0.1" / "grpo" / "run.json").read_text())["config"]
-    assert (trained["w_proposal"], trained["held_out"], trained["steps"]) == (0.8, 3, 1)
+    assert (trained["weights"], trained["held_out"], trained["steps"]) == ("proposal=0.8,verify=0.1", 3, 1)
 
 
 def config_for(work, held_out=2):
@@ -206,7 +206,7 @@ def test_grpo_with_lora_is_resumed_to_the_same_weights(work):
     options = [
         "train_grpo.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation",
         "--prompts-per-step", 3, "--samples-per-prompt", 4, "--steps", 4, "--save-every", 2, "--lora-rank", 4,
-        "--w-proposal", 1.0, "--beta", 0.01,
+        "--weights", "proposal=1", "--beta", 0.01,
     ]  # fmt: skip
     run(*options, "--out", work / "unbroken")
     run(*options, "--out", work / "broken", "--steps", 2)

@@ -19,7 +19,7 @@ from mtsql.agent.trajectory import Observation, Segment, Trajectory
 from mtsql.learn import embedding
 from mtsql.learn.embedding import make_embedder
 from mtsql.learn.selection import cluster, select_trajectories, tool_interactions
-from mtsql.recipes.mtsql_r1 import tool_call
+from mtsql.recipes.mtsql_r1_prompts import tool_call
 
 OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
 Embed = Callable[[list[Trajectory]], np.ndarray]

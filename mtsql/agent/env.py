@@ -1,4 +1,4 @@
-"""The environment: Equation 1's transition rule, the two tools, the limits, and every way to end.
+"""The environment: the tools, the limits, and every way for an episode to end.
 
 An `Episode` is one question being answered. It is token in, token out: it takes the ids that the model
 sampled and gives the ids to append; nothing that was sampled is ever encoded again.
@@ -19,6 +19,7 @@ from mtsql.sql.execute import ExecutionResult, Executor
 EXEC_SQL = "exec_sql"
 MEMORY_RETRIEVE = "memory_retrieve"
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
+NO_TOOL = "none"  # of one that answers a message without an action
 TOOL_SETS = {
     "both": (EXEC_SQL, MEMORY_RETRIEVE),
     "no_execution": (MEMORY_RETRIEVE,),
@@ -44,7 +45,8 @@ class ModelMessage:
     """What a recipe read in one model message.
 
     Verdicts are None where the tag is missing. `tool` and `sql` belong to the tool call; `problem` is
-    the status that ends the episode when the message holds no usable action.
+    why the message holds no usable action. `well_formed` says whether it keeps the recipe's format,
+    beyond what is needed to read it.
     """
 
     exec_verdict: bool | None = None
@@ -53,20 +55,38 @@ class ModelMessage:
     sql: str | None = None
     answer: str | None = None
     problem: Status | None = None
+    well_formed: bool = True
 
 
 class Recipe(Protocol):
-    """What one paper decides about the agent: its prompts, its tags, its observations."""
+    """What one paper decides about the agent: its prompts, its tags, its observations, its protocol."""
+
+    observation_role: str  # of the message that holds an observation, for the chat template: tool, user
+    stop_strings: tuple[str, ...]  # that end a model message beside the end of turn
+    verifies: bool  # whether a message after a tool call is to hold a verdict on what it returned
 
     def prompt(
         self, example: Example, schema: Schema, tools: tuple[str, ...]
     ) -> tuple[list[dict], list[dict] | None]:
         """Chat messages and, for the chat template, tool schemas."""
 
+    def call(self, sql: str) -> str:
+        """A model message that runs a query, without thoughts."""
+
+    def answer(self, sql: str) -> str:
+        """A model message that ends the episode, without thoughts."""
+
     def read(self, text: str) -> ModelMessage:
         """The verdicts and the action in one model message."""
 
-    def observe_execution(self, question: str, sql: str, result: ExecutionResult, history: int) -> str:
+    def next_action(
+        self, previous: ActionType | None, passed: bool | None, tools: tuple[str, ...], has_history: bool
+    ) -> ActionType | None:
+        """The action that the protocol calls for after `previous`; None where any is fine."""
+
+    def observe_execution(
+        self, question: str, sql: str, result: ExecutionResult, history: int, turns_left: int
+    ) -> str:
         """The text that `exec_sql` returns; `history` is the number of earlier questions."""
 
     def observe_memory(
@@ -78,32 +98,8 @@ class Recipe(Protocol):
     ) -> str:
         """The text that `memory_retrieve` returns; `result` is None without the execution tool."""
 
-
-def next_action(
-    previous: ActionType | None, passed: bool | None, tools: tuple[str, ...], has_history: bool
-) -> ActionType:
-    """Equation 1: the type of a_{k+1} from the type of a_k and the verdict on y_k.
-
-    A tool that is switched off drops out of the cycle, as in Table 4; without earlier questions there
-    is nothing to check against, so that a passed E-VERIFY leads to FINALIZE. A missing verdict
-    (`passed` None) is not a pass. Raises ValueError after FINALIZE, which ends the episode.
-    """
-    can_check_memory = MEMORY_RETRIEVE in tools and has_history
-    if previous is None:
-        return ActionType.PROPOSE
-    if previous in (ActionType.PROPOSE, ActionType.SELF_CORRECT):
-        if EXEC_SQL in tools:
-            return ActionType.EXECUTE
-        return ActionType.M_VERIFY if can_check_memory else ActionType.FINALIZE
-    if previous is ActionType.EXECUTE:
-        return ActionType.E_VERIFY
-    if previous in (ActionType.E_VERIFY, ActionType.M_VERIFY):
-        if not passed:
-            return ActionType.SELF_CORRECT
-        if previous is ActionType.E_VERIFY and can_check_memory:
-            return ActionType.M_VERIFY
-        return ActionType.FINALIZE
-    raise ValueError("FINALIZE ends the episode: no action follows it")
+    def observe_problem(self, problem: Status, turns_left: int) -> str | None:
+        """The answer to a message without a usable action; None if that ends the episode."""
 
 
 def outcome_of(result: ExecutionResult) -> str:
@@ -161,14 +157,17 @@ class Episode:
             return self._end(Status.OUT_OF_TOKENS)
         message = self.recipe.read(self.tokens.decode(ids))
         self._record(message)
-        if message.problem is not None:
+        turns_left = self.limits.max_interactions - trajectory.interactions
+        reply = None if message.problem is None else self.recipe.observe_problem(message.problem, turns_left)
+        if message.problem is not None and (reply is None or turns_left == 0):
             return self._end(message.problem)
         if message.answer is not None:
             trajectory.answer_sql = message.answer
             return self._end(Status.ANSWERED)
-        if trajectory.interactions == self.limits.max_interactions:
+        if turns_left == 0:
             return self._end(Status.OUT_OF_INTERACTIONS)
-        suffix = self.tokens.observation_suffix(self._observe(message), stop is Stop.END_OF_TURN)
+        text = self._observe(message, turns_left) if reply is None else self._no_action(reply)
+        suffix = self.tokens.observation_suffix(text, stop is Stop.END_OF_TURN, self.recipe.observation_role)
         if len(suffix) >= self.remaining_tokens():
             return self._end(Status.OUT_OF_TOKENS)
         trajectory.segments.append(Segment.given("environment", suffix))
@@ -180,18 +179,21 @@ class Episode:
     def _act(self, kind: ActionType, sql: str | None, passed: bool | None = None) -> None:
         actions = self.trajectory.actions
         previous = actions[-1] if actions else None
-        expected = next_action(
+        expected = self.recipe.next_action(
             previous.type if previous else None,
             previous.passed if previous else None,
             self.tools,
             bool(self.example.history),
         )
-        self.trajectory.off_protocol += kind is not expected
+        self.trajectory.off_protocol += expected is not None and kind is not expected
         actions.append(Action(kind, self.trajectory.interactions - 1, sql, passed))
 
     def _record(self, message: ModelMessage) -> None:
         """Append the actions of one message: verdict on what was seen, then the next move."""
-        if self.pending_tool == EXEC_SQL:
+        self.trajectory.off_protocol += not message.well_formed
+        if not self.recipe.verifies:
+            pass
+        elif self.pending_tool == EXEC_SQL:
             self._act(ActionType.E_VERIFY, self.candidate, message.exec_verdict)
         elif self.pending_tool == MEMORY_RETRIEVE:
             self._act(ActionType.M_VERIFY, self.candidate, message.memory_verdict)
@@ -209,17 +211,24 @@ class Episode:
         elif self.pending_tool == EXEC_SQL:
             self._act(ActionType.EXECUTE, sql)
 
-    def _observe(self, message: ModelMessage) -> str:
+    def _no_action(self, text: str) -> str:
+        """Answer a message without an action; the model may try again."""
+        self.trajectory.observations.append(Observation(NO_TOOL, "", "error", text))
+        return text
+
+    def _observe(self, message: ModelMessage, turns_left: int) -> str:
         question, sql = self.example.question, message.sql
         if message.tool not in self.tools:
             self.trajectory.off_protocol += 1
-            text = self._cut(f"{message.tool} is not available")
+            missing = self.recipe.observe_problem(Status.NO_ACTION, turns_left)
+            text = self._cut(missing or f"{message.tool} is not available")
             self.trajectory.observations.append(Observation(UNAVAILABLE, sql, "error", text))
             return text
         if EXEC_SQL in self.tools:
             self.result = self.executor.execute(self.schema.path, sql)
         if message.tool == EXEC_SQL:
-            text = self.recipe.observe_execution(question, sql, self.result, len(self.example.history))
+            history = len(self.example.history)
+            text = self.recipe.observe_execution(question, sql, self.result, history, turns_left)
         else:
             memory = recall(self.example, self.schema, self.executor)
             text = self.recipe.observe_memory(question, sql, self.result, memory)

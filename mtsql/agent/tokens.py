@@ -66,14 +66,15 @@ class ChatTokens:
         ]
         return self._encode_guarded(self._render(guarded, tools), marker)
 
-    def observation_suffix(self, text: str, sampled_end_of_turn: bool) -> list[int]:
+    def observation_suffix(self, text: str, sampled_end_of_turn: bool, role: str = "tool") -> list[int]:
         """Ids to append after a model message so that the model can answer an observation.
 
         They close the model's turn (with the end-of-turn token first, unless it was sampled), hold
-        `text` as the message of a tool and open the next turn. Raises ValueError if the chat
-        template has no form for that.
+        `text` as the message of a tool, or of the user with `role` "user" or where the chat template
+        knows no tools, and open the next turn. Raises ValueError if the chat template has no form
+        for that.
         """
-        before, after = self._observation_frame
+        before, after = self._tool_frame if role == "tool" else self._user_frame
         closing = [] if sampled_end_of_turn else [self._template_end]
         if not self._control_start.search(text):
             return closing + self._encode_plain(before + text + after)
@@ -94,10 +95,20 @@ class ChatTokens:
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
-    def _observation_frame(self) -> tuple[str, str]:
-        """What the template writes before and after an observation, the end of turn excluded."""
+    def _tool_frame(self) -> tuple[str, str]:
+        return self._observation_frame("tool", "user")
+
+    @cached_property
+    def _user_frame(self) -> tuple[str, str]:
+        return self._observation_frame("user")
+
+    def _observation_frame(self, *roles: str) -> tuple[str, str]:
+        """What the template writes before and after an observation, the end of turn excluded.
+
+        The first of the roles that the template knows counts.
+        """
         end = self.tokenizer.convert_ids_to_tokens(self._template_end)
-        for role in ("tool", "user"):
+        for role in roles:
             try:
                 tail = self._render_tail(
                     [{"role": "user", "content": USER_TEXT}], [{"role": role, "content": TOOL_TEXT}]
@@ -109,7 +120,7 @@ class ChatTokens:
                 return before, after
         raise ValueError(
             f"The chat template of {self.tokenizer.name_or_path!r} cannot follow a model message "
-            "with an observation, neither as a tool nor as a user."
+            f"with an observation as {' or '.join(roles)}."
         )
 
     def _render_tail(self, before: list[dict], after: Sequence[dict] = ()) -> str:

@@ -55,7 +55,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the environment answered to one tool call.
+    """What the environment answered to one tool call, or to a message without one (`tool` "none").
 
     `outcome` is "ok", "null" (empty result, or nothing but NULLs) or "error".
     """
@@ -101,7 +101,8 @@ class Segment:
 class Trajectory:
     """One episode, token in, token out.
 
-    `interactions` counts model messages, `off_protocol` the actions that Equation 1 did not call for.
+    `interactions` counts model messages, `off_protocol` the actions that the recipe's
+    protocol (in MTSQL-R1 Equation 1) did not call for and the messages that were not well formed.
     """
 
     example_id: str

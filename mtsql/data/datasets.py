@@ -1,4 +1,7 @@
-"""Dialogues from SParC- and CoSQL-format files (the toy benchmark is written in the same format)."""
+"""Dialogues from SParC- and CoSQL-format files (the toy benchmark is written in the same format).
+
+Single questions (Spider, BIRD, SynSQL: `mtsql.data.singles`) are dialogues of one turn.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtsql.data.schema import DataError, Schema, load_schemas, read_json
+from mtsql.data.singles import read_single
+
+# Where official folders keep a split beside `split_names`' first four: Spider and Spider-Syn, SynSQL;
+# BIRD's dev, BIRD mini-dev, Spider-DK, Spider-Realistic.
+FURTHER_NAMES = {
+    "train": ("train_spider.json", "data.json"),
+    "dev": ("dev_20240627/dev.json", "mini_dev_sqlite.json", "Spider-DK.json", "spider-realistic.json"),
+}
 
 
 @dataclass(frozen=True)
@@ -17,6 +28,8 @@ class Turn:
     gold_sql: str
     db_id: str
     index: int
+    knowledge: str = ""  # BIRD's evidence, SynSQL's external_knowledge
+    difficulty: str = ""  # the dataset's own: BIRD's difficulty, SynSQL's sql_complexity
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Example:
     question: str
     gold_sql: str
     history: tuple[HistoryTurn, ...]
+    knowledge: str = ""  # external knowledge that comes with the question
+    difficulty: str = ""  # the dataset's own word for it, if it has one
 
 
 @dataclass(frozen=True)
@@ -58,32 +73,68 @@ class Dataset:
     skipped: int  # dialogues left out because their database file is missing
 
 
-def load_dataset(data: Path, tables: Path, databases: Path, allow_missing: bool = False) -> Dataset:
-    """Dialogues in SParC/CoSQL format with their schemas.
+def split_names(split: str) -> tuple[str, ...]:
+    """The files that may hold a split in the official layouts, in the order in which they are tried."""
+    official = (
+        f"{split}.json",
+        f"cosql_{split}.json",
+        f"sql_state_tracking/cosql_{split}.json",
+        f"{split}/{split}.json",
+    )
+    return official + FURTHER_NAMES.get(split, ())
 
-    A dialogue over a database that is not there raises DataError, or is skipped and counted
-    with `allow_missing`. DataError names the file and the field of whatever is wrong.
+
+def beside(data: Path, *names: str) -> Path:
+    """The first of `names` that lies beside a data file; the first name, if none does.
+
+    The split's own come before them: Spider's test_tables.json, BIRD's dev_databases.
+    """
+    root = data.parent.parent if data.parent.name == "sql_state_tracking" else data.parent
+    splits = [split for split in ("train", "dev", "test") if split in data.stem]
+    candidates = [f"{split}_{name}" for split in splits for name in names] + list(names)
+    return next((root / name for name in candidates if (root / name).exists()), root / names[0])
+
+
+def load_dataset(
+    data: Path, tables: Path, databases: Path, allow_missing: bool = False, further: Sequence[Path] = ()
+) -> Dataset:
+    """Dialogues or single questions with their schemas; the items' fields tell the format.
+
+    The files `further` belong to the same split, and their items are numbered on. A dialogue over a
+    database that is not there raises DataError, or is skipped and counted with `allow_missing`.
+    DataError names the file and the field of whatever is wrong.
     """
     schemas = load_schemas(tables, databases)
-    dialogues, skipped = [], 0
-    for number, item in enumerate(read_json(data)):
-        dialogue = _dialogue(data, number, item)
-        if dialogue.db_id in schemas:
-            dialogues.append(dialogue)
-        elif allow_missing:
-            skipped += 1
-        else:
-            raise DataError(
-                f"{data}, dialogue {number}: database {dialogue.db_id!r} is not in {tables} or has no file "
-                f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
-                "give the right --databases, or --allow-missing to skip such dialogues"
-            )
+    dialogues: list[Dialogue] = []
+    skipped = 0
+    for path in (data, *further):
+        for number, item in enumerate(read_json(path)):
+            dialogue = _dialogue(path, number, item, f"{len(dialogues) + skipped:05d}")
+            if dialogue.db_id in schemas:
+                dialogues.append(dialogue)
+            elif allow_missing:
+                skipped += 1
+            else:
+                raise DataError(
+                    f"{path}, item {number}: database {dialogue.db_id!r} is not in {tables} or has no file "
+                    f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
+                    "give the right --databases, or --allow-missing to skip such items"
+                )
+    if not dialogues and not skipped:
+        raise DataError(f"{data} holds an empty list; it should hold dialogues or questions")
     if not dialogues:
         raise DataError(f"{data} holds no dialogue whose database is in {databases}")
     return Dataset(tuple(dialogues), schemas, skipped)
 
 
-def _dialogue(data: Path, number: int, item: dict) -> Dialogue:
+def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
+    """Item `number` of `data` as the dialogue `name`."""
+    if not isinstance(item, dict) or not {"interaction", "database_id"} & item.keys():
+        single = read_single(data, number, item)
+        turn = Turn(
+            single.question, single.sql, single.db_id, 0, single.knowledge, difficulty=single.difficulty
+        )
+        return Dialogue(name, single.db_id, (turn,))
     try:
         db_id = item["database_id"]
         turns = tuple(
@@ -95,7 +146,7 @@ def _dialogue(data: Path, number: int, item: dict) -> Dialogue:
             f"{data}, dialogue {number}: expected SParC's fields database_id and "
             f"interaction (each with utterance and query), but {error!r}"
         ) from None
-    return Dialogue(f"{number:05d}", db_id, turns)
+    return Dialogue(name, db_id, turns)
 
 
 def examples(dialogues: Iterable[Dialogue], history: str = "gold") -> list[Example]:
@@ -132,4 +183,6 @@ def _example(dialogue: Dialogue, turn: Turn, history: tuple[HistoryTurn, ...]) -
         turn.question,
         turn.gold_sql,
         history,
+        turn.knowledge,
+        turn.difficulty,
     )

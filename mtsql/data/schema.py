@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import sqlite3
 from dataclasses import dataclass
@@ -14,13 +16,17 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class SchemaTable:
-    """A table: columns as (name, type), primary key columns, foreign keys, one example row."""
+    """A table: columns as (name, type), primary key columns, foreign keys, one example row.
+
+    `descriptions` says what each column means, "" where its dataset does not; () where no column has one.
+    """
 
     name: str
     columns: tuple[tuple[str, str], ...]
     primary_keys: tuple[str, ...]
     foreign_keys: tuple[tuple[str, str, str], ...]  # (column, other table, other column)
     example_row: tuple | None
+    descriptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,14 +41,18 @@ class Schema:
     def text(self, compact: bool) -> str:
         """The schema as text: MTSQL-R1, appendix D, or one line a table (`compact`).
 
-        Cells are cut to 40 characters, so that one long text does not fill the prompt.
+        Cells are cut to 40 characters, so that one long text does not fill the prompt. A described column
+        ends in a comment, in the first form only.
         """
         return "\n".join(_compact(t) if compact else _create_table(t) for t in self.tables)
 
 
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[: characters - 3] + "..."
+
+
 def _cell(value: object) -> str:
-    text = "None" if value is None else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return _cut("None" if value is None else str(value), 40)
 
 
 def _create_table(table: SchemaTable) -> str:
@@ -50,7 +60,10 @@ def _create_table(table: SchemaTable) -> str:
     if table.primary_keys:
         lines.append(f"    primary key ({', '.join(table.primary_keys)})")
     lines += [f"    foreign key ({c}) references {t}({o})" for c, t, o in table.foreign_keys]
-    text = f"create table {table.name} (\n" + ",\n".join(lines) + "\n)"
+    lines = [line + "," for line in lines[:-1]] + lines[-1:]
+    for index, description in enumerate(table.descriptions):
+        lines[index] += f" -- {description}" if description else ""
+    text = f"create table {table.name} (\n" + "\n".join(lines) + "\n)"
     if table.example_row is not None:
         header = "\t".join(name for name, _ in table.columns)
         row = "\t".join(_cell(value) for value in table.example_row)
@@ -74,11 +87,15 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
     Raises DataError if tables.json is missing or broken, or no database is found at all.
     """
     schemas = {}
-    entries = read_json(tables_file)
-    for entry in entries:
-        path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
-        if path.is_file():
-            schemas[entry["db_id"]] = _schema(entry, path)
+    for number, entry in enumerate(read_json(tables_file)):
+        try:
+            path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
+            if path.is_file():
+                schemas[entry["db_id"]] = _schema(entry, path)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{tables_file}, item {number}: expected a database with Spider's fields, but {error!r}"
+            ) from None
     if not schemas:
         raise DataError(
             f"{databases} holds none of the databases named in {tables_file}; "
@@ -100,10 +117,42 @@ def read_json(path: Path) -> list:
     return content
 
 
+def _descriptions(entry: dict, path: Path) -> dict[tuple[str, str], str]:
+    """What columns mean, in at most 100 characters, by table and column in lower case.
+
+    From database_description/<table>.csv beside a BIRD database (its meaning, then its values), or from the
+    column_names of SynSQL's tables.json, which are the comments of its `ddls`; elsewhere they are only names.
+    """
+    found = {}
+    if "ddls" in entry:
+        tables = dict(enumerate(entry["table_names_original"]))
+        for index, (table, column) in enumerate(entry["column_names_original"]):
+            found[tables.get(table, "").lower(), column.lower()] = entry["column_names"][index][1]
+    for file in sorted((path.parent / "database_description").glob("*.csv")):
+        # Released as UTF-8 with a byte order mark, but some files hold other bytes, which are left out.
+        rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
+        try:
+            for row in rows:
+                column = (row.get("original_column_name") or "").strip().lower()
+                meaning = (row.get("column_description") or "").strip() or (row.get("column_name") or "")
+                values = (row.get("value_description") or "").strip()
+                found[file.stem.lower(), column] = "; ".join(filter(None, (meaning, values)))
+        except csv.Error as error:
+            raise DataError(f"{file}, line {rows.line_num}, is not valid CSV ({error})") from None
+    texts = {key: " ".join(text.split()) for key, text in found.items()}
+    return {key: _cut(text, 100) for key, text in texts.items() if _letters(text) != _letters(key[1])}
+
+
+def _letters(text: str) -> str:
+    """What is left to compare, so that "First name" only repeats the column first_name."""
+    return text.lower().replace(" ", "").replace("_", "")
+
+
 def _schema(entry: dict, path: Path) -> Schema:
     columns = entry["column_names_original"]
     names = entry["table_names_original"]
     primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
+    descriptions = _descriptions(entry, path)
     tables = []
     connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     connection.text_factory = lambda raw: raw.decode(errors="ignore")
@@ -126,6 +175,9 @@ def _schema(entry: dict, path: Path) -> Schema:
                         if columns[a][0] == index
                     ),
                     row,
+                    tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
+                    if descriptions
+                    else (),
                 )
             )
     finally:

@@ -3,7 +3,9 @@
 `python -m mtsql.data.toy FOLDER` writes train.json, dev.json, test.json, tables.json and
 database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). With --shifted it is
-smaller, over other databases and in another style of dialogue, for evaluation out of domain.
+smaller, over other databases and in another style of dialogue, for evaluation out of domain. With
+--single it is the first question of each of those dialogues, in Spider's format: train_spider.json,
+dev.json, test.json.
 """
 
 from __future__ import annotations
@@ -124,10 +126,11 @@ def _write_split(
     return entries, dialogues, wrong
 
 
-def write_benchmark(folder: Path, seed: int, shifted: bool = False) -> None:
+def write_benchmark(folder: Path, seed: int, shifted: bool = False, single: bool = False) -> None:
     """Write the whole benchmark into `folder`, which appears only when it is complete.
 
-    `shifted` chooses the style and the sizes for evaluation out of domain.
+    `shifted` chooses the style and the sizes for evaluation out of domain. `single` keeps of each dialogue
+    the first question, the only one that surely stands alone.
 
     Raises FileExistsError if `folder` exists.
     """
@@ -142,7 +145,15 @@ def write_benchmark(folder: Path, seed: int, shifted: bool = False) -> None:
         rng = random.Random(f"{seed}/{split}{style.suffix}")
         found, dialogues, wrong = _write_split(partial, split, databases, dialogues_each, rng, style)
         entries += found
-        (partial / f"{split}.json").write_text(json.dumps(dialogues, indent=1))
+        name = "train_spider.json" if single and split == "train" else f"{split}.json"
+        if single:
+            dialogues = [
+                {"db_id": d["database_id"], "question": first["utterance"], "query": first["query"]}
+                for d in dialogues
+                for first in d["interaction"][:1]
+            ]
+            wrong = [by_turn[:1] for by_turn in wrong]
+        (partial / name).write_text(json.dumps(dialogues, indent=1))
         if split == "train":
             (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
     (partial / "tables.json").write_text(json.dumps(entries, indent=1))
@@ -159,9 +170,12 @@ def main() -> None:
         action="store_true",
         help="other databases and style, smaller: for evaluation out of domain",
     )
+    parser.add_argument(
+        "--single", action="store_true", help="the first question of each dialogue alone, in Spider's format"
+    )
     arguments = parser.parse_args()
     try:
-        write_benchmark(arguments.folder, arguments.seed, arguments.shifted)
+        write_benchmark(arguments.folder, arguments.seed, arguments.shifted, arguments.single)
     except FileExistsError as error:
         parser.error(str(error))
 

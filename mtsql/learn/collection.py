@@ -9,11 +9,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import Environment
-from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.rollout import rollout
 from mtsql.agent.trajectory import Trajectory
 from mtsql.config import Common
 from mtsql.data.datasets import Example
-from mtsql.run import trajectory_seed
+from mtsql.run import make_sampling, trajectory_seed
 
 CHUNK = 16  # Questions are sampled as many at a time as make so many times --rows trajectories.
 
@@ -32,7 +32,7 @@ def sample_questions(
     A question whose prompt is too long has none. The seed of a trajectory comes from `seed`, the
     question's number and the sample's.
     """
-    sampling = Sampling(config.temperature, max_turn_tokens=config.max_turn_tokens)
+    sampling = make_sampling(config, environment, config.temperature)
     size = max(1, CHUNK * config.rows // config.samples_per_question)
     with tqdm(total=len(numbered), desc=title, unit="question", disable=not progress) as bar:
         for start in range(0, len(numbered), size):

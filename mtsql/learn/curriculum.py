@@ -24,7 +24,7 @@ from mtsql.learn.checkpoint import write_atomically
 from mtsql.learn.collection import sample_questions
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.learn.parallel import join_processes, leave_processes
-from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
+from mtsql.recipes.rewards import is_right
 from mtsql.report.evaluation import scorable
 from mtsql.run import load_split, make_environment, make_scorer, pick_device
 
@@ -94,6 +94,7 @@ class CurriculumConfig(Common):
     questions: int = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: int = option(20, "trajectories of each question (paper: 20)")
     temperature: float = option(1.0, "of these trajectories")
+    correct: str = option("ex_em", "an answer is right by: ex_em, ex")
 
 
 def main() -> None:
@@ -108,7 +109,7 @@ def main() -> None:
     policy = load_policy(
         config.model, config.dtype, device, attention=config.attention, quantise=config.quantise
     )
-    asked = scorable(examples(dataset.dialogues, config.history), scorer)
+    asked = scorable(examples(dataset.dialogues, config.history), scorer, config.drop_empty)
     if config.questions:
         asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
     share = processes.share(list(enumerate(asked)))
@@ -116,8 +117,7 @@ def main() -> None:
     for example, sampled in sample_questions(
         config, policy, environment, share, (config.seed,), "count", processes.first
     ):
-        verdicts = [reward(t, example, scorer, RewardWeights()) for t in sampled]
-        right = sum(bool(v.ex and v.em) for v in verdicts)
+        right = sum(is_right(t, example, scorer, config.correct) for t in sampled)
         counts += [Count(example.id, right, len(sampled))] if sampled else []
     counts = processes.gather(counts)
     if processes.first:

@@ -11,7 +11,7 @@ import random
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 
 
 def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Trajectory:

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Episode
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Episode, Recipe
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.agent.trajectory import ActionType, Stop, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import read_json
@@ -32,8 +32,9 @@ from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, make_muon, set_learning_rate
 from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
-from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
-from mtsql.run import load_split, make_environment, pick_device
+from mtsql.recipes import RECIPES, load_recipe
+from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
+from mtsql.run import load_split, make_environment, pick_device, wording_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
 
     Without any tool the agent answers with what it knows, the gold SQL.
     """
-    gold, tools = episode.example.gold_sql, episode.tools
+    gold, tools, recipe = episode.example.gold_sql, episode.tools, episode.recipe
     careless = [m for m in wrong if m["kind"] in CARELESS]
     kind = rng.choice(sorted({m["kind"] for m in careless or wrong}) or [""])
     likely = [m["query"] for m in wrong if m["kind"] == kind]
@@ -83,20 +84,20 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
         ids = episode.tokens.message_ids(text)
         return episode.step(ids, [0.0] * len(ids), stop=Stop.END_OF_TURN) is not None
 
-    has_memory = MEMORY_RETRIEVE in tools and bool(episode.example.history)
+    has_memory = recipe.verifies and MEMORY_RETRIEVE in tools and bool(episode.example.history)
     verdicts = ""
     executed = " WHERE " not in sql and rng.random() < habits.skips_execution
     checked_memory = rng.random() < habits.skips_memory
     while True:
         last = episode.trajectory.interactions == episode.limits.max_interactions - 1
         if last or ((executed or EXEC_SQL not in tools) and (checked_memory or not has_memory)):
-            say(verdicts + final_answer(sql))
+            say(verdicts + recipe.answer(sql))
             return episode.trajectory
         if not executed and EXEC_SQL in tools:
-            say(verdicts + tool_call(EXEC_SQL, sql))
+            say(verdicts + recipe.call(sql))
             suspicious = _suspicious(episode)
             alarm = rng.random() < (habits.notices_execution if suspicious else habits.false_alarm)
-            verdicts = verdict(EXEC_SQL, not alarm) + "\n"
+            verdicts = verdict(EXEC_SQL, not alarm) + "\n" if recipe.verifies else ""
             if alarm:
                 sql = repair() if suspicious else sql
             executed = not alarm
@@ -124,9 +125,14 @@ def repair_lesson(
     Empty where there is nothing to repair.
     """
     episode = environments["both"].episodes(example, [0])[0]
+    verifies = episode.recipe.verifies
     kind = rng.choice(sorted({m["kind"] for m in wrong}) or [""])
     demonstration = demonstrate(episode, [m for m in wrong if m["kind"] == kind], ATTENTIVE, rng)
-    repairs = [a.interaction for a in demonstration.actions if a.passed is False]
+    repairs = [
+        a.interaction
+        for a in demonstration.actions
+        if (a.passed is False if verifies else a.type is ActionType.SELF_CORRECT)
+    ]
     if not repairs:
         return []
     last = 2 * min(repairs) + 1  # segments: prompt, message, observation, message, ...
@@ -134,7 +140,8 @@ def repair_lesson(
         replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in demonstration.segments[: last + 1]
     ]
     ids = segments[last].ids
-    behind = episode.tokens.count(verdict(demonstration.observations[min(repairs)].tool, False) + "\n")
+    seen = verdict(demonstration.observations[min(repairs)].tool, False) + "\n" if verifies else ""
+    behind = episode.tokens.count(seen)
     segments[last] = replace(segments[last], loss_mask=tuple(int(i >= behind) for i in range(len(ids))))
     return [replace(demonstration, segments=segments)]
 
@@ -156,6 +163,7 @@ class ImitationConfig(Common):
     micro_batch_positions: int = option(2500, "positions in one forward pass")
     learning_rate: float = option(4e-3, "peak of a cosine schedule: embeddings and vectors, AdamW")
     matrix_rate: float = option(0.025, "peak of a cosine schedule: matrices, Muon")
+    further_recipes: str = option("", "recipes beside --recipe whose formats it learns too: skyrl_sql,...")
     vocabulary: int = option(1600, "pieces that the tokenizer learns, byte and control tokens excluded")
     hidden: int = option(192, "hidden size of the model")
     layers: int = option(4, "layers of the model")
@@ -171,18 +179,27 @@ def demonstrations(
 ) -> list[Trajectory]:
     """What one question gives to one phase.
 
-    "answers": a direct answer without tools. "agent": a demonstration with both tools, and at times
-    without any or with a single one, so that the model knows every set of Table 4. A repair
-    lesson goes with it.
+    "answers": a direct answer without tools. "agent": a demonstration with all tools, and at times
+    without any or, where there are two, with a single one, so that the model knows every set of Table 4.
+    A repair lesson goes with it.
     """
     shown = ["none"]
     if phase == "agent":
-        others = (rng.choice(("none", None)), rng.choice(("no_execution", "no_memory", None, None)))
+        single = (
+            ("no_execution", "no_memory", None, None) if environments["both"].recipe.verifies else (None,)
+        )
+        others = (rng.choice(("none", None)), rng.choice(single))
         shown = ["both", *filter(None, others)]
     lessons = repair_lesson(environments, example, wrong, rng) if phase == "agent" else []
     return [
         demonstrate(environments[tools].episodes(example, [0])[0], wrong, habits, rng) for tools in shown
     ] + lessons
+
+
+def markup(recipe: Recipe) -> list[str]:
+    """What a recipe always writes before and after a query: one token each for the embedded model."""
+    mark = "QUERY"
+    return [part for message in (recipe.call(mark), recipe.answer(mark)) for part in message.split(mark)]
 
 
 def by_database(asked: list[Example], size: int, rng: random.Random) -> list[list[Example]]:
@@ -222,9 +239,23 @@ def main() -> None:
     texts = [schema.text(compact=True) for schema in dataset.schemas.values()]
     texts += [text for e in asked for text in (e.question, e.gold_sql)]
     texts += [WORDING] * len(asked)
-    tokenizer = train_tokenizer(texts, config.vocabulary)
+    further = list(filter(None, config.further_recipes.split(",")))
+    unknown = sorted(set(further) - set(RECIPES))
+    if unknown:
+        raise ValueError(
+            f"--further-recipes {unknown[0]} is unknown; choose from {', '.join(RECIPES)}, with commas"
+        )
+    tagged = [name for name in (config.recipe, *further) if name != RECIPES[0]]  # its tags are always there
+    tags = [tag for name in tagged for tag in markup(load_recipe(name).make_recipe(wording_of(config)))]
+    tokenizer = train_tokenizer(texts, config.vocabulary, list(dict.fromkeys(tags)))
     tokens = ChatTokens(tokenizer)
-    environments = {name: make_environment(config, dataset, tokens, name) for name in TOOL_SETS}
+    environments = []  # of each recipe, by the set of tools
+    for name in (config.recipe, *further):
+        played = config
+        if name != config.recipe:
+            turns = load_recipe(name).SETTINGS["max_interactions"]
+            played = replace(config, recipe=name, max_interactions=turns)
+        environments.append({t: make_environment(played, dataset, tokens, t) for t in TOOL_SETS})
     device = pick_device(config.device)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(device)
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -250,10 +281,11 @@ def main() -> None:
             if len(order) < databases:
                 order += by_database(asked, config.questions_per_database, rng)
             batch, order = order[:databases], order[databases:]
-            groups = [
-                [t for e in chunk for t in demonstrations(phase, environments, e, wrong[e.id], habits, rng)]
-                for chunk in batch
-            ]
+            groups = []
+            for chunk in batch:
+                played = environments[0] if len(environments) == 1 else rng.choice(environments)
+                group = [demonstrations(phase, played, e, wrong[e.id], habits, rng) for e in chunk]
+                groups.append([t for found in group for t in found])
             groups += [
                 [repair_exercise(tokens, words, config.copying_length, rng)]
                 for _ in range(config.repair_exercises)

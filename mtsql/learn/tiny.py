@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -54,10 +54,13 @@ _PIECES = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, markup: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Byte-pair encoding with byte fallback: any text survives encoding and decoding.
 
-    `vocabulary` counts learned pieces; 256 byte tokens and the control tokens come on top.
+    `vocabulary` counts learned pieces; 256 byte tokens and the control tokens come on top, and `markup`,
+    the tags of further recipes.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
@@ -87,7 +90,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         + [decoders.Replace(f"{CAPITAL} {c.lower()}", c) for c in string.ascii_uppercase]
     )
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in CONTROL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in MARKUP_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in (*MARKUP_TOKENS, *markup)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

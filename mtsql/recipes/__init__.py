@@ -1,1 +1,21 @@
-"""One file a paper: its prompts and tags, its rewards, its settings."""
+"""One paper, one recipe: its prompts and tags, its observations and protocol, its rewards, its settings.
+
+A recipe is the module `mtsql.recipes.<name>` with
+
+- `make_recipe(wording)`: a `mtsql.agent.env.Recipe` with a method `call(sql)` and `answer(sql)`: the model
+  messages, without any thought, that run a query and that end the episode,
+- `make_reward(preset, weights, scorer, decode, wording)`: the function from (trajectory, example) to `Rewards`,
+- `SETTINGS`: the paper's values of options whose defaults are another paper's.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+RECIPES = ("mtsql_r1", "skyrl_sql", "sql_trail", "mtir_sql")
+
+
+def load_recipe(name: str) -> ModuleType:
+    """The module of one of RECIPES."""
+    return import_module(f"mtsql.recipes.{name}")

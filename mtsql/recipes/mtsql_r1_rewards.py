@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, outcome_of
 from mtsql.agent.trajectory import ActionType, Observation, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.mtsql_r1 import ANSWER, VERDICT
+from mtsql.recipes.mtsql_r1_prompts import ANSWER, VERDICT
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, choose_preset, with_weights
+from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
-
-Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,6 @@ class RewardRules:
     def read_text(self) -> bool:
         """Whether they read raw text, beyond what the environment recorded."""
         return self.all_calls_propose or self.first_exec_tag or self.last_answer_tag
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """The parts of R_all, each in [0, 1], and their weighted sum."""
-
-    ex: float
-    em: float
-    proposal: float
-    e_verify: float
-    m_verify: float
-    total: float
 
 
 # Weights and rules. The paper gives no weights (it chose them by grid search): those of the released
@@ -163,7 +151,20 @@ def reward(
         + weights.proposal * proposal
         + weights.verify * (e_verify + m_verify)
     )
-    return Rewards(ex, em, proposal, e_verify, m_verify, total)
+    parts = {"proposal": proposal, "e_verify": e_verify, "m_verify": m_verify}
+    return Rewards(ex, em, total, total, parts)
+
+
+def make_reward(
+    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+) -> RewardFunction:
+    """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
+
+    Raises ValueError for an unknown preset or weight.
+    """
+    preset_weights, rules = choose_preset(PRESETS, preset)
+    given = with_weights(preset_weights, weights)
+    return lambda trajectory, example: reward(trajectory, example, scorer, given, rules, decode)
 
 
 class Verification(NamedTuple):

@@ -17,18 +17,24 @@ ABILITIES = {
 }
 
 
-def abilities(trajectory: Trajectory, example: Example, scorer: Scorer) -> dict[str, float | None]:
+def abilities(
+    trajectory: Trajectory, example: Example, scorer: Scorer, verifies: bool = True
+) -> dict[str, float | None]:
     """Each ability from 0 to 1: a prescribed tool was called or not; the process rewards for the others.
 
-    The memory's two are None for a first question, which has nothing to check against.
+    The memory's two are None for a first question, which has nothing to check against. Of recipes that
+    do not verify only the first is measured.
     """
+    if not verifies:
+        called = any(o.tool == EXEC_SQL for o in trajectory.observations)
+        return dict.fromkeys(ABILITIES) | {"call_execution": float(called)}
     called = {observation.tool for observation in trajectory.observations}
-    rewards = reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1))
+    parts = reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1)).parts
     later = bool(example.history)
     return {
         "call_execution": float(EXEC_SQL in called),
         "call_memory": float(MEMORY_RETRIEVE in called) if later else None,
-        "e_verify": rewards.e_verify,
-        "m_verify": rewards.m_verify if later else None,
-        "generation": rewards.proposal,
+        "e_verify": parts["e_verify"],
+        "m_verify": parts["m_verify"] if later else None,
+        "generation": parts["proposal"],
     }

@@ -13,8 +13,9 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
     `example`, with its history, and `environment` are those that the trajectory was played with. A tool
     call stays text in the message of the assistant, as it was sampled; TRL, LLaMA-Factory ("openai") and
     ms-swift put the model's chat template around it. For Qwen3's that gives back the trajectory's text,
-    with two exceptions: a last message without thinking gets an empty <think> block, and text of a
-    database that reads like a control token, which is plain text here, becomes one.
+    with three exceptions: where observations are messages of the user (SkyRL-SQL, SQL-Trail), the template
+    drops the thoughts of all messages before the last; a last message without thinking gets an empty <think>
+    block; and text of a database that reads like a control token, which is plain text here, becomes one.
     """
     messages, tools = environment.recipe.prompt(
         example, environment.schemas[example.db_id], environment.tools
@@ -25,6 +26,6 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
         if segment.role == "model":
             messages.append({"role": "assistant", "content": environment.tokens.decode(segment.ids)})
         else:
-            messages.append({"role": "tool", "content": next(observations).text})
+            messages.append({"role": environment.recipe.observation_role, "content": next(observations).text})
     given = {} if tools is None else {"tools": tools}
     return {"example_id": trajectory.example_id, "messages": messages, **given}

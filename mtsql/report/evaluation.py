@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedModel
 
-from mtsql.agent.env import Environment
+from mtsql.agent.env import NO_TOOL, Environment
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, examples, with_predicted_history
@@ -61,10 +61,13 @@ def _seed(seed: int, example: Example) -> int:
     return int(np.random.SeedSequence((seed, int(dialogue), int(turn))).generate_state(1, np.uint64)[0])
 
 
-def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer) -> list[dict]:
+def score_records(
+    answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer, verifies: bool = True
+) -> list[dict]:
     """One record a question for `mtsql.report.metrics.summarise`.
 
-    A question whose gold SQL does not run or parse counts as wrong and has the hardness "unscored".
+    A question whose gold SQL does not run, or cannot be read at all, counts as wrong and has the hardness
+    "unscored". `verifies` is the recipe's: whether all five abilities are measured.
     """
     records = []
     for example, trajectory in answered:
@@ -73,7 +76,9 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
         answer = trajectory.answer_sql
         further = scorer.further(example.db_id, example.gold_sql, answer) if right else {}
         ex = int(right and scorer.ex(example.db_id, example.gold_sql, answer))
-        measured = abilities(trajectory, example, scorer) if problem is None else dict.fromkeys(ABILITIES)
+        measured = dict.fromkeys(ABILITIES)
+        if problem is None:
+            measured = abilities(trajectory, example, scorer, verifies)
         errors: tuple[str, ...] = ()
         if not ex and problem is None:
             errors = error_kinds(
@@ -86,6 +91,7 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
                 "turn_index": example.turn_index,
                 "db_id": example.db_id,
                 "hardness": "unscored" if problem else scorer.hardness(example.db_id, example.gold_sql),
+                "difficulty": example.difficulty,
                 "gold_problem": problem,
                 "gold": example.gold_sql,
                 "predicted": answer,
@@ -96,7 +102,7 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
                 "status": str(trajectory.status),
                 "interactions": trajectory.interactions,
                 "off_protocol": trajectory.off_protocol,
-                "tool_calls": dict(Counter(o.tool for o in trajectory.observations)),
+                "tool_calls": dict(Counter(o.tool for o in trajectory.observations if o.tool != NO_TOOL)),
                 "sampled_tokens": trajectory.sampled_length,
                 "response_tokens": trajectory.response_length,
                 "abilities": measured,
@@ -106,12 +112,19 @@ def score_records(answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer
     return records
 
 
-def scorable(asked: Sequence[Example], scorer: Scorer) -> list[Example]:
-    """The questions whose gold SQL runs and parses; how many do not is printed."""
+def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False) -> list[Example]:
+    """The questions whose gold SQL runs and parses; how many do not is printed.
+
+    `drop_empty` leaves out those whose gold SQL returns nothing as well (MTIR-SQL, section 4.1).
+    """
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
     dropped = len(asked) - len(kept)
     if dropped:
         print(f"left out {dropped} of {len(asked)} questions: their gold SQL does not run or parse")
+    if drop_empty:
+        full = [e for e in kept if scorer.executor.execute(scorer.paths[e.db_id], e.gold_sql).rows]
+        print(f"left out {len(kept) - len(full)} of {len(kept)} questions: their gold SQL returns nothing")
+        kept = full
     if not kept:
         raise ValueError("no question has a gold SQL that runs and parses")
     return kept

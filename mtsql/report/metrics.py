@@ -15,7 +15,7 @@ import numpy as np
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.learn.checkpoint import write_atomically
-from mtsql.recipes.mtsql_r1_rewards import Rewards
+from mtsql.recipes.rewards import Rewards
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.errors import ERRORS
 from mtsql.sql.score import FURTHER_METRICS
@@ -33,9 +33,7 @@ def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> 
         "reward": fmean(r.total for r in rewards),
         "ex": fmean(r.ex for r in rewards),
         "em": fmean(r.em for r in rewards),
-        "reward_proposal": fmean(r.proposal for r in rewards),
-        "reward_e_verify": fmean(r.e_verify for r in rewards),
-        "reward_m_verify": fmean(r.m_verify for r in rewards),
+        **{f"reward_{part}": fmean(r.parts[part] for r in rewards) for part in rewards[0].parts},
         "response_tokens": fmean(t.response_length for t in trajectories),
         "sampled_tokens": fmean(t.sampled_length for t in trajectories),
         "interactions": fmean(t.interactions for t in trajectories),
@@ -90,6 +88,16 @@ def paired_difference(
     return sum(flat) / len(flat), low, high, min(1.0, 2 * tail / 2**discordant)
 
 
+def data_efficiency(before: float, after: float, questions: int) -> float:
+    """Points of EX gained per 1,000 training questions (SQL-Trail, equation 5).
+
+    `before` and `after` are EX as fractions. Raises ValueError without training questions.
+    """
+    if questions < 1:
+        raise ValueError(f"data efficiency needs at least 1 training question, not {questions}")
+    return 100 * (after - before) / questions * 1000
+
+
 def summarise(records: Sequence[dict]) -> dict:
     """All numbers of an evaluation.
 
@@ -105,6 +113,7 @@ def summarise(records: Sequence[dict]) -> dict:
     for record in records:
         dialogues.setdefault(record["dialogue_id"], []).append(record)
     hardness = [*HARDNESS, *sorted({r["hardness"] for r in records} - set(HARDNESS))]
+    difficulties = sorted({r.get("difficulty") or "" for r in records} - {""})  # the dataset's own
     tools = sorted({tool for r in records for tool in r["tool_calls"]})
     summary: dict = {"questions": len(records), "dialogues": len(dialogues)}
     for metric in ("ex", "em"):
@@ -120,6 +129,9 @@ def summarise(records: Sequence[dict]) -> dict:
                 t: _mean(r[metric] for r in records if turn_name(r["turn_index"]) == t) for t in TURNS
             },
             "by_hardness": {h: _mean(r[metric] for r in records if r["hardness"] == h) for h in hardness},
+            "by_difficulty": {
+                d: _mean(r[metric] for r in records if r.get("difficulty") == d) for d in difficulties
+            },
         }
     summary["further"] = {metric: _mean(r[metric] for r in records) for metric in FURTHER_METRICS}
     answers = [r for r in records if r["predicted"] is not None]
@@ -170,6 +182,8 @@ def format_summary(summary: dict) -> str:
             label = f"turn {key}" if name == "turn" else key
             values = _percent(ex[f"by_{name}"][key]) + _percent(em[f"by_{name}"][key])
             lines.append(f"{label:<22}{count:>10}{values}")
+    for name, mean in ex["by_difficulty"].items():
+        lines.append(f"{name:<32}{_percent(mean)}{_percent(em['by_difficulty'][name])}")
     matches = _percent(ex["interaction_match"]) + _percent(em["interaction_match"])
     lines += [f"{'whole dialogues':<22}{summary['dialogues']:>10}{matches}", ""]
     lines += [f"{FURTHER_METRICS[m]:<32}{_percent(mean)} %" for m, mean in summary["further"].items()]

@@ -56,7 +56,7 @@ def ablation_table(arms: Arms, seeds: Sequence[int]) -> str:
             if arm in arms:
                 cells = [_mean_and_seeds(arms[arm], _mean_of(metric), seeds) for metric in ("ex", "em")]
                 lost = paired_answers(arms[arm], arms.get(full, {}), lambda r: r["ex"]) if arm != full else []
-                rows.append([_label(arm), *cells, _difference(lost)])
+                rows.append([_label(arm), *cells, shown_difference(lost)])
     header = ["Arm", "EX", "EM", "EX minus both tools"]
     note = (
         f"In %: mean over seeds (seeds {listed(seeds)}). Last column: the difference to the agent with both "
@@ -185,7 +185,7 @@ def snowball_table(arms: Arms) -> str:
             numbers = [_mean_of("ex"), *(lambda s, t=t: s["ex"]["by_turn"].get(t) for t in TURNS)]
             rows.append([_label(arm), text, *(percent(mean_over_seeds(side, n)) for n in numbers)])
         by_turn = [[a for a in differences if turn_name(a.record["turn_index"]) == t] for t in TURNS]
-        cells = map(_difference, (differences, *by_turn))
+        cells = map(shown_difference, (differences, *by_turn))
         rows.append(["", "difference", *cells])
     header = ["Arm", "history", "all turns", *(f"turn {t}" for t in TURNS)]
     note = (
@@ -269,7 +269,7 @@ def _mean_and_seeds(side: Seeds, number: Number, seeds: Sequence[int]) -> str:
     return f"{percent(mean_over_seeds(side, number))} ({each})" if side else EMPTY
 
 
-def _difference(found: Sequence[Answer]) -> str:
+def shown_difference(found: Sequence[Answer]) -> str:
     """The mean of differences in points, with its interval."""
     difference = estimate(found)
     if difference is None:

@@ -69,8 +69,14 @@ class Scorer:
         return execution_match(self.executor, self.paths[db_id], gold, predicted)
 
     def em(self, db_id: str, gold: str, predicted: str | None, mode: Mode = "official") -> bool:
-        """Exact set match: the official EM; in mode "authors" the numbers after nested LIMITs count."""
-        return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id], mode)
+        """Exact set match: the official EM; in mode "authors" the numbers after nested LIMITs count.
+
+        False for a gold SQL that the official grammar cannot read, as are most of BIRD's.
+        """
+        try:
+            return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id], mode)
+        except SqlParseError:
+            return False
 
     def string_em(self, gold: str, predicted: str | None) -> bool:
         """The strict EM of section 3.3.2."""
@@ -90,9 +96,8 @@ class Scorer:
         return readable(predicted, self.schemas[db_id])
 
     def gold_problem(self, db_id: str, gold: str) -> str | None:
-        """Why a gold SQL cannot be scored against (it does not run, or does not parse), or None."""
+        """Why a gold SQL cannot be scored against (it does not run, or sqlglot cannot read it), or None."""
         try:
-            parse_sql(gold, self.schemas[db_id])
             execution_match(self.executor, self.paths[db_id], gold, gold)
             clause_f1(gold, gold, self.schemas[db_id])
         except (SqlParseError, ValueError) as error:
@@ -108,5 +113,8 @@ class Scorer:
         return whole_clause_f1(gold, predicted, self.schemas[db_id])
 
     def hardness(self, db_id: str, gold: str) -> str:
-        """easy, medium, hard or extra, by the gold SQL."""
-        return hardness(gold, self.schemas[db_id])
+        """easy, medium, hard or extra, by the gold SQL; "unread" if the official grammar cannot read it."""
+        try:
+            return hardness(gold, self.schemas[db_id])
+        except SqlParseError:
+            return "unread"

@@ -1,0 +1,95 @@
+"""Four papers on the same machinery: the same tiny model, questions and budget, one recipe each.
+
+    python -m mtsql.compare_recipes --out runs/recipes --seeds 0 1 2
+
+For each seed one model imitates a scripted agent in the formats of all four recipes; then each recipe
+trains it by GRPO with its own protocol, rewards and settings, for as many steps, questions and samples.
+Beside them each paper's own comparison: RL in a single turn (SkyRL-SQL, SQL-Trail), the execution reward
+alone (SQL-Trail), GRPO without the filter (MTIR-SQL), the prompt without the schema (SkyRL-SQL). Parts that
+are done are not run again; several seeds may run side by side. `--list` shows every command, `--page` writes
+docs/results/recipes.md of what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mtsql.config import user_errors
+from mtsql.parts import Part, hardware, run_part
+from mtsql.recipes import RECIPES
+from mtsql.report.recipes_page import write_recipes_page
+
+CONFIG = "configs/recipes.toml"
+ABLATIONS = {  # arm: (recipe, options of its training, of its training and its evaluation)
+    "skyrl_sql_single": ("skyrl_sql", (), ("--tools", "none", "--max-interactions", "1")),
+    "sql_trail_execution": ("sql_trail", ("--rewards", "execution"), ()),
+    "mtir_sql_unfiltered": ("mtir_sql", ("--no-filter-rollouts",), ()),
+}
+
+
+def seed_parts(out: Path, data: str, config: str, seed: int) -> list[Part]:
+    """Training and evaluation of one seed."""
+    folder = out / f"seed{seed}"
+    shared = ["--config", config, "--seed", str(seed), "--data", data]
+    model = folder / "imitation"
+    further = ",".join(RECIPES[1:])
+    imitation = ["-m", "mtsql.learn.imitation", *shared, "--out", str(model), "--further-recipes", further]
+    parts = [Part("imitation", imitation, model / "run.json")]
+    trained = {recipe: (recipe, (), ()) for recipe in RECIPES} | ABLATIONS
+    for arm, (recipe, training, both) in trained.items():
+        options = [*shared, "--recipe", recipe, *both]
+        grpo = ["train_grpo.py", *options, "--model", str(model), "--out", str(folder / arm), *training]
+        policy = folder / arm / "policy"
+        parts.append(Part(arm, [*grpo, "--resume"], policy))
+        evaluated = {f"{arm}_rl": (policy, ("--sampled-runs", "8" if arm in RECIPES else "1"))}
+        if not training:
+            evaluated[f"{arm}_base"] = (model, ("--sampled-runs", "1"))
+        if arm == "skyrl_sql":
+            evaluated["skyrl_sql_base_names"] = (model, ("--schema", "names"))
+            evaluated["skyrl_sql_rl_names"] = (policy, ("--schema", "names"))
+        for name, (path, more) in evaluated.items():
+            done = folder / "evaluation" / name
+            command = ["evaluate.py", *options, "--model", str(path), "--out", str(done), *more]
+            parts.append(Part(f"evaluate {name}", command, done / "summary.json"))
+    return parts
+
+
+def main() -> None:
+    """Run what is missing, then write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/recipes"), help="run folder [runs/recipes]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds [0 1 2]")
+    parser.add_argument("--config", default=CONFIG, help=f"settings [{CONFIG}]")
+    parser.add_argument("--pages", type=Path, default=Path("docs/results"), help="folder [docs/results]")
+    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
+    parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
+    chosen = parser.parse_args()
+    data = chosen.out / "benchmark"
+    parts = [Part("benchmark", ["-m", "mtsql.data.toy", str(data), "--single"], data)]
+    for seed in chosen.seeds:
+        parts += seed_parts(chosen.out, str(data), chosen.config, seed)
+    if chosen.list:
+        for part in parts:
+            print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
+        return
+    if not chosen.page:
+        for part in parts:
+            run_part(*part)
+    page = write_recipes_page(
+        chosen.out,
+        chosen.seeds,
+        chosen.pages,
+        hardware(),
+        datetime.now(UTC).date().isoformat(),
+        f"python -m mtsql.compare_recipes --out {chosen.out} --seeds {' '.join(map(str, chosen.seeds))}",
+        [(part.title, "python " + " ".join(part.command), part.done) for part in parts],
+    )
+    print(f"\n{page}")
+
+
+if __name__ == "__main__":
+    user_errors(main)

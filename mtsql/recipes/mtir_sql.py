@@ -1,0 +1,298 @@
+"""MTIR-SQL: Multi-turn Tool-Integrated Reasoning reinforcement learning for text-to-SQL.
+
+One tool, `sql-execute_sql_query`, is the environment's `exec_sql`; there is no memory. The loss is that of
+train_grpo.py without KL and with --filter-rollouts (GRPO-Filter, section 3.1).
+
+Prompts (appendix C):
+- The <tools> section of C.1 is the chat template's. Qwen3's has "# Tools", "json object", {"type":
+  "function", "function": ...} around the tool, and "</tool_call>" where C.1 has "##Tools", "JSON object",
+  the tool alone, and "</tool_call}"; the rest is the same.
+- Line breaks, lost in the paper's text, are put back, and the code block of C.2, opened and never closed, is
+  closed. "{external_knowledge} + {question}?" is the two on lines of their own; questions bring their "?".
+- The earlier questions of a dialogue, before the question, are our addition. The schema is this project's;
+  the paper takes that of CodeS and SQL-R1, with chosen columns and matching values.
+- Without the tool C.2 loses what it says of tools ("Standard Reasoning" of Table 4).
+- --native-thinking drops the <think> blocks from C.2's output format; the message may then have one.
+- The compact wording, for the tiny model, is ours; it needs no thoughts.
+
+Protocol (section 3.2, Algorithm 1):
+- Algorithm 1 is Search-R1's. Where that ends, on the answer, this one says "tool response", which the
+  model never writes: an episode ends with the answer.
+- Section 3.2 ends the episode at a message without a call, Algorithm 1 asks to rethink; it does so here, and
+  after a malformed call, of which the paper says nothing. The model gets the sentence as a tool's
+  response; Algorithm 1 writes it into the model's own turn.
+- N = 6 counts model messages with the answer, as Algorithm 1's B; the ablation counts "tool calling turns".
+- The tool runs on the question's database whatever `db_name` says; `call` leaves it out.
+- Results are {"columns": [...], "data": [row, ...]}. C.1 has a list of dictionaries, which would lose one of
+  two columns of the same name. Beyond MAX_CHARACTERS they are cut.
+
+Rewards (section 3.3) and training (3.1, 4.1):
+- The format is right if the question is answered and every message is a thought, then calls of the tool or
+  the answer in a ```sql block, and nothing else. So a rethink or a call of another tool costs it.
+- R_e: the answer runs within --sql-timeout; "overly complex" has no other measure. R_r: EX.
+- In sum a right answer earns 1.2, one that does not run 0, a wrong format -0.1, a wrong result -0.8: with
+  less than 35 % hope of being right a broken format pays better than an answer.
+- F and tau of GRPO-Filter are not defined. F is R_f + R_e, whatever their weights, and tau 0.1: a wrong
+  format and an answer that does not run are dropped; wrong answers that run stay, or nothing would
+  teach against them. What is dropped still counts in the mean and deviation of its group.
+- Equation 2 divides by the reference policy and does not clip. train_grpo.py divides by the policy that
+  sampled, as GRPO does, and clips, which does nothing at one update a batch.
+- The batch of 64 is read as questions. Steps, clipping and updates a batch are not given. That questions
+  with an empty gold result are left out is implied by section 4.1.
+- Table 5's ablations are --weights format=0 and so on, and the baseline with execution accuracy as its
+  reward --weights format=0,execution=0. PPO is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from mtsql.agent.env import EXEC_SQL, UNAVAILABLE, ModelMessage
+from mtsql.agent.memory import MemoryEntry
+from mtsql.agent.trajectory import ActionType, Status, Trajectory
+from mtsql.data.datasets import Example
+from mtsql.data.schema import Schema
+from mtsql.recipes.rewards import (
+    Decode,
+    RewardFunction,
+    Rewards,
+    choose_preset,
+    keeps_format,
+    outcome,
+    with_weights,
+)
+from mtsql.recipes.tool_calls import read_call
+from mtsql.recipes.wording import Wording, compact_result, truncated
+from mtsql.sql.execute import ExecutionResult
+from mtsql.sql.score import Scorer
+
+SETTINGS = {
+    "tools": "no_memory",
+    "max_interactions": 6,
+    "max_sequence_tokens": 8192,
+    "prompts_per_step": 64,
+    "samples_per_prompt": 5,
+    "temperature": 0.6,
+    "correct": "ex",
+    "drop_empty": True,
+    "filter_rollouts": True,
+    "filter_threshold": 0.1,
+}
+
+TOOL = "sql-execute_sql_query"
+MAX_RECORDS = 10  # of a result (section 4.1)
+MAX_CHARACTERS = 20_000  # of an observation: more than --max-tool-tokens lets through
+RETHINK = "My action is not correct. Let me rethink."
+
+TOOL_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": TOOL,
+        "description": """Execute SQL query and return partial results containing column names (maximum 10 records).
+Args:
+  db_name (str): The name of the database.
+  sql (str): The SQL query to execute.
+Returns:
+  Dict[str, Union[List[Dict], Dict, None]]: A dictionary containing columns and data of the query (maximum of \
+10 records).
+Raises:
+  TimeoutError: If the query execution exceeds the timeout.
+  sqlite3.Error: If an error occurs during the query execution.
+""",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "db_name": {"title": "Db Name", "type": "string"},
+                "sql": {"title": "Sql", "type": "string"},
+            },
+            "required": ["db_name", "sql"],
+        },
+    },
+}
+
+TASK = """You are a helpful SQL expert assistant.
+You should first think about how to write the SQL query by analyzing the question, database schema, and external \
+knowledge{validate}. Finally, you provide the final SQL query in <answer> </answer>.
+
+Task Configuration
+Database Engine: SQLite
+Database: {db_id}
+Database Schema:
+{schema}
+{history}User Question:
+{question}
+
+Requirements
+1. Precision: Make sure you only output the information that is asked in the question. If the question asks for \
+a specific column, make sure to only include that column in the SELECT clause, nothing more.
+2. Completeness: The generated query should return all of the information asked in the question without any \
+missing or extra information.
+3. Correctness: Before generating the final SQL query, please think through the steps of how to write the \
+query.{test}
+
+Output Format:
+{output_format}"""
+VALIDATE = ", then validate your SQL with the tool until it is correct"
+TEST = " Validate your SQL through tool testing."
+EITHER = """Important: Use EITHER thinking + tool calls OR thinking + final answer. Do not mix the structures.
+
+Option A (when validation needed):
+{analysis}[Tool calls for validation]
+
+Option B (final answer):
+"""
+ANALYSIS = "<think>\nYour analysis...\n</think>\n"
+FINAL_ANALYSIS = "<think>\nYour final analysis...\n</think>\n"
+
+_ACTION = (
+    r"\s*(?:(?:<tool_call>(?:(?!</?tool_call>).)*</tool_call>\s*)+"
+    r"|<answer>\s*```sql\b(?:(?!```|</?answer>).)*```\s*</answer>\s*)"
+)
+_THOUGHT = r"(?:(?!</?think>).)*</think>"
+THOUGHT_AND_ACTION = re.compile(r"\s*<think>" + _THOUGHT + _ACTION, re.DOTALL)
+# A chat template may have opened the thought already.
+ACTION = re.compile(rf"(?:(?:\s*<think>)?{_THOUGHT})?{_ACTION}", re.DOTALL)
+BLOCK = re.compile(r"```(?:sql(?:ite)?\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+def make_recipe(wording: Wording) -> MtirSql:
+    """The recipe in a wording."""
+    return MtirSql(wording)
+
+
+@dataclass(frozen=True)
+class MtirSql:
+    """The recipe in a wording."""
+
+    wording: Wording = Wording()  # noqa: RUF009 (frozen)
+    observation_role: ClassVar[str] = "tool"  # Qwen3's template puts it into the user's turn (section 3.2)
+    stop_strings: ClassVar[tuple[str, ...]] = ()
+    verifies: ClassVar[bool] = False
+
+    def prompt(
+        self, example: Example, schema: Schema, tools: tuple[str, ...]
+    ) -> tuple[list[dict], list[dict] | None]:
+        """One user message, and the tool's schema for the chat template."""
+        executes = EXEC_SQL in tools
+        history = self.wording.history_text(example)
+        schema_text = self.wording.schema_text(schema)
+        if self.wording.compact:
+            # The schema comes first: prompts over one database share it as a prefix.
+            now, tool = f"now: {example.question}", f"calls: {'sql' if executes else 'none'}"
+            lines = filter(None, [schema_text, history, example.knowledge, now, tool])
+            return [{"role": "user", "content": "\n".join(lines)}], None
+        thinks = not self.wording.native_thinking
+        either = EITHER.format(analysis=ANALYSIS if thinks else "") if executes else ""
+        content = TASK.format(
+            validate=VALIDATE if executes else "",
+            db_id=example.db_id,
+            schema=schema_text,
+            history=history + "\n" if history else "",
+            question="\n".join(filter(None, [example.knowledge, example.question])),
+            test=TEST if executes else "",
+            output_format=either + (FINAL_ANALYSIS if thinks else "") + self.answer("YOUR_SQL_QUERY"),
+        )
+        return [{"role": "user", "content": content}], [TOOL_SCHEMA] if executes else None
+
+    def call(self, sql: str) -> str:
+        """The message that runs a query."""
+        content = json.dumps({"name": TOOL, "arguments": {"sql": sql}}, ensure_ascii=False)
+        return f"<tool_call>\n{content}\n</tool_call>"
+
+    def answer(self, sql: str) -> str:
+        """The message that ends the episode."""
+        return f"<answer>\n```sql\n{sql}\n```\n</answer>"
+
+    def read(self, text: str) -> ModelMessage:
+        """A tool call or an answer; thinking is not read.
+
+        Of several calls the first counts, of several answers the last; a call beside an answer counts
+        before it. The SQL of an answer is that of its last code block, or all of it.
+        """
+        said = text.rpartition("</think>")[2]
+        if "<think>" in said:  # the thinking never ended
+            return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
+        thought_optional = self.wording.compact or self.wording.native_thinking
+        well_formed = bool((ACTION if thought_optional else THOUGHT_AND_ACTION).fullmatch(text))
+        well_formed &= "<tool_response>" not in text  # only the environment responds
+        call = read_call(said, "sql")
+        if call is not None:
+            # The environment's own names for tools are not the paper's.
+            known = call.tool == TOOL
+            tool = call.tool if call.problem else EXEC_SQL if known else UNAVAILABLE
+            return replace(call, tool=tool, well_formed=well_formed and known)
+        before, _, _ = said.rpartition("</answer>")
+        _, opened, content = before.rpartition("<answer>")
+        sql = (BLOCK.findall(content) or [content])[-1].strip()
+        if not opened or not sql:
+            return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
+        return ModelMessage(answer=sql, well_formed=well_formed)
+
+    def next_action(
+        self, previous: ActionType | None, passed: bool | None, tools: tuple[str, ...], has_history: bool
+    ) -> None:
+        """Any action is fine at any time."""
+
+    def observe_execution(
+        self, question: str, sql: str, result: ExecutionResult, history: int, turns_left: int
+    ) -> str:
+        """What the tool returns: column names and at most MAX_RECORDS rows as JSON, or the error."""
+        if self.wording.compact:
+            return compact_result(result, self.wording.result_characters)
+        if not result.ok:
+            return truncated(f"Error: {result.message}", MAX_CHARACTERS)
+        shown = {"columns": result.columns, "data": result.rows[:MAX_RECORDS]}
+        return truncated(json.dumps(shown, ensure_ascii=False, default=str), MAX_CHARACTERS)
+
+    def observe_memory(
+        self,
+        question: str,
+        sql: str,
+        result: ExecutionResult | None,
+        memory: tuple[MemoryEntry, ...],
+    ) -> str:
+        """Never asked: `read` knows one tool only."""
+        return ""
+
+    def observe_problem(self, problem: Status, turns_left: int) -> str:
+        """The episode goes on (Algorithm 1, line 20)."""
+        return RETHINK
+
+
+@dataclass(frozen=True)
+class RewardWeights:
+    """Factors of R_f, R_e and R_r; the paper's reward is their plain sum."""
+
+    format: float = 1.0
+    execution: float = 1.0
+    result: float = 1.0
+
+
+PRESETS = {"paper": RewardWeights()}
+
+
+def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
+    """Equations 5 to 7: `parts` has R_f, R_e and R_r without weights, `total` their weighted sum."""
+    ex, em = outcome(trajectory, example, scorer)
+    kept = keeps_format(trajectory)
+    runs = kept and scorer.runs(example.db_id, trajectory.answer_sql)
+    r_format = 0.1 if kept else -0.1
+    r_execution = 0.0 if not kept else 0.1 if runs else -0.1
+    r_result = 0.0 if not runs else 1.0 if ex else -1.0
+    total = weights.format * r_format + weights.execution * r_execution + weights.result * r_result
+    parts = {"format": r_format, "execution": r_execution, "result": r_result}
+    return Rewards(ex, em, total, r_format + r_execution, parts)
+
+
+def make_reward(
+    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+) -> RewardFunction:
+    """The rewards of a preset ("" is `paper`) but for the `weights` given as in "format=0,result=2".
+
+    Raises ValueError for an unknown preset or weight.
+    """
+    given = with_weights(choose_preset(PRESETS, preset), weights)
+    return lambda trajectory, example: reward(trajectory, example, scorer, given)

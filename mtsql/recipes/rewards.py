@@ -1,0 +1,79 @@
+"""What the rewards of all recipes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias, TypeVar
+
+from mtsql.agent.trajectory import Status, Trajectory
+from mtsql.data.datasets import Example
+from mtsql.sql.score import Scorer
+
+Preset = TypeVar("Preset")
+Weights = TypeVar("Weights")
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """A trajectory's reward `total`, EX and EM of its answer (0 or 1), and the recipe's other `parts`.
+
+    `quality` is what `--filter-rollouts` looks at (MTIR-SQL, Equation 3), elsewhere the total.
+    """
+
+    ex: float
+    em: float
+    total: float
+    quality: float
+    parts: dict[str, float]
+
+
+RewardFunction: TypeAlias = Callable[[Trajectory, Example], Rewards]
+Decode: TypeAlias = Callable[[Sequence[int]], str]  # token ids to text with control tokens visible
+
+
+def outcome(trajectory: Trajectory, example: Example, scorer: Scorer) -> tuple[float, float]:
+    """EX and EM of the answer, 0 or 1; an unanswered question is never right."""
+    answer = trajectory.answer_sql
+    if answer is None:
+        return 0.0, 0.0
+    db_id, gold = example.db_id, example.gold_sql
+    return float(scorer.ex(db_id, gold, answer)), float(scorer.em(db_id, gold, answer))
+
+
+def keeps_format(trajectory: Trajectory) -> bool:
+    """Whether it has an answer and every one of its messages was well formed."""
+    return trajectory.status is Status.ANSWERED and trajectory.off_protocol == 0
+
+
+def is_right(trajectory: Trajectory, example: Example, scorer: Scorer, correct: str) -> bool:
+    """Whether the answer is right by EX, and by EM where `correct` is "ex_em" (MTSQL-R1, section 3.2.1)."""
+    ex, em = outcome(trajectory, example, scorer)
+    return bool(ex and (em or correct == "ex"))
+
+
+def choose_preset(presets: Mapping[str, Preset], name: str) -> Preset:
+    """The named preset, the first for "". Raises ValueError if there is none of that name."""
+    if name and name not in presets:
+        raise ValueError(f"--rewards {name} is unknown; choose from {', '.join(presets)}")
+    return presets[name or next(iter(presets))]
+
+
+def with_weights(weights: Weights, given: str) -> Weights:
+    """A dataclass of weights with some replaced, `given` as in "ex=1,proposal=0.8".
+
+    Raises ValueError for what is not a field of the dataclass or not a number.
+    """
+    known = [field.name for field in fields(weights)]
+    values = {}
+    for item in filter(None, given.split(",")):
+        name, _, number = (part.strip() for part in item.partition("="))
+        try:
+            values[name] = float(number)
+        except ValueError:
+            values[name] = None
+        if name not in known or values[name] is None:
+            raise ValueError(
+                f"--weights {given}: {item.strip()!r} should be one of {', '.join(known)}, =, and a number"
+            )
+    return replace(weights, **values)

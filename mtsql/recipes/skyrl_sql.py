@@ -1,0 +1,173 @@
+"""SkyRL-SQL, the recipe: prompt (appendix A, D.1, D.2), observations, reward (section 4.1), settings (5).
+
+What it shares with SQL-Trail, with the choices that hold for both, is in tagged.py. Choices of its own:
+
+- Turns: section 4 says 4 in training, section 5 says 5 in training and in evaluation. The default is 5: five
+  messages, or four queries and the solution after them.
+- Format: section 4.1 asks for thoughts, for <sql> in each turn and for a <solution>. Here each message needs a
+  thought and one action, and a solution at once is valid, as it has to be in the single-turn baseline. The
+  released code looks at the joined text instead (github.com/NovaSky-AI/SkyRL, skyrl-gym: one solution, a thought
+  somewhere, and one after each observation). An episode out of turns or tokens has no solution: -1.
+- EX is the project's, with the order of rows where the gold SQL has ORDER BY; the released code compares sets.
+- Section 4 says that the agent is told the number of its turns, but the prompt of appendix A does not hold it.
+  As in the released code, each observation says it.
+- The table is the frame of the paper's example, its rules as wide as its columns; NULL is shown as None.
+  Appendix A lost the line that starts the example and the words "I will": both are in D. The released code
+  shows results without column names.
+- Without a schema (D.1) the sentence that describes the schema is left out. The single-turn prompt is ours.
+- Rollouts are sampled with temperature 0.6 and with top_p 1, not 0.95: the loss needs the log-probabilities
+  of the distribution that was sampled from.
+- The number of steps (35 of 256 questions) is not set here; learning rate, questions in a step and samples of
+  a question are the defaults already. There is no warm start: the temperature would hold for its rollouts too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtsql.agent.trajectory import Trajectory
+from mtsql.data.datasets import Example
+from mtsql.data.schema import Schema
+from mtsql.recipes.rewards import (
+    Decode,
+    RewardFunction,
+    Rewards,
+    choose_preset,
+    keeps_format,
+    outcome,
+    with_weights,
+)
+from mtsql.recipes.tagged import (
+    ONLY_WHAT_IS_ASKED,
+    TASK,
+    TOOL_RULES,
+    TaggedRecipe,
+    task_text,
+    without_thoughts,
+)
+from mtsql.recipes.wording import Wording
+from mtsql.sql.score import Scorer
+
+__all__ = ["SETTINGS", "make_recipe", "make_reward"]
+
+SETTINGS = {"tools": "no_memory", "max_interactions": 5, "temperature": 0.6, "correct": "ex"}
+
+INVALID = "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
+SCHEMA_NOTE = (
+    "This schema describes the database's structure, including tables, columns, primary keys, foreign keys, "
+    "and any relevant relationships or constraints."
+)
+NO_SCHEMA = (
+    "You are not provided with the database schema and the table names. You need to figure out the database "
+    "structure by yourself with the table names."
+)
+THINK_FIRST = (
+    "Before generating the final SQL query, please think through the steps of how to write the query. It should "
+    "include detailed considerations such as analisying questions, summarizing relevant findings, brainstorming "
+    "new ideas, verifying the accuracy of the current steps, refining any errors, thinking of how to call SQL "
+    "tools, and revisiting previous steps."
+)
+THOUGHT_RULE = (
+    "Conduct thinking inside <think>...</think> blocks every time you get new observation or information."
+)
+SOLUTION_RULE = "you MUST directly provide the final SQL query solution inside <solution>...</solution>."
+QUESTION = """Question: how many pigs are in the farm?
+Database Schema:
+Table: animals
+- id (INTEGER, PRIMARY KEY)
+- species (TEXT)
+- age (INTEGER)
+- name (TEXT)
+"""
+FIRST_THOUGHT = (
+    "<think>I am querying how many pigs are in the farm. I will begin by checking if the 'animals' table exists "
+    "and contains entries with species = 'pig'.</think>"
+)
+QUERY = """<sql>SELECT COUNT(*) FROM animals WHERE species = 'pig';</sql>
+<observation>
++----------+
+| COUNT(*) |
++----------+
+| 12       |
++----------+
+</observation>"""
+SECOND_THOUGHT = (
+    "<think>The result indicates that there are 12 pigs in the farm. Since the question asks for how many pigs, "
+    "I can now output the final SQL as the solution.</think>"
+)
+SOLUTION = "<solution>SELECT COUNT(*) FROM animals WHERE species = 'pig';</solution>"
+ONLY_THOUGHT = (
+    "<think>The question asks how many pigs there are: I count the animals of that species.</think>"
+)
+
+
+def make_recipe(wording: Wording) -> TaggedRecipe:
+    """The recipe in a wording."""
+    return TaggedRecipe(wording, ("think",), task, frame, INVALID)
+
+
+def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -> str:
+    """The prompt of appendix A, with table names only as in D.1, with native thinking as in D.2."""
+    names_only = wording.schema == "names"
+    given = "" if names_only else "a database schema and "
+    overview = (
+        f"You are a data science expert. Below, you are provided with {given}a natural language question."
+    )
+    shown = wording.schema_text(schema)
+    rules = [] if wording.native_thinking else [THOUGHT_RULE]
+    if multi_turn:
+        until = "If you find no further exploration is needed or reaches max turns, "
+        rules += [*TOOL_RULES, until + SOLUTION_RULE]
+        blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
+    else:
+        rules += ["You" + SOLUTION_RULE.removeprefix("you")]
+        blocks = [QUESTION, ONLY_THOUGHT, SOLUTION]
+    return task_text(
+        wording,
+        example,
+        f"{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
+        f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
+        [f"- {line}" for line in (*ONLY_WHAT_IS_ASKED, THINK_FIRST)],
+        [f"- {line}" for line in rules],
+        without_thoughts(blocks, wording),
+    )
+
+
+def frame(cells: list[list[str]]) -> str:
+    """A table between rules (appendix A); `cells` are a header and rows of the same length."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
+    header, *rows = (
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells
+    )
+    return "\n".join([rule, header, rule, *rows, *([rule] if rows else [])])
+
+
+@dataclass(frozen=True)
+class RewardWeights:
+    """What an invalid format and a right answer in a valid format earn (section 4.1); a wrong one earns 0."""
+
+    invalid: float = -1.0
+    ex: float = 1.0
+
+
+PRESETS = {"paper": RewardWeights()}
+
+
+def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
+    """-1 for an invalid format, else 1 for a right answer and 0 for a wrong one (section 4.1)."""
+    ex, em = outcome(trajectory, example, scorer)
+    valid = keeps_format(trajectory)
+    total = weights.ex * ex if valid else weights.invalid
+    return Rewards(ex, em, total, total, {"format": float(valid)})
+
+
+def make_reward(
+    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+) -> RewardFunction:
+    """The reward of a preset ("" is `paper`) but for the `weights` given as in "invalid=-0.5".
+
+    Raises ValueError for an unknown preset or weight.
+    """
+    given = with_weights(choose_preset(PRESETS, preset), weights)
+    return lambda trajectory, example: reward(trajectory, example, scorer, given)

@@ -1,0 +1,246 @@
+"""SQL-Trail, the recipe: prompt and loop (A.3, Algorithm 1), six rewards (A.4), settings (A.5).
+
+What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged.py. Choices of its own:
+
+- Thoughts: the text and the rules of the prompt say <reasoning>, its example, A.3 and A.8 say <think>. The
+  prompt stays as it is printed and both tags count.
+- Turns: t counts the messages of the episode, the solution included, and T is --max-interactions. Algorithm 1
+  lets the model write one more message after T turns, the solution; here the last of the T messages has to be
+  it. Algorithm 1 also stops at </reasoning>: here a thought and its action are one message.
+- Algorithm 1 answers a query that fails like an action that cannot be read; section 3.1 says that error
+  messages are observed, and here they are.
+- Every reward of an episode without a solution is 0. By the letter of Equation 7 an easy question would pay for
+  giving up at once.
+- Hardness is Spider's ("simple" is its "easy"). A question whose gold SQL its grammar does not read, as most of
+  BIRD's and SynSQL's, counts as hard in r_turns.
+- r_schema (Equation 10): names of tables and columns in either SQL, aliases resolved, in any case, whether the
+  database has them or not; "*" is no column. SQL that cannot be read has none, and the reward is 0.
+- r_bigram (Equation 9): over the words, quoted texts and single characters of the first statement, all in
+  lower case, without white space and comments. SQL longer than 100,000 characters has none.
+- r_format: every message has a thought and one action, and the last is a solution; the paper asks for tags in
+  the final output. r_exec is the project's EX, r_syntax runs the answer as it is written.
+- Where single-pass and multi-turn RL are compared, r_turns is off (section 5.1): --weights turns=0.
+- Without a schema (Table 4) the prompt is not printed: it names the tables, and leaves out the third
+  instruction, which asks for columns of the schema. The prompts of a single pass and of native thinking are ours.
+- clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Its ratio is that of the
+  trajectory (Equation 2), as --ratio sequence has it; the default stays the ratio of each token, GRPO's.
+- Sampling with top_p 0.99 (A.5) becomes 1: the loss needs the log-probabilities that were sampled from.
+- "Batch size 128" is read as questions in RL and as trajectories in SFT. The learning rate of RL, 1e-6, is the
+  default; SFT shares the option and needs --learning-rate 1e-5. The number of steps (108) is not set here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from sqlglot import exp
+
+from mtsql.agent.trajectory import Trajectory
+from mtsql.data.datasets import Example
+from mtsql.data.schema import Schema
+from mtsql.recipes.rewards import (
+    Decode,
+    RewardFunction,
+    Rewards,
+    choose_preset,
+    keeps_format,
+    outcome,
+    with_weights,
+)
+from mtsql.recipes.tagged import (
+    ONLY_WHAT_IS_ASKED,
+    TASK,
+    TOOL_RULES,
+    TaggedRecipe,
+    task_text,
+    without_thoughts,
+)
+from mtsql.recipes.wording import Wording
+from mtsql.sql.score import Scorer
+from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.text import first_statement
+from mtsql.sql.tree import MAX_CHARACTERS, canonical_tree
+
+__all__ = ["SETTINGS", "make_recipe", "make_reward"]
+
+SETTINGS = {
+    "tools": "no_memory",
+    "max_interactions": 10,
+    "correct": "ex",
+    "samples_per_prompt": 6,
+    "prompts_per_step": 128,
+    "trajectories_per_step": 128,
+    "clip_high": 0.28,
+}
+
+INVALID = "Your previous action is invalid. Think and try again."
+OVERVIEW = (
+    "You are a helpful text-to-SQL expert assistant. Below, you are provided with {given} and a natural language "
+    "question."
+)
+SELECT_SCHEMA = (
+    "In your first response, you must identify all tables and columns from the database schema that are "
+    "relevant to answering the question."
+)
+REFLECT = (
+    "Before generating the final SQL query you should reflect through previous steps and refine any errors "
+    "previous steps."
+)
+THOUGHT_RULE = (
+    "Conduct thinking inside <reasoning>...</reasoning> blocks every time you get new observation or "
+    "information. nothing more."
+)
+SOLUTION_RULE = "directly provide the final sql in <solution>...</solution>"
+QUESTION = """Question: what is the average price of all products?
+
+Database Schema:
+    Table: products
+    - id (INTEGER, PRIMARY KEY)
+    - name (TEXT)
+    - price (REAL)
+"""
+FIRST_THOUGHT = """<think>I need to find the average price of all items listed in the products table.
+
+Relavent tables and columns:
+- 'products':'price'
+
+To solve this problem I should issue a simple aggregate query using AVG(price).</think>"""
+QUERY = """<sql>SELECT AVG(price) FROM products;</sql>
+<observation>
+   AVG(price)
+0       24.75
+</observation>"""
+SECOND_THOUGHT = (
+    "<think>The result shows that the average product price is 24.75. The question asks for the average price, "
+    "so I can directly return this SQL query as the final solution.</think>"
+)
+SOLUTION = "<solution>SELECT AVG(price) FROM products;</solution>"
+
+
+def make_recipe(wording: Wording) -> TaggedRecipe:
+    """The recipe in a wording."""
+    return TaggedRecipe(wording, ("reasoning", "think"), task, data_frame, INVALID)
+
+
+def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -> str:
+    """The system prompt of A.3."""
+    names_only = wording.schema == "names"
+    overview = OVERVIEW.format(given="the table names of a database" if names_only else "a database schema")
+    instructions = [*ONLY_WHAT_IS_ASKED]
+    instructions += [] if names_only else [SELECT_SCHEMA]
+    instructions += [REFLECT] if multi_turn else []
+    rules = [] if wording.native_thinking else [THOUGHT_RULE]
+    if multi_turn:
+        until = "If you find no further exploration is needed or reaches max turns, "
+        rules += [*TOOL_RULES, until + SOLUTION_RULE]
+        blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
+    else:
+        rules += [SOLUTION_RULE.capitalize()]
+        blocks = [QUESTION, FIRST_THOUGHT, SOLUTION]
+    return task_text(
+        wording,
+        example,
+        f"{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
+        ("Table names: " if names_only else "") + wording.schema_text(schema),
+        [f"{i}. {line}" for i, line in enumerate(instructions, 1)],
+        [f"{i}. {line}" for i, line in enumerate(rules, 1)],
+        without_thoughts(blocks, wording),
+    )
+
+
+def data_frame(cells: list[list[str]]) -> str:
+    """A table as pandas prints it, rows counted from 0; `cells` are a header and rows of the same length."""
+    header, *rows = cells
+    if not rows:
+        return f"Empty DataFrame\nColumns: [{', '.join(header)}]\nIndex: []"
+    lines = [["", *header], *([str(i), *row] for i, row in enumerate(rows))]
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(
+        "  ".join([line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))])
+        for line in lines
+    )
+
+
+@dataclass(frozen=True)
+class RewardWeights:
+    """The weights of Equation 12; `ex` is r_exec."""
+
+    ex: float = 5.0
+    turns: float = 2.0
+    schema: float = 1.0
+    bigram: float = 1.0
+    syntax: float = 1.0
+    format: float = 1.0
+
+
+# `execution` keeps the first term alone, with its weight.
+PRESETS = {"paper": RewardWeights(), "execution": RewardWeights(5.0, 0.0, 0.0, 0.0, 0.0, 0.0)}
+
+
+def jaccard(a: Set, b: Set) -> float:
+    """|a & b| / |a | b|; 0 for two empty sets."""
+    return len(a & b) / len(a | b) if a or b else 0.0
+
+
+def bigrams(sql: str) -> set[tuple[str, str]]:
+    """Pairs of neighbouring tokens of the first statement, in lower case."""
+    if len(sql) > MAX_CHARACTERS:
+        return set()
+    pieces = (piece.lower() for piece in first_statement(sql))
+    return set(pairwise(p for p in pieces if not p.isspace() and not p.startswith(("--", "/*"))))
+
+
+def schema_items(sql: str, schema: SqlSchema) -> set[tuple[str, str]]:
+    """("table", name) and ("column", name) of all that `sql` names; none if it cannot be read."""
+    try:
+        tree = canonical_tree(sql, schema)
+    except SqlParseError:
+        return set()
+    own = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
+    tables = {table.name.lower() for table in tree.find_all(exp.Table)} - own
+    columns = {c.name.lower() for c in tree.find_all(exp.Column) if not isinstance(c.this, exp.Star)}
+    columns |= {c.name.lower() for join in tree.find_all(exp.Join) for c in join.args.get("using") or []}
+    return {("table", name) for name in tables} | {("column", name) for name in columns}
+
+
+def turns_reward(hardness: str, turn: int, budget: int, ex: float) -> float:
+    """r_turns (Equation 7): 1 for an answer in the turns that a question of that hardness should take."""
+    if hardness in ("easy", "medium"):
+        return float(turn <= (2 if hardness == "easy" else 3))
+    return float(ex == 1 and turn < budget)
+
+
+def reward(
+    trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights, budget: int
+) -> Rewards:
+    """Equation 12, the weighted sum of six rewards from 0 to 1; `budget` is T.
+
+    No answer raises. Raises ValueError for a gold SQL that does not run.
+    """
+    ex, em = outcome(trajectory, example, scorer)
+    db_id, gold, answer = example.db_id, example.gold_sql, trajectory.answer_sql
+    parts = dict.fromkeys(("turns", "schema", "bigram", "syntax", "format"), 0.0)
+    if answer is not None:
+        hardness, schema = scorer.hardness(db_id, gold), scorer.schemas[db_id]
+        parts = {
+            "turns": turns_reward(hardness, trajectory.interactions, budget, ex),
+            "schema": jaccard(schema_items(answer, schema), schema_items(gold, schema)),
+            "bigram": jaccard(bigrams(answer), bigrams(gold)),
+            "syntax": float(scorer.runs(db_id, answer)),
+            "format": float(keeps_format(trajectory)),
+        }
+    total = sum(weight * {"ex": ex, **parts}[name] for name, weight in asdict(weights).items())
+    return Rewards(ex, em, total, total, parts)
+
+
+def make_reward(
+    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+) -> RewardFunction:
+    """The rewards of a preset ("" is `paper`) but for the `weights` given as in "turns=0,bigram=0.5".
+
+    Raises ValueError for an unknown preset or weight.
+    """
+    given = with_weights(choose_preset(PRESETS, preset), weights)
+    return lambda trajectory, example: reward(trajectory, example, scorer, given, wording.turns)

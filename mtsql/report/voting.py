@@ -1,0 +1,77 @@
+"""Test-time compute: the majority vote by execution result, and pass@k (SQL-Trail, sections 4.3 and A.8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from pathlib import Path
+from statistics import fmean
+
+from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_executed, results_equal
+from mtsql.sql.score import Scorer
+
+
+def majority_vote(candidates: Sequence[str | None], db_path: str | Path, executor: Executor) -> int:
+    """The index of the candidate that wins; None is a sample without an answer.
+
+    Candidates whose results are equal as EX compares them (DISTINCT dropped, columns in any order) form a
+    group. The earliest member of the largest group wins; of equally large groups, that of the earliest
+    candidate. The order of rows matters if more than half of the voters have an ORDER BY: one rule a
+    question, as the gold query's ORDER BY decides in EX. What fails to run has no vote; if nothing runs,
+    the first answer wins. Raises FileNotFoundError if the database is missing.
+    """
+    executed = [None if sql is None else as_executed(sql, False) for sql in candidates]
+    rows = [None if sql is None else executor.predicted_rows(db_path, sql, MAX_GOLD_ROWS) for sql in executed]
+    voters = [index for index, result in enumerate(rows) if result is not None]
+    if not voters:
+        return next((index for index, sql in enumerate(executed) if sql is not None), 0)
+    order_matters = 2 * sum("order by" in executed[index].lower() for index in voters) > len(voters)
+    groups: list[list[int]] = []  # in the order of their earliest members
+    for index in voters:
+        for group in groups:
+            # Equality is transitive, so one member stands for its group.
+            if results_equal(rows[group[0]], rows[index], order_matters):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return max(groups, key=len)[0]
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The probability that k of the samples, drawn without replacement, hold a right one.
+
+    The unbiased estimator of Chen et al. 2021, equation 1. Raises ValueError unless 1 <= k <= samples and
+    0 <= right <= samples.
+    """
+    if not (1 <= k <= samples and 0 <= right <= samples):
+        raise ValueError(f"pass@{k} of {samples} samples, {right} right: k should be 1 to the samples")
+    return 1 - comb(samples - right, k) / comb(samples, k)
+
+
+def add_votes(records: Sequence[dict], runs: Sequence[Sequence[dict]], scorer: Scorer) -> dict:
+    """Add predicted_majority, ex_majority and em_majority to each record; return the summary's numbers.
+
+    `runs` are sampled evaluations of the same questions in the same order, with the same histories (see
+    mtsql.report.evaluation.score_records). The numbers, as fractions: ex_majority, em_majority, and
+    pass_at_k of EX by k (1, 2, 4, ... and the number of runs).
+    """
+    right = []
+    for record, *samples in zip(records, *runs, strict=True):
+        answers = [sample["predicted"] for sample in samples]
+        chosen = samples[majority_vote(answers, scorer.paths[record["db_id"]], scorer.executor)]
+        record |= {f"{key}_majority": chosen[key] for key in ("predicted", "ex", "em")}
+        right.append(sum(sample["ex"] for sample in samples))
+    count = len(runs)
+    ks = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
+    return {
+        **{f"{metric}_majority": fmean(r[f"{metric}_majority"] for r in records) for metric in ("ex", "em")},
+        "pass_at_k": {str(k): fmean(pass_at_k(count, c, k) for c in right) for k in ks},
+    }
+
+
+def format_votes(summary: dict) -> str:
+    """The numbers of `add_votes` in two lines."""
+    ex, em = (100 * summary[f"{metric}_majority"] for metric in ("ex", "em"))
+    shares = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in summary["pass_at_k"].items())
+    return f"majority by execution result: EX {ex:.1f} %, EM {em:.1f} %\n{shares}"

@@ -1,0 +1,164 @@
+"""Real Spider questions, the real tokenizer and full prompts: every recipe, well played and at random."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_real_data import SHARED, random_model  # noqa: F401 (a fixture)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import evaluate
+from mtsql.agent.env import Environment
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.trajectory import Status, Stop, Trajectory
+from mtsql.config import load_config
+from mtsql.data.datasets import Dataset, Example, examples
+from mtsql.recipes import RECIPES, load_recipe
+from mtsql.recipes.mtsql_r1_prompts import verdict
+from mtsql.run import load_split, make_environment, wording_of
+from mtsql.sql.score import Scorer
+
+QUESTIONS = 25
+FIRST_THOUGHT = "The question names what to select; I run the query to see whether the result looks right."
+SECOND_THOUGHT = "The result has the columns that were asked for, and nothing else."
+MARK = "\ue000"
+# What a right answer in the right form earns, by hand.
+HIGHEST = {
+    "mtsql_r1": 2.0,  # EX 1 + EM 1: the weights of proposals and verdicts are 0 by default
+    "skyrl_sql": 1.0,  # section 4.1: a valid format and a right result
+    "sql_trail": 11.0,  # Equation 12: 5 + 2 + 1 + 1 + 1 + 1 with every r = 1; two messages are quick enough
+    "mtir_sql": 1.2,  # Equations 5 to 7: R_f 0.1 + R_e 0.1 + R_r 1
+}
+pytestmark = pytest.mark.skipif(not (SHARED / "spider").is_dir(), reason="../shared/data/spider is not here")
+
+
+def options(recipe: str) -> list[str]:
+    files = {"data": "spider/dev.json", "tables": "sparc/tables.json", "databases": "database"}
+    return [f"--recipe={recipe}", *(f"--{name}={SHARED / path}" for name, path in files.items())]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(SHARED / "tokenizer_qwen3")
+
+
+@pytest.fixture(scope="module")
+def spider() -> tuple[Dataset, list[Example]]:
+    config = load_config(
+        evaluate.EvaluateConfig, "evaluate", "", [*options("skyrl_sql"), "--model=", "--out="]
+    )
+    dataset = load_split(config, "dev")
+    return dataset, random.Random(0).sample(examples(dataset.dialogues), QUESTIONS)
+
+
+def messages_of(name: str, environment: Environment, sql: str) -> tuple[str, list[str]]:
+    """A good agent's thought tag and its two messages: a query, then the same as the answer."""
+    tag = "reasoning" if name == "sql_trail" else "think"
+    # As Qwen3's template writes a thought, so that it can render the message again.
+    first, second = (f"<{tag}>\n{text}\n</{tag}>\n\n" for text in (FIRST_THOUGHT, SECOND_THOUGHT))
+    seen = verdict("exec_sql", True) if name == "mtsql_r1" else ""
+    return first, [first + environment.recipe.call(sql), second + seen + environment.recipe.answer(sql)]
+
+
+def play(
+    environment: Environment, example: Example, messages: list[str]
+) -> tuple[Trajectory, list[list[int]]]:
+    """The episode and the ids that were said: up to a stop string, else with the end of turn."""
+    (episode,) = environment.episodes(example, [0])
+    stops = environment.recipe.stop_strings
+    said = []
+    for text in messages:
+        ids = environment.tokens.message_ids(text)
+        said.append(ids[:-1] if stops else ids)
+        assert not stops or text.endswith(stops)
+        episode.step(said[-1], [-0.5] * len(said[-1]), Stop.STOP_STRING if stops else Stop.END_OF_TURN)
+    return episode.trajectory, said
+
+
+def rendered_again(
+    environment: Environment, example: Example, messages: list[str], observation: str
+) -> list[int]:
+    """Ids of the whole chat, rendered at once, up to where the last message begins.
+
+    Control tokens' text in prompt and observation is broken by MARK before, and encoded in pieces.
+    """
+    tokenizer = environment.tokens.tokenizer
+    control = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())))
+
+    def guarded(text: str) -> str:
+        return control.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
+
+    recipe = environment.recipe
+    chat, tools = recipe.prompt(example, environment.schemas[example.db_id], environment.tools)
+    chat = [m | {"content": guarded(m["content"])} for m in chat]
+    chat.append({"role": "assistant", "content": messages[0]})
+    chat.append({"role": recipe.observation_role, "content": guarded(observation)})
+    text = tokenizer.apply_chat_template(
+        chat, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=True
+    )
+    return [i for piece in text.split(MARK) for i in tokenizer.encode(piece, add_special_tokens=False)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_good_agent_earns_the_most(name, tokenizer, spider):
+    dataset, asked = spider
+    config = load_config(evaluate.EvaluateConfig, "evaluate", "", [*options(name), "--model=", "--out="])
+    tokens = ChatTokens(tokenizer)
+    environment = make_environment(config, dataset, tokens, config.tools)
+    schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
+    scorer = Scorer(schemas, environment.executor)
+    rewards = load_recipe(name).make_reward("", "", scorer, tokens.decode, wording_of(config))
+    control = set(tokenizer.get_added_vocab().values())
+    for example in asked:
+        thought, messages = messages_of(name, environment, example.gold_sql)
+        trajectory, said = play(environment, example, messages)
+        assert (trajectory.status, trajectory.off_protocol) == (Status.ANSWERED, 0), example.id
+        assert trajectory.interactions == 2 and trajectory.answer_sql == example.gold_sql.strip()
+        reward = rewards(trajectory, example)
+        assert (reward.ex, reward.total) == (1, pytest.approx(HIGHEST[name], abs=1e-12)), example.id
+
+        prompt, first, given, second = trajectory.segments
+        assert len(prompt.ids) <= config.max_prompt_tokens
+        assert [list(first.ids), list(second.ids)] == said
+        assert trajectory.loss_mask == [
+            int(s.role == "model") for s in trajectory.segments for _ in s.ids
+        ] and sum(trajectory.loss_mask) == sum(map(len, said))
+
+        (observation,) = trajectory.observations
+        assert (observation.tool, observation.sql) == ("exec_sql", example.gold_sql.strip())
+        assert observation.outcome in ("ok", "null") and observation.text in tokens.decode(given.ids)
+        empty = tokens.observation_suffix(
+            "", not environment.recipe.stop_strings, environment.recipe.observation_role
+        )
+        assert [i for i in given.ids if i in control] == [i for i in empty if i in control]
+
+        before = trajectory.ids[: -len(second.ids)]
+        if name == "skyrl_sql":  # the template drops <think> before a user's message; we keep it
+            start, dropped = len(prompt.ids), len(tokenizer.encode(thought))
+            assert tokenizer.decode(before[start : start + dropped]) == thought
+            del before[start : start + dropped]
+        assert before == rendered_again(environment, example, messages, observation.text)
+
+
+def test_a_random_model_is_played_by_every_recipe(random_model, tmp_path, monkeypatch, capsys):  # noqa: F811
+    folder, *_ = random_model
+    for file in ("spider/dev.json", "sparc/tables.json"):
+        rows = [row for row in json.loads((SHARED / file).read_text()) if row["db_id"] == "concert_singer"]
+        (tmp_path / Path(file).name).write_text(json.dumps(rows))
+    given = {"data": tmp_path, "databases": SHARED / "database", "model": folder}
+    given |= {"dialogues": 4, "max-turn-tokens": 12, "rows": 4}
+    for name in RECIPES[1:]:
+        out = tmp_path / name
+        words = [f"--{option}={value}" for option, value in (given | {"recipe": name, "out": out}).items()]
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *words])
+        evaluate.main()
+        assert json.loads((out / "summary.json").read_text())["questions"] == 4
+        assert "EX" in capsys.readouterr().out
+        records = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        assert [r["example_id"] for r in records] == [f"0000{i}/0" for i in range(4)]
+        assert all(r["sampled_tokens"] for r in records)

@@ -1,0 +1,84 @@
+"""The comparison of the recipes: its commands, and its page on numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from test_page import cells, section, write_arm
+
+from evaluate import EvaluateConfig
+from mtsql.compare_recipes import CONFIG, seed_parts
+from mtsql.config import load_config
+from mtsql.learn.imitation import ImitationConfig
+from mtsql.recipes import RECIPES, load_recipe
+from mtsql.report.recipes_page import write_recipes_page
+from train_grpo import GrpoConfig
+
+SCRIPTS = {
+    "train_grpo.py": (GrpoConfig, "grpo"),
+    "evaluate.py": (EvaluateConfig, "evaluate"),
+    "mtsql.learn.imitation": (ImitationConfig, "imitation"),
+}
+
+
+def test_commands_are_valid_and_in_order():
+    made, configs = set(), {}
+    for part in seed_parts(Path("runs"), "data", CONFIG, 3):
+        words = part.command[1:] if part.command[0] == "-m" else part.command
+        cls, section_name = SCRIPTS[words[0]]
+        config = load_config(cls, section_name, "", words[1:])
+        assert config.seed == 3 and config.data == "data"
+        assert part.title == "imitation" or config.model in made, part.title
+        made |= {str(part.done), config.out}
+        configs[part.title] = config
+    for recipe in RECIPES:  # the paper's own settings, but the same budget
+        config = configs[recipe]
+        assert config.recipe == recipe
+        assert config.max_interactions == load_recipe(recipe).SETTINGS["max_interactions"]
+        assert (config.steps, config.prompts_per_step, config.samples_per_prompt) == (60, 24, 8)
+    assert (configs["mtir_sql"].filter_rollouts, configs["mtir_sql_unfiltered"].filter_rollouts) == (
+        True,
+        False,
+    )
+    assert configs["skyrl_sql_single"].tools == configs["evaluate skyrl_sql_single_rl"].tools == "none"
+    assert configs["skyrl_sql"].tools == "no_memory"
+    assert (configs["sql_trail"].rewards, configs["sql_trail_execution"].rewards) == ("", "execution")
+    assert configs["evaluate skyrl_sql_rl_names"].schema == "names"
+
+
+def test_page_by_hand(tmp_path: Path):
+    runs = tmp_path / "runs"
+    several = {"ex_majority": 0.75, "ex_sampled": 0.5, "pass_at_k": {"2": 0.6, "8": 1.0}}
+    for arm, verdicts, more in (
+        ("skyrl_sql_base", "100 000", {}),
+        ("skyrl_sql_rl", "110 110", several),
+        ("skyrl_sql_single_rl", "100 100", {}),
+    ):
+        write_arm(runs, 0, arm, verdicts, **more)
+    (runs / "seed0" / "skyrl_sql").mkdir()
+    run = {"command": ["train_grpo.py"], "config": {"steps": 5, "prompts_per_step": 100}}
+    (runs / "seed0" / "skyrl_sql" / "run.json").write_text(json.dumps(run))
+    done = runs / "seed0" / "evaluation" / "mtir_sql_rl" / "summary.json"
+    commands = [("evaluate mtir_sql_rl", "python evaluate.py --seed 0", done)]
+    page = write_recipes_page(
+        runs, (0, 1), tmp_path, "2 cores", "2026-01-02", "python x", commands
+    ).read_text()
+    assert "`mtir_sql_rl` (seed 0)" in page.partition("## ")[0]
+    # 4/6 - 1/6 of 500 questions: both dialogues gain, 1 and 2 of 3.
+    before = cells(section(page, "Before and after RL"), "SkyRL-SQL")
+    assert before[:3] == ["16.7 (16.7, –)", "66.7 (66.7, –)", "+50.0 [+33.3, +66.7]"]
+    assert before[3:5] == ["100.0", "2.0 → 2.0"]
+    # 4/6 - 2/6, one of three in each dialogue.
+    claim = "RL over several turns beats RL in a single turn"
+    compared = "`skyrl_sql_rl` - `skyrl_sql_single_rl`"
+    found = cells(page, claim, "SkyRL-SQL, SQL-Trail (Table 2)", compared)
+    assert found == ["66.7 (66.7, –)", "33.3 (33.3, –)", "+33.3 [+33.3, +33.3]", "holds"]
+    samples = section(page, "Several samples an answer")
+    assert cells(samples, "SkyRL-SQL") == ["66.7", "50.0", "75.0", "60.0", "–", "100.0"]
+    hardness = cells(section(page, "By hardness"), "SkyRL-SQL")
+    assert hardness[:2] == ["50.0 → 100.0 (1.0 → 1.0)", "0.0 → 100.0 (2.0 → 2.0)"]
+    raw = json.loads((tmp_path / "recipes.json").read_text())
+    assert {(r["arm"], r["seed"]) for r in raw} == {
+        (f"skyrl_sql_{a}", 0) for a in ("base", "rl", "single_rl")
+    }

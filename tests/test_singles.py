@@ -1,0 +1,287 @@
+"""Single questions: the official layouts and fields of Spider, its variants, BIRD and SynSQL."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny
+
+from evaluate import EvaluateConfig
+from mtsql.data import toy
+from mtsql.data.datasets import Dataset, Turn, examples, load_dataset, with_predicted_history
+from mtsql.data.schema import DataError, load_schemas
+from mtsql.learn.imitation import ATTENTIVE, demonstrate
+from mtsql.report.evaluation import score_records
+from mtsql.report.metrics import format_summary, summarise
+from mtsql.run import load_split, make_environment, make_scorer
+
+SHARED = ROOT.parent / "shared" / "data"
+SPIDER = {"db_id": "music", "question": QUESTION, "query": GOLD, "sql": {"limit": None}, "query_toks": []}
+SYN = {"db_id": "music", "SpiderQuestion": QUESTION, "SpiderSynQuestion": "Which vocalists?", "query": GOLD}
+BIRD = {
+    "question_id": 7,
+    "db_id": "music",
+    "question": QUESTION,
+    "evidence": " from France refers to country = 'france' ",
+    "SQL": GOLD,
+    "difficulty": "moderate",
+}
+SYNSQL = {
+    "db_id": "music",
+    "sql_complexity": "Highly Complex",
+    "question_style": "Vague",
+    "question": QUESTION,
+    "external_knowledge": "",
+    "cot": "...",
+    "sql": GOLD,
+}
+DIALOGUE = {"database_id": "music", "interaction": [{"utterance": QUESTION, "query": GOLD}]}
+
+
+def lay_out(tiny: Tiny, root: Path, files: dict[str, object], databases: str) -> Path:
+    """A dataset's folder: JSON files by their paths, and the music database in the folder `databases`."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    (root / databases / "music").mkdir(parents=True)
+    shutil.copy(tiny.folder / "database/music/music.sqlite", root / databases / "music")
+    return root
+
+
+def load(data: Path, split: str = "dev", **options) -> Dataset:
+    return load_split(EvaluateConfig(model="", out="", data=str(data), **options), split)
+
+
+def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_path, capsys):
+    elsewhere = json.loads(TABLES.replace('"music"', '"elsewhere"'))
+    files = {
+        "train_spider.json": [SPIDER] * 3,
+        "train_others.json": [SPIDER | {"question": "Another?"}],
+        "dev.json": [SPIDER] * 2,
+        "test.json": [SPIDER | {"question": "A test?"}],
+        "tables.json": elsewhere,  # so that the test split passes with its own files alone
+        "test_tables.json": TABLES,
+    }
+    root = lay_out(tiny, tmp_path, files, "test_database")
+    (only,) = load(root, "test").dialogues
+    assert only.id == "00000" and only.turns == (Turn("A test?", GOLD, "music", 0),)
+    (root / "tables.json").write_text(TABLES)
+    shutil.copytree(root / "test_database", root / "database")
+    capsys.readouterr()
+    both = load(root, "train")
+    assert "train_spider.json and train_others.json together" in capsys.readouterr().out
+    assert [d.id for d in both.dialogues] == ["00000", "00001", "00002", "00003"]
+    assert [d.turns[0].question for d in both.dialogues] == [QUESTION] * 3 + ["Another?"]
+    assert len(load(root / "train_spider.json", "train").dialogues) == 3  # a file is taken as it is
+    assert capsys.readouterr().out == ""
+    assert load(root, "held_out", held_out=1).dialogues[0].id == "00003"
+    (root / "train_others.json").write_text('[{"db_id": "music", "question": "?"}]')
+    with pytest.raises(DataError, match=r"train_others\.json, item 0 has none of the fields"):
+        load(root, "train")
+
+
+@pytest.mark.parametrize(
+    ("train", "dev"),
+    [("train/", "dev/"), ("train/", "dev_20240627/"), ("", ""), ("train/", "")],
+)
+def test_bird_layouts(tiny, tmp_path, train, dev):
+    plain = {k: v for k, v in BIRD.items() if k not in ("difficulty", "question_id")}  # as in its train
+    files = {
+        f"{train}train.json": [plain],
+        f"{train}train_tables.json": TABLES,
+        f"{dev}dev.json": [BIRD],
+        f"{dev}dev_tables.json": TABLES,
+    }
+    lay_out(tiny, tmp_path, files, f"{train}train_databases")
+    shutil.copytree(tmp_path / f"{train}train_databases", tmp_path / f"{dev}dev_databases")
+    evidence = "from France refers to country = 'france'"
+    for split, difficulty in (("train", ""), ("dev", "moderate")):
+        dataset = load(tmp_path, split)
+        assert dataset.dialogues[0].turns == (Turn(QUESTION, GOLD, "music", 0, evidence, difficulty),)
+        assert f"{split}_databases" in str(dataset.schemas["music"].path)
+        (example,) = examples(dataset.dialogues)
+        assert (example.knowledge, example.difficulty) == (evidence, difficulty)
+        assert with_predicted_history(dataset.dialogues[0], 0, []) == example
+    with pytest.raises(DataError, match="has no test split"):
+        load(tmp_path, "test")
+
+
+def test_other_layouts(tiny, tmp_path):
+    cases = {  # folder: split, files, folder of databases, question, difficulty
+        "synsql": ("train", {"data.json": [SYNSQL]}, "databases", QUESTION, "Highly Complex"),
+        "syn": ("train", {"train_spider.json": [SYN]}, "database", "Which vocalists?", ""),
+        "dk": ("dev", {"Spider-DK.json": [SPIDER | {"type": 1}]}, "database", QUESTION, ""),
+        "realistic": ("dev", {"spider-realistic.json": [SPIDER]}, "database", QUESTION, ""),
+        "sparc": ("dev", {"dev.json": [DIALOGUE]}, "database", QUESTION, ""),
+        "cosql": ("dev", {"sql_state_tracking/cosql_dev.json": [DIALOGUE]}, "database", QUESTION, ""),
+    }
+    for name, (split, files, databases, question, difficulty) in cases.items():
+        root = lay_out(tiny, tmp_path / name, files | {"tables.json": TABLES}, databases)
+        expected = Turn(question, GOLD, "music", 0, "", difficulty)
+        assert load(root, split).dialogues[0].turns == (expected,), name
+        assert load(root / next(iter(files)), split).dialogues[0].turns == (expected,), name
+    mixed = tmp_path / "mixed.json"  # as in SkyRL-SQL's training set, of SynSQL and Spider
+    mixed.write_text(json.dumps([SYNSQL, SPIDER, DIALOGUE]))
+    chosen = {"tables": str(tiny.folder / "tables.json"), "databases": str(tiny.folder / "database")}
+    assert [d.turns[0].gold_sql for d in load(mixed, **chosen).dialogues] == [GOLD] * 3
+    root = tmp_path / "sparc"
+    (root / "tables.json").write_text("[]")  # named ones win over those beside the data
+    assert load(root, **chosen).schemas["music"].path == tiny.schema.path
+    (root / "tables.json").unlink()
+    with pytest.raises(DataError, match=r"tables\.json is not a file; give .* with --tables"):
+        load(root)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "holds an empty list"),
+        ([SPIDER, "text"], "item 1 should be an object with named fields, not str"),
+        ([SPIDER, {}], "item 1 has none of the fields .* its fields are none"),
+        ([{"db_id": "music", "question": "?"}], r"item 0 has none .* SQL \(BIRD\).* are db_id, question$"),
+        ([{"db_id": "music", "query": GOLD}], "item 0 looks like Spider but lacks the field question"),
+        ([SPIDER, {"question": "?", "query": GOLD}], "item 1 looks like Spider but lacks the field db_id"),
+        ([{k: v for k, v in SYN.items() if k != "query"}], "item 0 looks like Spider-Syn but lacks .* query"),
+        ([BIRD | {"SQL": None}], "item 0: the field SQL should be text, not NoneType"),
+        ([BIRD | {"evidence": ["a"]}], "item 0: the field evidence should be text, not list"),
+        ([SPIDER | {"db_id": ["music"]}], "item 0: the field db_id should be text, not list"),
+        ([SYNSQL | {"sql": {"select": []}}], "item 0: the field sql should be text, not dict"),
+        ([SPIDER, SPIDER | {"db_id": "../music"}], r"item 1: database '\.\./music' is not in"),
+        ({"data": [SPIDER]}, "should hold a list"),
+        ([DIALOGUE | {"interaction": 3}], "expected SParC's fields"),
+    ],
+)
+def test_hostile_items_are_named(tiny, tmp_path, content, message):
+    data = tmp_path / "bad.json"
+    data.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=message) as error:
+        load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
+    assert "bad.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_databases_are_skipped_on_request_and_ids_stay(tiny, tmp_path):
+    data = tmp_path / "dev.json"
+    data.write_text(json.dumps([SPIDER | {"db_id": "gone"}, BIRD | {"evidence": None}]))
+    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
+    assert dataset.skipped == 1 and [d.id for d in dataset.dialogues] == ["00001"]
+    assert dataset.dialogues[0].turns[0].knowledge == ""
+    data.write_text(json.dumps([SPIDER | {"db_id": "gone"}]))
+    with pytest.raises(DataError, match="no dialogue whose database"):
+        load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
+
+
+def test_broken_tables_are_named(tiny, tmp_path):
+    entry = json.loads(TABLES)[0]
+    for broken in ([3], [{}], [{k: v for k, v in entry.items() if k != "foreign_keys"}]):
+        tables = tmp_path / "tables.json"
+        tables.write_text(json.dumps(broken))
+        with pytest.raises(DataError, match=r"tables\.json, item 0: expected a database"):
+            load_schemas(tables, tiny.folder / "database")
+
+
+def test_bird_descriptions_stand_behind_their_columns_in_the_paper_text_only(tiny, tmp_path):
+    root = lay_out(tiny, tmp_path, {"tables.json": TABLES}, "database")
+    folder = root / "database" / "music" / "database_description"
+    folder.mkdir()
+    header = "original_column_name,column_name,column_description,data_format,value_description\n"
+    rows = (
+        "id,,id,integer,\nName ,,The stage name.,text,\n"
+        'country,,,text,"commonsense evidence:\n• none: unknown"\nlabel_id,Label ID,,integer,\n'
+        f"age,,{'years ' * 40},integer,\nabsent,,A column that the table lacks,text,\n"
+    )
+    # As released: a byte order mark, other bytes than UTF-8, other capitals, cells over several lines.
+    (folder / "Singer.csv").write_bytes(b"\xef\xbb\xbf" + (header + rows).encode() + b"x,\x96,,,\n")
+    (folder / "labels.csv").write_text(header + "city,,A file under another name,text,\n")
+    schema = load_schemas(root / "tables.json", root / "database")["music"]
+    assert schema.text(compact=True) == tiny.schema.text(compact=True)
+    described = schema.text(compact=False)
+    start = described.index("create table singer")
+    assert described[start:].splitlines()[:10] == [
+        "create table singer (",
+        "    id number,",
+        "    name text, -- The stage name.",
+        "    country text, -- commonsense evidence: • none: unknown",
+        f"    age number, -- {('years ' * 40)[:97]}...",
+        "    label_id number,",
+        "    primary key (id),",
+        "    foreign key (label_id) references label(id)",
+        ")",
+        "/*",
+    ]
+    plain = [line.split(" -- ")[0] for line in described.splitlines()]
+    assert plain == tiny.schema.text(compact=False).splitlines() and " -- " not in tiny.schema.text(False)
+    (folder / "label.csv").write_text(header + "city,," + "x" * 200_000)
+    with pytest.raises(DataError, match=r"label\.csv, line \d+, is not valid CSV"):
+        load_schemas(root / "tables.json", root / "database")
+
+
+def test_synsql_comments_are_descriptions(tiny, tmp_path):
+    (entry,) = json.loads(TABLES)
+    entry["ddls"] = ["CREATE TABLE ..."]
+    entry["column_names"][2][1] = "Where the label has its seat"
+    entry["primary_keys"] = [1, [3, 4]]  # SynSQL's form of a key of two columns
+    (tmp_path / "tables.json").write_text(json.dumps([entry]))
+    text = load_schemas(tmp_path / "tables.json", tiny.folder / "database")["music"].text(compact=False)
+    assert "    city text, -- Where the label has its seat\n    primary key (id)\n)" in text
+    assert "    country text,\n" in text and "primary key (id, name)" in text
+
+
+def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
+    ordered = BIRD | {"SQL": "SELECT country FROM singer ORDER BY age"}
+    files = {"dev.json": [BIRD, ordered], "dev_tables.json": TABLES}
+    config = EvaluateConfig(model="", out="", data=str(lay_out(tiny, tmp_path, files, "dev_databases")))
+    dataset = load_split(config, "dev")
+    environment = make_environment(config, dataset, tiny.tokens, "both")
+    scorer = make_scorer(environment)
+    asked = examples(dataset.dialogues)
+    played = [
+        (e, demonstrate(environment.episodes(e, [0])[0], [], ATTENTIVE, random.Random(0))) for e in asked
+    ]
+    played[1][
+        1
+    ].answer_sql = "SELECT country FROM singer ORDER BY name DESC"  # another order: wrong in Spider
+    records = score_records(played, scorer)
+    assert [(r["ex"], r["ex_bird"]) for r in records] == [(1, 1), (0, 1)]
+    lines = format_summary(summarise(records)).splitlines()
+    assert ["EX of BIRD (set of rows)", "100.0 %"] in [
+        [part.strip() for part in (x[:28], x[28:])] for x in lines
+    ]
+
+
+def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "SPLITS", {"train": (3, 4), "dev": (1, 2), "test": (1, 2)})
+    for name in ("dialogues", "single"):
+        toy.write_benchmark(tmp_path / name, seed=0, single=name == "single")
+    dialogues, single = tmp_path / "dialogues", tmp_path / "single"
+    for file in ("tables.json", "database/music_train_000/music_train_000.sqlite"):
+        assert (dialogues / file).read_bytes() == (single / file).read_bytes()
+    item = json.loads((single / "train_spider.json").read_text())[0]
+    assert item.keys() == {"db_id", "question", "query"} and not (single / "train.json").exists()
+    for split in ("train", "dev", "test"):
+        whole, firsts = load(dialogues, split).dialogues, load(single, split).dialogues
+        assert [(d.id, d.db_id, d.turns[:1]) for d in whole] == [(d.id, d.db_id, d.turns) for d in firsts]
+    mistakes = [
+        json.loads((tmp_path / n / "scripted_mistakes.json").read_text()) for n in (dialogues, single)
+    ]
+    assert [by_turn[:1] for by_turn in mistakes[0]] == mistakes[1] and any(mistakes[1])
+
+
+@pytest.mark.skipif(not (SHARED / "spider").is_dir(), reason="../shared/data/spider is not here")
+def test_real_spider():
+    beside = {"tables": str(SHARED / "sparc/tables.json"), "databases": str(SHARED / "database")}
+    dataset = load(SHARED / "spider", **beside)
+    assert len(dataset.dialogues) == 1034 and dataset.skipped == 0
+    first = Turn("How many singers do we have?", "SELECT count(*) FROM singer", "concert_singer", 0)
+    assert dataset.dialogues[0].turns == (first,)
+    assert {d.db_id for d in dataset.dialogues} <= dataset.schemas.keys()
+    assert len({d.db_id for d in dataset.dialogues}) == 20
+    assert "create table stadium (" in dataset.schemas["concert_singer"].text(compact=False)
+    train = load(SHARED / "spider", "train", allow_missing=True, **beside)
+    assert len(train.dialogues) + train.skipped == 7000
+    with pytest.raises(DataError, match=r"tables\.json is not a file; give .* with --tables"):
+        load(SHARED / "spider")

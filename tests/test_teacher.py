@@ -1,0 +1,298 @@
+"""A teacher's trajectories are played again: what is kept of them, and what never enters."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, make_episode, say
+
+import train_sft
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Environment, Limits
+from mtsql.agent.tokens import ChatTokens
+from mtsql.config import user_errors
+from mtsql.data import toy
+from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
+from mtsql.learn.model import save_policy
+from mtsql.learn.teacher import (
+    Outcome,
+    Replay,
+    format_replays,
+    make_matcher,
+    message_of,
+    prefer_harder,
+    read_teacher,
+    replay_lines,
+)
+from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
+from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.wording import Wording
+from mtsql.report.chat import chat_record
+from mtsql.sql.score import Scorer
+
+CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
+CHECKED = verdict(EXEC_SQL, True) + "\n"
+MADE_UP = "<tool_response>\nthe teacher made this up\n</tool_response>\n"
+ASKED = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, ())
+NOT_IN_PLAY = replace(ASKED, id="00000/2", question="Who is not from Italy?")
+
+
+class StoppingRecipe(MtsqlR1):
+    """MTSQL-R1 if a call, or an observation that it makes up, ended its message."""
+
+    stop_strings = ("</tool_response>", "</tool_call>")
+
+
+def environment_of(tiny: Tiny, recipe: MtsqlR1 | None = None, **limits: int) -> Environment:
+    recipe = recipe or MtsqlR1(Wording(True, 40))
+    tools = (EXEC_SQL, MEMORY_RETRIEVE)
+    return Environment({"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, Limits(**limits), tools)
+
+
+def line_of(*messages: str | dict, **names: str) -> dict:
+    """A line of a source, with an observation that nobody's database gave behind each message."""
+    told = [{"role": "user", "content": f"Please help. {QUESTION}"}]
+    for message in messages:
+        told.append({"role": "assistant", "content": message} if isinstance(message, str) else message)
+        told.append({"role": "tool", "content": MADE_UP})
+    return {"messages": told, **names}
+
+
+def replays_of(tiny: Tiny, folder, *lines: dict | str, environment: Environment | None = None):
+    path = folder / "teacher.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    environment = environment or environment_of(tiny)
+    asked = [ASKED, NOT_IN_PLAY]
+    return replay_lines(read_teacher(path), asked, {ASKED.id}, environment, scorer, "ex_em", False)
+
+
+def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
+    episode = make_episode(tiny)
+    assert say(episode, CALL) and not say(episode, CHECKED + final_answer(GOLD))
+    record = chat_record(episode.trajectory, episode.example, environment_of(tiny))
+    # Characters at which str.splitlines breaks are no ends of lines of JSON.
+    record["note"] = "one\u2028line"
+    line = json.dumps(record, ensure_ascii=False)
+    (replay,) = replays_of(tiny, tmp_path, line)
+    assert replay.outcome is Outcome.KEPT and not replay.other_observation
+    assert replay.trajectory.ids == episode.trajectory.ids
+    assert replay.trajectory.loss_mask == episode.trajectory.loss_mask
+    assert replay.trajectory.actions == episode.trajectory.actions
+
+
+def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp_path):
+    made_up = [CALL + "\n" + MADE_UP + CHECKED + final_answer("SELECT 1"), CHECKED + final_answer(GOLD)]
+    (replay,) = replays_of(tiny, tmp_path, line_of(*made_up, example_id="00000/1"))
+    assert replay.outcome is Outcome.KEPT and replay.other_observation
+    trajectory = replay.trajectory
+    seen = tiny.tokens.tokenizer.decode(trajectory.ids)
+    assert "made this up" not in seen and "Please help" not in seen
+    assert "<tool_response>\nBruno\n</tool_response>" in seen
+    learned = [i for i, bit in zip(trajectory.ids, trajectory.loss_mask, strict=True) if bit]
+    words = [CALL, CHECKED + final_answer(GOLD)]
+    assert learned == [i for text in words for i in tiny.tokens.message_ids(text)]
+
+
+def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
+    recipe, answer = MtsqlR1(Wording(True, 40)), final_answer(GOLD)
+    draft = final_answer("SELECT 1")
+    for text, kept in (
+        (CALL + MADE_UP + answer, CALL),  # a call counts before an answer
+        (draft + " or " + CALL + " wait", draft + " or " + CALL),
+        (draft + " no, " + answer + " Done.", draft + " no, " + answer),  # the last answer counts
+        ("<think>" + CALL + "</think>" + answer + "\n", "<think>" + CALL + "</think>" + answer),
+        ("no action </b> at all", "no action </b> at all"),
+    ):
+        assert message_of(text, recipe)[0] == kept
+    text, stop = message_of("<think>" + CALL + "</think>" + answer, StoppingRecipe(Wording(True, 40)))
+    assert text == "<think>" + CALL and stop == "stop_string"
+
+
+def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path):
+    environment = environment_of(tiny, StoppingRecipe(Wording(True, 40)))
+    line = line_of(CALL + MADE_UP, CHECKED + final_answer(GOLD), example_id="00000/1")
+    (replay,) = replays_of(tiny, tmp_path, line, environment=environment)
+    assert replay.outcome is Outcome.KEPT
+    call, answer = (s for s in replay.trajectory.segments if s.role == "model")
+    ends = tiny.tokens.end_of_turn_ids
+    assert call.ids[-1] not in ends and answer.ids[-1] in ends and all(call.loss_mask + answer.loss_mask)
+    assert tiny.tokens.decode(call.ids) == CALL
+    observation = replay.trajectory.segments[2]
+    assert observation.ids[0] in ends and not any(observation.loss_mask)
+
+
+def test_calls_as_objects_are_rendered_as_text(tiny, tmp_path):
+    code = {"code": GOLD}
+    calls = [
+        {"type": "function", "function": {"name": EXEC_SQL, "arguments": json.dumps(code)}},
+        {"name": EXEC_SQL, "arguments": code},
+    ]
+    lines = [
+        line_of(
+            {"role": "assistant", "content": "Draft it.", "tool_calls": [call]},
+            {"role": "assistant", "content": [{"type": "text", "text": CHECKED + final_answer(GOLD)}]},
+            example_id="00000/1",
+        )
+        for call in calls
+    ]
+    for replay in replays_of(tiny, tmp_path, *lines):
+        words = tiny.tokens.decode(replay.trajectory.segments[1].ids)
+        assert replay.outcome is Outcome.KEPT and words == CALL
+
+
+def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
+    right, name = (CALL, CHECKED + final_answer(GOLD)), {"example_id": "00000/1"}
+    wrong = (tool_call(EXEC_SQL, "SELECT 1"), CHECKED + final_answer("SELECT 1"))
+    lines = {
+        Outcome.KEPT: [line_of(*right, **name), line_of(*right, "Anything else?", **name)],
+        Outcome.WRONG: [line_of(*wrong, **name)],
+        Outcome.FORMAT: [
+            line_of(CALL, final_answer(GOLD), **name),  # without a verdict
+            line_of(final_answer(GOLD), **name),  # without a call
+            line_of("I cannot do that.", **name),
+            line_of("<tool_call>{</tool_call>", **name),
+            line_of("<|im_end|>\n<|im_start|>user\nNow this: " + CALL, right[1], **name),
+        ],
+        Outcome.UNFINISHED: [line_of(CALL, **name), line_of(*[CALL] * 5, **name)],
+        Outcome.TOO_LONG: [line_of("Hm. " * 500 + CALL, right[1], **name)],
+        Outcome.UNKNOWN: [
+            {"messages": [{"role": "user", "content": "Who?"}, *line_of(*right)["messages"]]},
+            line_of(*right, db_id="concerts"),
+            line_of(*right, example_id=NOT_IN_PLAY.id, db_id=NOT_IN_PLAY.db_id),
+        ],
+        Outcome.UNREADABLE: [
+            "no JSON",
+            "[" * 100_000,
+            "[]",
+            '{"messages": 3}',
+            '{"messages": [{"role": "assistant", "content": "Without a question."}]}',
+            '{"messages": [{"role": "user", "content": "Without an answer."}]}',
+            json.dumps(line_of({"role": "assistant", "content": 3})),
+            json.dumps(line_of({"role": "assistant", "tool_calls": [{"name": EXEC_SQL, "arguments": "{"}]})),
+            json.dumps(line_of("\ud800", **name)),
+        ],
+    }  # fmt: skip
+    environment = environment_of(tiny, max_turn_tokens=300, max_interactions=4)
+    flat = [line for group in lines.values() for line in group]
+    replays = replays_of(tiny, tmp_path, *flat, environment=environment)
+    expected = [outcome for outcome, group in lines.items() for _ in group]
+    assert [r.outcome for r in replays] == expected
+    assert all((r.trajectory is not None) is (r.outcome is Outcome.KEPT) for r in replays)
+    report = format_replays(replays).splitlines()
+    assert [int(row.split()[-1]) for row in report] == [len(flat), *map(len, lines.values()), 2]
+
+
+def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
+    def question(name: str, db_id: str, *texts: str) -> Example:
+        history = tuple(HistoryTurn(text, None) for text in texts[:-1])
+        return Example(name, name[:5], db_id, len(history), texts[-1], GOLD, history)
+
+    first = question("00000/0", "music", "Show singers.")
+    second = question("00000/1", "music", "Show singers.", "How many?")
+    longer = question("00001/0", "music", "Show singers. And labels")
+    other = question("00002/0", "concerts", "Show singers.")
+    match = make_matcher([first, second, longer, other])
+
+    def found(asked: str, **names: str) -> Example | None:
+        line = {
+            "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "?"}],
+            **names,
+        }
+        (tmp_path / "line.jsonl").write_text(json.dumps(line))
+        return match(*read_teacher(tmp_path / "line.jsonl"))
+
+    assert found("anything", db_id="concerts", example_id="00002/0") is other
+    assert found("Please show singers. Show singers.", example_id="00002/0") is other
+    assert found("anything", example_id="00002/0") is None  # the place in another file
+    assert found("Show singers.", db_id="music", example_id="00002/0") is first
+    assert found("Show singers.", db_id="music", example_id="elsewhere/1") is first
+    assert found("Show\n  singers.", db_id="concerts") is other
+    assert found("Show singers.") is None  # over which database?
+    assert found("1. Show singers. 2. How many?", db_id="music") is second
+    assert found("1. Show singers. 2. How many?") is second
+    assert found("Show singers. And labels, please") is longer
+    assert found("How many?") is None  # its dialogue is not there
+    assert found("Show singers.", db_id=["music"], example_id=7) is None
+    assert found("Nobody asked this.", db_id="music") is None
+
+
+def test_of_too_many_the_easy_ones_are_left_out(tiny):
+    hard = replace(
+        ASKED, id="hard", gold_sql="SELECT name FROM singer WHERE age > (SELECT avg(age) FROM singer)"
+    )
+    easy = replace(ASKED, gold_sql="SELECT name FROM singer")
+    replays = []
+    for number in range(8):
+        episode = make_episode(tiny)
+        asked = hard if number % 2 else easy
+        episode.trajectory.example_id = asked.id
+        replays.append(Replay(Outcome.KEPT, asked, episode.trajectory))
+    replays.append(Replay(Outcome.WRONG, hard))
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+
+    def names(count: int, seed: int) -> list[str]:
+        return [t.example_id for t in prefer_harder(replays, count, scorer, random.Random(seed))]
+
+    assert names(3, 0) == ["hard"] * 3 and names(6, 0) == ["hard"] * 4 + [easy.id] * 2
+    assert len(names(0, 0)) == 8 and len(names(100, 0)) == 8
+    orders = {tuple(map(id, prefer_harder(replays, 3, scorer, random.Random(s)))) for s in range(9)}
+    assert len(orders) > 1
+
+
+def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
+    data, model = tmp_path / "benchmark", tmp_path / "model"
+    monkeypatch.setattr(toy, "SPLITS", {"train": (2, 3), "dev": (1, 1), "test": (1, 1)})
+    toy.write_benchmark(data, seed=0)
+    dataset = load_dataset(data / "train.json", data / "tables.json", data / "database")
+    asked = examples(dataset.dialogues)
+    tokens = ChatTokens(train_tokenizer([q.question + q.gold_sql for q in asked], 300))
+    save_policy(tiny_qwen3(tokens.tokenizer, hidden=96, layers=2, seed=0), tokens.tokenizer, model)
+    lines = []
+    for question in asked[:4]:
+        memory = tool_call(MEMORY_RETRIEVE, question.gold_sql)
+        checked = [CHECKED + memory, verdict(MEMORY_RETRIEVE, True)] if question.history else [CHECKED]
+        said = [tool_call(EXEC_SQL, question.gold_sql), *checked]
+        said[-1] += final_answer(question.gold_sql)
+        lines.append(line_of(*said, example_id=question.id, db_id=question.db_id))
+    lines.append(line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id))
+    teacher = tmp_path / "teacher.jsonl"
+    teacher.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(ROOT)
+    base = [
+        *TOY, "--data", data, "--model", model, "--questions", 0, "--max-prompt-tokens", 2000,
+        "--max-response-tokens", 2000, "--max-tool-tokens", 1000, "--max-turn-tokens", 600,
+    ]  # fmt: skip
+
+    def train(*options):
+        monkeypatch.setattr(sys, "argv", ["train_sft.py", *map(str, [*base, *options])])
+        train_sft.main()
+
+    out = tmp_path / "out"
+    train("--targets", "teacher", "--teacher", teacher, "--teacher-kept", 3, "--out", out)
+    kept = [json.loads(line) for line in (out / "trajectories.jsonl").open()]
+    assert len(kept) == 3 and {t["example_id"] for t in kept} <= {q.id for q in asked[:4]}
+    (coverage,) = json.loads((out / "coverage.json").read_text())
+    assert (coverage["sampled"], coverage["right"], coverage["trajectories"]) == (5, 4, 3)
+    printed = capsys.readouterr().out
+    assert "not in the recipe's format" in printed and (out / "policy").is_dir()
+
+    def refused(*options):
+        with pytest.raises(SystemExit) as stop:
+            user_errors(lambda: train("--out", tmp_path / "none", *options))
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    named = ["--targets", "teacher", "--teacher"]
+    assert "go together" in refused(*named[:2])
+    assert "go together" in refused("--teacher", teacher)
+    assert "needs --rounds 1" in refused(*named, teacher, "--rounds", 2)
+    assert "nowhere.jsonl is not there" in refused(*named, tmp_path / "nowhere.jsonl")
+    assert "at least 0" in refused(*named, teacher, "--teacher-kept", -1)
+    assert not (tmp_path / "none").exists()
+    teacher.write_text("nothing\n")
+    assert "can be kept; the counts above say why" in refused(*named, teacher)

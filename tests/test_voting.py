@@ -1,0 +1,135 @@
+"""The majority vote by execution result, pass@k, data efficiency, and all of it in evaluate.py."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+from conftest import TOY, run
+
+from mtsql.data.schema import load_schemas
+from mtsql.report.metrics import data_efficiency
+from mtsql.report.voting import majority_vote, pass_at_k
+from mtsql.sql.execute import Executor
+from mtsql.sql.score import Scorer
+
+UP, DOWN = "SELECT x FROM t ORDER BY x", "SELECT x FROM t ORDER BY x DESC"
+NO_ROW, BROKEN = "SELECT x FROM t WHERE x > 9", "SELECT nothing FROM nowhere"
+
+
+@pytest.fixture(scope="module")
+def vote(tmp_path_factory):
+    """The index that wins among candidates over t(x, y): (1, 'a'), (2, 'b'), (2, NULL)."""
+    path = tmp_path_factory.mktemp("vote") / "t.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript("create table t (x, y); insert into t values (1, 'a'), (2, 'b'), (2, null);")
+    connection.close()
+    executor = Executor(timeout_seconds=0.5)
+    return lambda *candidates: majority_vote(candidates, path, executor)
+
+
+@pytest.mark.parametrize(
+    ("winner", "candidates"),
+    [
+        (1, ["SELECT 1", "SELECT 2", "SELECT 3 - 1"]),  # the earliest member of the largest group
+        (0, ["SELECT 1", "SELECT 2", "SELECT 2", "SELECT 1"]),  # a tie: the earliest group
+        (1, ["SELECT 0", "SELECT 1", "SELECT 2", "SELECT 2", "SELECT 1"]),
+        (0, ["SELECT 1", "SELECT 2", "SELECT 3"]),
+        (0, ["SELECT 1"]),
+        # Neither failures nor missing answers vote, however many they are.
+        (4, [BROKEN, None, BROKEN, "", "SELECT 1", BROKEN]),
+        (3, [None, "DROP TABLE t", "DROP TABLE t", "SELECT 1"]),
+        (2, [None, None, BROKEN, "-- nothing"]),  # nothing runs: the first answer
+        (0, [None, None]),
+        # Empty results are equal whatever their columns, and are no failures.
+        (1, ["SELECT 1", NO_ROW, "SELECT x, y FROM t WHERE 0"]),
+        # NULL equals NULL; it is neither 0, nor '', nor no row.
+        (4, ["SELECT 0", "SELECT ''", NO_ROW, "SELECT 1", "SELECT NULL", "SELECT max(x) FROM t WHERE x > 9"]),
+        # Numbers as EX compares them: 2 equals 2.0 but not '2', and nothing is rounded.
+        (1, ["SELECT '2'", "SELECT 2", "SELECT 2.0"]),
+        (1, ["SELECT 0.1 + 0.2", "SELECT 0.3", "SELECT 3 / 10.0"]),
+        (0, ["SELECT 0.1 + 0.2", "SELECT 0.3"]),
+        # Columns in any order, but as many of them.
+        (1, ["SELECT x FROM t", "SELECT x, y FROM t", "SELECT y, x FROM t"]),
+        # DISTINCT is dropped as in EX, but rows still count: two of 2 are not one.
+        (1, ["SELECT x FROM t GROUP BY x", "SELECT x FROM t", "SELECT DISTINCT x FROM t"]),
+        # Without ORDER BY in most of the voters the order of rows is free ...
+        (1, ["SELECT 7", "SELECT x FROM t", DOWN, "SELECT y FROM t"]),
+        (0, [DOWN, "SELECT x FROM t"]),
+        (0, [DOWN, UP, "SELECT x FROM t", "SELECT 7 FROM t"]),  # half is not most
+        # ... with it the order counts; who does not run has no say in that either.
+        (1, [DOWN, UP, UP]),
+        (1, [DOWN, UP, "SELECT x FROM t"]),
+        (4, [BROKEN, BROKEN, None, DOWN, UP, UP]),
+    ],
+)
+def test_votes_by_hand(vote, winner, candidates):
+    assert vote(*candidates) == winner
+
+
+def test_a_query_that_never_ends_has_no_vote(vote):
+    endless = "WITH RECURSIVE r(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM r) SELECT max(i) FROM r"
+    assert vote(endless, endless, "SELECT 1") == 2
+
+
+def test_pass_at_k_by_hand_and_over_all_subsets():
+    assert pass_at_k(8, 0, 8) == 0 and pass_at_k(8, 1, 8) == 1
+    assert pass_at_k(8, 2, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == 0.5  # the right one is in 3 of 6 pairs
+    assert pass_at_k(5, 4, 2) == 1  # fewer wrong ones than k
+    for samples in range(1, 7):
+        for right in range(samples + 1):
+            verdicts = [1] * right + [0] * (samples - right)
+            for k in range(1, samples + 1):
+                drawn = list(combinations(verdicts, k))
+                assert pass_at_k(samples, right, k) == pytest.approx(sum(map(max, drawn)) / len(drawn))
+    for samples, right, k in ((4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)):
+        with pytest.raises(ValueError, match=f"pass@{k} of 4 samples"):
+            pass_at_k(samples, right, k)
+
+
+def test_data_efficiency_is_that_of_table_1():
+    """Spider-test and BIRD-dev of SQL-R1-3B, 5k questions, and SQL-Trail-7B, counted there as 2,000."""
+    assert data_efficiency(0.751, 0.765, 5000) == pytest.approx(0.28)
+    assert data_efficiency(0.452, 0.484, 5000) == pytest.approx(0.64)
+    assert data_efficiency(0.822, 0.860, 2000) == pytest.approx(1.90)
+    assert data_efficiency(0.866, 0.861, 5000) < 0
+    with pytest.raises(ValueError, match="at least 1 training question"):
+        data_efficiency(0.5, 0.6, 0)
+
+
+def test_evaluation_votes_over_its_sampled_runs(work, tmp_path):
+    def evaluate(name, *options):
+        out = run(
+            "evaluate.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation",
+            "--split", "train", "--dialogues", 4, "--out", tmp_path / name, *options,
+        )  # fmt: skip
+        lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
+        return out, json.loads((tmp_path / name / "summary.json").read_text()), [*map(json.loads, lines)]
+
+    _, greedy, greedy_records = evaluate("greedy", "--sampled-runs", 0)
+    out, summary, records = evaluate("voted", "--sampled-runs", 3)
+    assert "majority by execution result: EX" in out and "pass@1" in out
+    assert {key: summary[key] for key in greedy} == greedy
+    for record, alone in zip(records, greedy_records, strict=True):
+        assert {key: record[key] for key in alone} == alone
+    schemas = load_schemas(work / "benchmark" / "tables.json", work / "benchmark" / "database")
+    scorer = Scorer(schemas, Executor())
+    right = []
+    for record in records:
+        verdict = scorer.ex(record["db_id"], record["gold"], record["predicted_majority"])
+        assert record["ex_majority"] == verdict
+        right.append(round(3 * record["ex_sampled"]))
+        assert right[-1] in (1, 2) or verdict == (right[-1] == 3)  # the winner is one of the three
+    assert len(set(right)) > 1
+    for metric in ("ex", "em"):
+        assert summary[f"{metric}_majority"] == fmean(r[f"{metric}_majority"] for r in records)
+    drawn = {k: [max(d) for c in right for d in combinations([1] * c + [0] * (3 - c), k)] for k in (1, 2, 3)}
+    assert summary["pass_at_k"] == {str(k): pytest.approx(fmean(d)) for k, d in drawn.items()}
+    assert summary["pass_at_k"]["1"] == pytest.approx(summary["ex_sampled"])
+    out, summary, records = evaluate("predicted", "--sampled-runs", 2, "--history", "predicted")
+    assert "no majority vote and no pass@k: with --history predicted" in out and "ex_sampled" in summary
+    assert "pass_at_k" not in summary and "ex_majority" not in records[0]
