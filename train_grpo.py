@@ -25,7 +25,7 @@ Departures from the paper:
 - Learning rate constant after a short warm-up; LoRA with --lora-rank.
 - Off by default, from other papers: clip-higher, token mean and resampling of groups (DAPO), constant
   denominator and no division by the deviation (Dr. GRPO), sequence ratios (GSPO), dual clip, truncated
-  importance sampling, and what becomes of truncated trajectories.
+  importance sampling, what becomes of truncated trajectories, and GRPO-Filter (MTIR-SQL, Equation 3).
 """
 
 from __future__ import annotations

@@ -362,6 +362,6 @@ def test_weights_that_are_given_replace_those_of_the_preset():
     assert choose_preset(PRESETS, "") == (RewardWeights(1.0, 1.0, 0.0, 0.0), RewardRules())
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
         choose_preset(PRESETS, "best")
-    for wrong in ("proposals=1", "ex", "ex=", "ex=much", "=1"):
+    for wrong in ("proposals=1", "ex", "ex=", "ex=much", "ex=nan", "ex=inf", "=1"):
         with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
             with_weights(weights, wrong)

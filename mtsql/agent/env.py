@@ -191,11 +191,10 @@ class Episode:
     def _record(self, message: ModelMessage) -> None:
         """Append the actions of one message: verdict on what was seen, then the next move."""
         self.trajectory.off_protocol += not message.well_formed
-        if not self.recipe.verifies:
-            pass
-        elif self.pending_tool == EXEC_SQL:
+        seen = self.pending_tool if self.recipe.verifies else None
+        if seen == EXEC_SQL:
             self._act(ActionType.E_VERIFY, self.candidate, message.exec_verdict)
-        elif self.pending_tool == MEMORY_RETRIEVE:
+        elif seen == MEMORY_RETRIEVE:
             self._act(ActionType.M_VERIFY, self.candidate, message.memory_verdict)
         self.pending_tool = message.tool if message.tool in self.tools else None
         if message.problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias, TypeVar
@@ -71,8 +72,8 @@ def with_weights(weights: Weights, given: str) -> Weights:
         try:
             values[name] = float(number)
         except ValueError:
-            values[name] = None
-        if name not in known or values[name] is None:
+            values[name] = math.nan
+        if name not in known or not math.isfinite(values[name]):
             raise ValueError(
                 f"--weights {given}: {item.strip()!r} should be one of {', '.join(known)}, =, and a number"
             )
