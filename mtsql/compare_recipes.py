@@ -2,12 +2,13 @@
 
     python -m mtsql.compare_recipes --out runs/recipes --seeds 0 1 2
 
-For each seed one model imitates a scripted agent in the formats of all four recipes; then each recipe
-trains it by GRPO with its own protocol, rewards and settings, for as many steps, questions and samples.
+One model imitates a scripted agent in the formats of all four recipes, once; from it, for each seed, each
+recipe trains by GRPO with its own protocol, rewards and settings, for as many steps and samples and on the
+same questions: those that the first model does not always get right, counted once with SQL-Trail's prompts.
 Beside them each paper's own comparison: RL in a single turn (SkyRL-SQL, SQL-Trail), the execution reward
 alone (SQL-Trail), GRPO without the filter (MTIR-SQL), the prompt without the schema (SkyRL-SQL). Parts that
-are done are not run again; several seeds may run side by side. `--list` shows every command, `--page` writes
-docs/results/recipes.md of what is there.
+are done are not run again; once the first model is there, seeds may run side by side. `--list` shows every
+command, `--page` writes docs/results/recipes.md of what is there.
 """
 
 from __future__ import annotations
@@ -29,18 +30,30 @@ ABLATIONS = {  # arm: (recipe, options of its training, of its training and its 
 }
 
 
-def seed_parts(out: Path, data: str, config: str, seed: int) -> list[Part]:
+def start_parts(out: Path, config: str) -> list[Part]:
+    """The benchmark, the model that every recipe starts from, and the counts that choose RL's questions."""
+    data, model, counts = out / "benchmark", out / "imitation", out / "counts"
+    shared = ["--config", config, "--data", str(data)]
+    imitation = ["-m", "mtsql.learn.imitation", *shared, "--out", str(model)]
+    imitation += ["--further-recipes", ",".join(RECIPES[1:])]
+    counting = ["-m", "mtsql.learn.curriculum", *shared, "--recipe", "sql_trail", "--model", str(model)]
+    return [
+        Part("benchmark", ["-m", "mtsql.data.toy", str(data), "--single"], data),
+        Part("imitation", imitation, model / "run.json"),
+        Part("curriculum", [*counting, "--out", str(counts)], counts / "counts.jsonl"),
+    ]
+
+
+def seed_parts(out: Path, config: str, seed: int) -> list[Part]:
     """Training and evaluation of one seed."""
-    folder = out / f"seed{seed}"
-    shared = ["--config", config, "--seed", str(seed), "--data", data]
-    model = folder / "imitation"
-    further = ",".join(RECIPES[1:])
-    imitation = ["-m", "mtsql.learn.imitation", *shared, "--out", str(model), "--further-recipes", further]
-    parts = [Part("imitation", imitation, model / "run.json")]
+    folder, model = out / f"seed{seed}", out / "imitation"
+    shared = ["--config", config, "--seed", str(seed), "--data", str(out / "benchmark")]
+    parts = []
     trained = {recipe: (recipe, (), ()) for recipe in RECIPES} | ABLATIONS
     for arm, (recipe, training, both) in trained.items():
         options = [*shared, "--recipe", recipe, *both]
         grpo = ["train_grpo.py", *options, "--model", str(model), "--out", str(folder / arm), *training]
+        grpo += ["--curriculum", str(out / "counts" / "counts.jsonl")]
         policy = folder / arm / "policy"
         parts.append(Part(arm, [*grpo, "--resume"], policy))
         evaluated = {f"{arm}_rl": (policy, ("--sampled-runs", "8" if arm in RECIPES else "1"))}
@@ -68,10 +81,9 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
     parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
     chosen = parser.parse_args()
-    data = chosen.out / "benchmark"
-    parts = [Part("benchmark", ["-m", "mtsql.data.toy", str(data), "--single"], data)]
+    parts = start_parts(chosen.out, chosen.config)
     for seed in chosen.seeds:
-        parts += seed_parts(chosen.out, str(data), chosen.config, seed)
+        parts += seed_parts(chosen.out, chosen.config, seed)
     if chosen.list:
         for part in parts:
             print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")

@@ -8,14 +8,16 @@ from pathlib import Path
 from test_page import cells, section, write_arm
 
 from evaluate import EvaluateConfig
-from mtsql.compare_recipes import CONFIG, seed_parts
+from mtsql.compare_recipes import CONFIG, seed_parts, start_parts
 from mtsql.config import load_config
+from mtsql.learn.curriculum import CurriculumConfig
 from mtsql.learn.imitation import ImitationConfig
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.report.recipes_page import write_recipes_page
 from train_grpo import GrpoConfig
 
 SCRIPTS = {
+    "mtsql.learn.curriculum": (CurriculumConfig, "curriculum"),
     "train_grpo.py": (GrpoConfig, "grpo"),
     "evaluate.py": (EvaluateConfig, "evaluate"),
     "mtsql.learn.imitation": (ImitationConfig, "imitation"),
@@ -24,11 +26,12 @@ SCRIPTS = {
 
 def test_commands_are_valid_and_in_order():
     made, configs = set(), {}
-    for part in seed_parts(Path("runs"), "data", CONFIG, 3):
+    for part in start_parts(Path("runs"), CONFIG)[1:] + seed_parts(Path("runs"), CONFIG, 3):
         words = part.command[1:] if part.command[0] == "-m" else part.command
         cls, section_name = SCRIPTS[words[0]]
         config = load_config(cls, section_name, "", words[1:])
-        assert config.seed == 3 and config.data == "data"
+        assert config.seed == (0 if part.title in ("imitation", "curriculum") else 3), part.title
+        assert config.data == "runs/benchmark"
         assert part.title == "imitation" or config.model in made, part.title
         made |= {str(part.done), config.out}
         configs[part.title] = config
@@ -36,7 +39,8 @@ def test_commands_are_valid_and_in_order():
         config = configs[recipe]
         assert config.recipe == recipe
         assert config.max_interactions == load_recipe(recipe).SETTINGS["max_interactions"]
-        assert (config.steps, config.prompts_per_step, config.samples_per_prompt) == (60, 24, 8)
+        assert (config.steps, config.prompts_per_step, config.samples_per_prompt) == (36, 24, 8)
+        assert Path(config.curriculum).parent == Path(configs["curriculum"].out)
     assert (configs["mtir_sql"].filter_rollouts, configs["mtir_sql_unfiltered"].filter_rollouts) == (
         True,
         False,
