@@ -80,8 +80,9 @@ def test_page_by_hand(tmp_path: Path):
     assert found == ["66.7 (66.7, –)", "33.3 (33.3, –)", "+33.3 [+33.3, +33.3]", "holds"]
     samples = section(page, "Several samples an answer")
     assert cells(samples, "SkyRL-SQL") == ["66.7", "50.0", "75.0", "60.0", "–", "100.0"]
-    hardness = cells(section(page, "By hardness"), "SkyRL-SQL")
-    assert hardness[:2] == ["50.0 → 100.0 (1.0 → 1.0)", "0.0 → 100.0 (2.0 → 2.0)"]
+    hardness = section(page, "By hardness")
+    assert cells(hardness, "SkyRL-SQL", "EX in %")[:2] == ["50.0 → 100.0", "0.0 → 100.0"]
+    assert cells(hardness, "SkyRL-SQL", "messages")[:2] == ["1.0 → 1.0", "2.0 → 2.0"]
     raw = json.loads((tmp_path / "recipes.json").read_text())
     assert {(r["arm"], r["seed"]) for r in raw} == {
         (f"skyrl_sql_{a}", 0) for a in ("base", "rl", "single_rl")

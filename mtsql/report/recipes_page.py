@@ -116,23 +116,23 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
 
 
 def by_hardness(arms: Arms) -> str:
-    """EX and messages of each recipe before and after, by hardness."""
+    """EX, messages and tokens of each recipe before and after, by hardness."""
+    measures = (  # name, where a summary has it, scale
+        ("EX in %", lambda s: s["ex"]["by_hardness"], 100),
+        ("messages", lambda s: s["interactions_by_hardness"], 1),
+        ("tokens written", lambda s: s["sampled_tokens_by_hardness"], 1),
+    )
     rows = []
     for recipe in RECIPES:
         sides = [arms.get(f"{recipe}_{stage}", {}) for stage in ("base", "rl")]
-        if any(sides):
+        for name, measure, scale in measures if any(sides) else ():
             cells = []
             for hardness in HARDNESS:
-                ex = [mean_over_seeds(s, lambda x, h=hardness: x["ex"]["by_hardness"].get(h)) for s in sides]
-                turns = [
-                    mean_over_seeds(s, lambda x, h=hardness: x["interactions_by_hardness"].get(h))
-                    for s in sides
-                ]
-                shown = [EMPTY if n is None else f"{n:.1f}" for n in turns]
-                cells.append(f"{' → '.join(map(percent, ex))} ({' → '.join(shown)})")
-            rows.append([PAPERS[recipe], *cells])
-    note = "EX in % before → after RL, and in parentheses messages an answer; means over seeds."
-    return joined(table(["Recipe", *HARDNESS], rows), note) if rows else ""
+                means = [mean_over_seeds(s, lambda x, m=measure, h=hardness: m(x).get(h)) for s in sides]
+                cells.append(" → ".join(EMPTY if m is None else f"{scale * m:.1f}" for m in means))
+            rows.append([PAPERS[recipe], name, *cells])
+    note = "Before → after RL, an answer, greedy; means over seeds."
+    return joined(table(["Recipe", "", *HARDNESS], rows), note) if rows else ""
 
 
 def claims_table(arms: Arms, seeds: Sequence[int]) -> str:
