@@ -23,8 +23,10 @@ from mtsql.recipes import RECIPES
 from mtsql.report.recipes_page import write_recipes_page
 
 CONFIG = "configs/recipes.toml"
+SINGLE_TURN = ("--tools", "none", "--max-interactions", "1")
 ABLATIONS = {  # arm: (recipe, options of its training, of its training and its evaluation)
-    "skyrl_sql_single": ("skyrl_sql", (), ("--tools", "none", "--max-interactions", "1")),
+    "skyrl_sql_single": ("skyrl_sql", (), SINGLE_TURN),
+    "sql_trail_single": ("sql_trail", ("--weights", "turns=0"), SINGLE_TURN),
     "sql_trail_execution": ("sql_trail", ("--rewards", "execution"), ()),
     "mtir_sql_unfiltered": ("mtir_sql", ("--no-filter-rollouts",), ()),
 }

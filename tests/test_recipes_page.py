@@ -46,6 +46,8 @@ def test_commands_are_valid_and_in_order():
         False,
     )
     assert configs["skyrl_sql_single"].tools == configs["evaluate skyrl_sql_single_rl"].tools == "none"
+    assert configs["sql_trail_single"].weights == "turns=0" and configs["sql_trail"].weights == ""
+    assert configs["sql_trail_single"].max_interactions == 1
     assert configs["skyrl_sql"].tools == "no_memory"
     assert (configs["sql_trail"].rewards, configs["sql_trail_execution"].rewards) == ("", "execution")
     assert configs["evaluate skyrl_sql_rl_names"].schema == "names"
@@ -76,11 +78,12 @@ def test_page_by_hand(tmp_path: Path):
     # 4/6 - 2/6, one of three in each dialogue.
     claim = "RL over several turns beats RL in a single turn"
     compared = "`skyrl_sql_rl` - `skyrl_sql_single_rl`"
-    found = cells(page, claim, "SkyRL-SQL, SQL-Trail (Table 2)", compared)
-    assert found == ["66.7 (66.7, –)", "33.3 (33.3, –)", "+33.3 [+33.3, +33.3]", "holds"]
+    found = cells(page, claim, "SkyRL-SQL", compared)
+    assert found == ["66.7 (66.7, –)", "33.3 (33.3, –)", "+33.3 [+33.3, +33.3]", "holds", "50.0, –"]
     samples = section(page, "Several samples an answer")
     assert cells(samples, "SkyRL-SQL") == ["66.7", "50.0", "75.0", "60.0", "–", "100.0"]
     hardness = section(page, "By hardness")
+    assert "| easy (2) |" in hardness and "| extra (0) |" in hardness
     assert cells(hardness, "SkyRL-SQL", "EX in %")[:2] == ["50.0 → 100.0", "0.0 → 100.0"]
     assert cells(hardness, "SkyRL-SQL", "messages")[:2] == ["1.0 → 1.0", "2.0 → 2.0"]
     raw = json.loads((tmp_path / "recipes.json").read_text())

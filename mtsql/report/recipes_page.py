@@ -15,11 +15,12 @@ from mtsql.report.tables import EMPTY, joined, listed, made_by_arm, percent, sho
 
 PAPERS = {"mtsql_r1": "MTSQL-R1", "skyrl_sql": "SkyRL-SQL", "sql_trail": "SQL-Trail", "mtir_sql": "MTIR-SQL"}
 CLAIMS = (  # claim, paper, better arm, worse arm
+    ("RL over several turns beats RL in a single turn", "SkyRL-SQL", "skyrl_sql_rl", "skyrl_sql_single_rl"),
     (
         "RL over several turns beats RL in a single turn",
-        "SkyRL-SQL, SQL-Trail (Table 2)",
-        "skyrl_sql_rl",
-        "skyrl_sql_single_rl",
+        "SQL-Trail, Table 2",
+        "sql_trail_rl",
+        "sql_trail_single_rl",
     ),
     (
         "all six rewards beat the execution reward alone",
@@ -131,8 +132,10 @@ def by_hardness(arms: Arms) -> str:
                 means = [mean_over_seeds(s, lambda x, m=measure, h=hardness: m(x).get(h)) for s in sides]
                 cells.append(" → ".join(EMPTY if m is None else f"{scale * m:.1f}" for m in means))
             rows.append([PAPERS[recipe], name, *cells])
-    note = "Before → after RL, an answer, greedy; means over seeds."
-    return joined(table(["Recipe", "", *HARDNESS], rows), note) if rows else ""
+    counted = [e.summary["questions_by_hardness"] for found in arms.values() for e in found.values()]
+    header = [f"{h} ({max((c.get(h, 0) for c in counted), default=0)})" for h in HARDNESS]
+    note = "Before → after RL, an answer, greedy; means over seeds. In the header, the number of questions."
+    return joined(table(["Recipe", "", *header], rows), note) if rows else ""
 
 
 def claims_table(arms: Arms, seeds: Sequence[int]) -> str:
@@ -145,12 +148,15 @@ def claims_table(arms: Arms, seeds: Sequence[int]) -> str:
             low, high = estimate(gained).interval
             verdict = "holds" if low > 0 else "does not hold" if high < 0 else "not beyond chance"
             compared = f"`{better}` - `{worse}`"
-            rows.append(
-                [claim, source, compared, *(_ex(s, seeds) for s in sides), shown_difference(gained), verdict]
-            )
+            sampled = ", ".join(percent(mean_over_seeds(s, lambda x: x.get("ex_sampled"))) for s in sides)
+            both = [_ex(s, seeds) for s in sides]
+            rows.append([claim, source, compared, *both, shown_difference(gained), verdict, sampled])
     header = ["The paper finds that", "where", "compared", "EX of the first", "of the second"]
-    header += ["difference", "verdict"]
-    note = "*Holds*: the whole interval is above 0; *does not hold*: it is below 0."
+    header += ["difference", "verdict", "sampled EX of both"]
+    note = (
+        "*Holds*: the whole interval is above 0; *does not hold*: it is below 0. Sampled EX (temperature 1) "
+        "has no part in the verdict. In a single turn SQL-Trail's r_turns is off (section 5.1)."
+    )
     return joined(table(header, rows), note) if rows else ""
 
 
