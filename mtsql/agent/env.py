@@ -6,6 +6,7 @@ sampled and gives the ids to append; nothing that was sampled is ever encoded ag
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,25 +66,31 @@ class Recipe(Protocol):
     stop_strings: tuple[str, ...]  # that end a model message beside the end of turn
     verifies: bool  # whether a message after a tool call is to hold a verdict on what it returned
 
+    @abstractmethod
     def prompt(
         self, example: Example, schema: Schema, tools: tuple[str, ...]
     ) -> tuple[list[dict], list[dict] | None]:
         """Chat messages and, for the chat template, tool schemas."""
 
+    @abstractmethod
     def call(self, sql: str) -> str:
         """A model message that runs a query, without thoughts."""
 
+    @abstractmethod
     def answer(self, sql: str) -> str:
         """A model message that ends the episode, without thoughts."""
 
+    @abstractmethod
     def read(self, text: str) -> ModelMessage:
         """The verdicts and the action in one model message."""
 
+    @abstractmethod
     def next_action(
         self, previous: ActionType | None, passed: bool | None, tools: tuple[str, ...], has_history: bool
     ) -> ActionType | None:
         """The action that the protocol calls for after `previous`; None where any is fine."""
 
+    @abstractmethod
     def observe_execution(
         self, question: str, sql: str, result: ExecutionResult, history: int, turns_left: int
     ) -> str:
@@ -96,8 +103,13 @@ class Recipe(Protocol):
         result: ExecutionResult | None,
         memory: tuple[MemoryEntry, ...],
     ) -> str:
-        """The text that `memory_retrieve` returns; `result` is None without the execution tool."""
+        """The text that `memory_retrieve` returns; `result` is None without the execution tool.
 
+        Not for a recipe whose `read` knows no such call.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
     def observe_problem(self, problem: Status, turns_left: int) -> str | None:
         """The answer to a message without a usable action; None if that ends the episode."""
 

@@ -50,8 +50,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import EXEC_SQL, UNAVAILABLE, ModelMessage
-from mtsql.agent.memory import MemoryEntry
+from mtsql.agent.env import EXEC_SQL, UNAVAILABLE, ModelMessage, Recipe
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
@@ -164,7 +163,7 @@ def make_recipe(wording: Wording) -> MtirSql:
 
 
 @dataclass(frozen=True)
-class MtirSql:
+class MtirSql(Recipe):
     """The recipe in a wording."""
 
     wording: Wording = Wording()  # noqa: RUF009 (frozen)
@@ -246,16 +245,6 @@ class MtirSql:
             return truncated(f"Error: {result.message}", MAX_CHARACTERS)
         shown = {"columns": result.columns, "data": result.rows[:MAX_RECORDS]}
         return truncated(json.dumps(shown, ensure_ascii=False, default=str), MAX_CHARACTERS)
-
-    def observe_memory(
-        self,
-        question: str,
-        sql: str,
-        result: ExecutionResult | None,
-        memory: tuple[MemoryEntry, ...],
-    ) -> str:
-        """Never asked: `read` knows one tool only."""
-        return ""
 
     def observe_problem(self, problem: Status, turns_left: int) -> str:
         """The episode goes on (Algorithm 1, line 20)."""

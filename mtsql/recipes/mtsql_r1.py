@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, ModelMessage
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, ModelMessage, Recipe
 from mtsql.agent.memory import MemoryEntry
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.data.datasets import Example
@@ -72,7 +72,7 @@ def next_action(
 
 
 @dataclass(frozen=True)
-class MtsqlR1:
+class MtsqlR1(Recipe):
     """The recipe in a wording."""
 
     wording: Wording = Wording()  # noqa: RUF009 (frozen)

@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from mtsql.agent.env import EXEC_SQL, ModelMessage
-from mtsql.agent.memory import MemoryEntry
+from mtsql.agent.env import EXEC_SQL, ModelMessage, Recipe
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
@@ -61,7 +60,7 @@ Table: TypeAlias = Callable[[list[list[str]]], str]
 
 
 @dataclass(frozen=True)
-class TaggedRecipe:
+class TaggedRecipe(Recipe):
     """One of the two recipes in a wording.
 
     `task(wording, example, schema, multi_turn)` is the paper's prompt. `table(cells)` draws a header and its
@@ -142,16 +141,6 @@ class TaggedRecipe:
         if result.truncated or len(result.rows) > MAX_ROWS:
             text += f"\nTruncated to the first {len(rows)} rows."
         return self._observation(text, turns_left)
-
-    def observe_memory(
-        self,
-        question: str,
-        sql: str,
-        result: ExecutionResult | None,
-        memory: tuple[MemoryEntry, ...],
-    ) -> str:
-        """Never asked: no tag calls a memory."""
-        return ""
 
     def observe_problem(self, problem: Status, turns_left: int) -> str:
         """The request to try again."""
