@@ -59,7 +59,7 @@ def seed_parts(out: Path, config: str, seed: int) -> list[Part]:
         policy = folder / arm / "policy"
         parts.append(Part(arm, [*grpo, "--resume"], policy))
         evaluated = {f"{arm}_rl": (policy, ("--sampled-runs", "8" if arm in RECIPES else "1"))}
-        if not training:
+        if both or arm in RECIPES:
             evaluated[f"{arm}_base"] = (model, ("--sampled-runs", "1"))
         if arm == "skyrl_sql":
             evaluated["skyrl_sql_base_names"] = (model, ("--schema", "names"))

@@ -67,7 +67,10 @@ def write_page(
         return f"![{FIGURES[key]}]({figures[key].name})\n\n{FIGURES[key]}" if key in figures else ""
 
     sections = [
-        (f"# {title}", heading(arms, seeds, commands, hardware, date, made_with)),
+        (
+            f"# {title}",
+            heading(arms, seeds, commands, hardware, date, made_with, folder / f"{name}_notes.md"),
+        ),
         ("## Findings", findings_table(arms, coverage, seeds)),
         ("## EX and EM (Tables 2 and 3)", accuracy_table(arms, seeds)),
         ("## The two tools (Table 4)", ablation_table(arms, seeds)),
@@ -104,9 +107,15 @@ def write_page(
 
 
 def heading(
-    arms: Arms, seeds: Sequence[int], commands: Commands, hardware: str, date: str, made_with: str
+    arms: Arms,
+    seeds: Sequence[int],
+    commands: Commands,
+    hardware: str,
+    date: str,
+    made_with: str,
+    notes: Path,
 ) -> str:
-    """Where the numbers come from, and what is missing."""
+    """Where the numbers come from, what is missing, and a link to hand-written `notes` if they exist."""
     shifted = {arm: found for arm, found in arms.items() if arm.endswith("_shifted")}
     inside = {arm: found for arm, found in arms.items() if arm not in shifted}
     questions = _counted(inside) + (f"; out of domain {_counted(shifted)}" if shifted else "")
@@ -121,6 +130,8 @@ def heading(
     if unfinished:
         shown = (f"`{arm}` (seed {', '.join(map(str, missing))})" for arm, missing in unfinished.items())
         lines.append(f"- **Not finished, and left out below:** {', '.join(shown)}")
+    if notes.exists():
+        lines.append(f"- What was tried, and how to read some of these numbers: [{notes.name}]({notes.name})")
     reading = (
         "EX is execution accuracy, EM exact set match, both greedy and in % of questions. Differences are in "
         "points of EX. A mean is over the seeds that are finished."

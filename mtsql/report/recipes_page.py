@@ -56,7 +56,7 @@ def write_recipes_page(
     sections = [
         (
             "# Four papers on the same machinery",
-            heading(arms, seeds, commands, hardware, date, made_with),
+            heading(arms, seeds, commands, hardware, date, made_with, folder / "recipes_notes.md"),
         ),
         ("## Before and after RL", before_and_after(arms, seeds, questions_of(runs, seeds))),
         ("## By hardness", by_hardness(arms)),
