@@ -34,10 +34,10 @@ from statistics import fmean
 
 from tqdm import tqdm
 
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.official import (
     Rules,
@@ -48,7 +48,6 @@ from mtsql.report.official import (
     score_pairs,
     summarise_items,
 )
-from mtsql.report.viewer import trajectory_record
 from mtsql.sql.execute import Executor
 
 
@@ -120,6 +119,7 @@ def evaluate_files() -> None:
 def evaluate_policy() -> None:
     """The evaluation protocol."""
     # Here, because they take seconds to import, which the scoring of files can do without.
+    from mtsql.agent.rollout import trajectory_seed
     from mtsql.agent.tokens import ChatTokens
     from mtsql.learn.model import load_policy, load_tokenizer
     from mtsql.learn.parallel import join_processes, leave_processes
@@ -132,7 +132,6 @@ def evaluate_policy() -> None:
         make_scorer,
         pick_device,
         show,
-        trajectory_seed,
     )
 
     config = load_config(EvaluateConfig, "evaluate", __doc__)

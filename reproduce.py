@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtsql.config import user_errors
+from mtsql.experiments.page import write_page
 from mtsql.parts import Part, hardware, run_part
-from mtsql.report.page import write_page
 
 
 class Suite(NamedTuple):
@@ -51,8 +51,8 @@ def shared_parts(out: Path) -> list[Part]:
     """The two toy benchmarks, of which one is out of domain."""
     benchmark, shifted = out / "benchmark", out / "shifted"
     return [
-        Part("benchmark", ["-m", "mtsql.data.toy", str(benchmark)], benchmark),
-        Part("benchmark, out of domain", ["-m", "mtsql.data.toy", str(shifted), "--shifted"], shifted),
+        Part("benchmark", ["-m", "mtsql.toy.benchmark", str(benchmark)], benchmark),
+        Part("benchmark, out of domain", ["-m", "mtsql.toy.benchmark", str(shifted), "--shifted"], shifted),
     ]
 
 
@@ -70,7 +70,7 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
 
     sft, grpo, resume = ["train_sft.py"], ["train_grpo.py"], "--resume"
     if not model:
-        imitation = ["-m", "mtsql.learn.imitation"]
+        imitation = ["-m", "mtsql.toy.imitation"]
         train("imitation", imitation, "", done="run.json")
         model = str(folder / "imitation")
     direct = ("--tools", "none", *suite.adapter)
@@ -78,7 +78,7 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
     short_sft = train("short_sft", sft, model, *direct, *gold, resume)
     short_rl = train("short_rl", grpo, model, *direct, resume)
     warm = train("sft", sft, model, *suite.adapter, resume)
-    counting = ["-m", "mtsql.learn.curriculum"]
+    counting = ["-m", "mtsql.commands.curriculum"]
     counts = train("curriculum", counting, warm, done="counts.jsonl")
     curriculum = ("--curriculum", counts)
     outcome = train("rl_outcome", grpo, warm, *curriculum, "--rewards", "outcome", resume)

@@ -15,7 +15,7 @@ Departures from the paper:
 - A level has steps in proportion to its questions; the paper does not say how long it stays in one.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
-  other presets of --rewards take those of the authors' code. `python -m mtsql.grid_search` searches.
+  other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
   is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta turns on an estimate
@@ -43,8 +43,8 @@ import torch
 from tqdm import tqdm
 
 from mtsql.agent.env import Environment
-from mtsql.agent.rollout import rollout
-from mtsql.agent.trajectory import Status, Trajectory
+from mtsql.agent.rollout import rollout, trajectory_seed
+from mtsql.agent.trajectory import Status, Trajectory, trajectory_record
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
 from mtsql.learn.advantages import group_advantages, informative_groups
@@ -71,10 +71,10 @@ from mtsql.learn.parallel import (
 )
 from mtsql.recipes import load_recipe
 from mtsql.recipes.rewards import RewardFunction, Rewards
-from mtsql.report.evaluation import answer_dialogues, scorable, score_records
+from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import MetricsLog, describe, summarise
 from mtsql.report.plots import plot_training
-from mtsql.report.viewer import drop_later_records, trajectory_record
+from mtsql.report.viewer import drop_later_records
 from mtsql.run import (
     begin_training,
     load_split,
@@ -82,9 +82,9 @@ from mtsql.run import (
     make_sampling,
     make_scorer,
     raise_not_finite,
-    trajectory_seed,
     wording_of,
 )
+from mtsql.sql.score import scorable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class GrpoConfig(Common):
     resample_rounds: int = option(0, "times that other questions replace groups without variance (DAPO)")
     beta: float = option(0.0, "weight of the KL penalty")
     kl: str = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
-    curriculum: str = option("", "counts.jsonl of python -m mtsql.learn.curriculum; levels from easy to hard")
+    curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
     level_size: int = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
     rewards: str = option(
         "",

@@ -41,18 +41,14 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from mtsql.agent.collection import sample_questions
 from mtsql.agent.env import Environment
-from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.agent.trajectory import Stop, Trajectory, trajectory_record
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
+from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
-from mtsql.learn.checkpoint import (
-    load_training_state,
-    new_checkpoint,
-    save_training_state,
-    write_atomically,
-)
-from mtsql.learn.collection import sample_questions
+from mtsql.learn.checkpoint import load_training_state, new_checkpoint, save_training_state
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
@@ -82,14 +78,9 @@ from mtsql.learn.teacher import (
 )
 from mtsql.recipes.rewards import is_right
 from mtsql.report.chat import chat_record
-from mtsql.report.evaluation import scorable
 from mtsql.report.metrics import MetricsLog, format_coverage
-from mtsql.report.viewer import trajectory_record
-from mtsql.run import (
-    begin_training,
-    raise_not_finite,
-)
-from mtsql.sql.score import Scorer
+from mtsql.run import begin_training, make_sampling, raise_not_finite
+from mtsql.sql.score import Scorer, scorable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +334,16 @@ def collect(
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
     for example, sampled in sample_questions(
-        config, policy, environment, numbered, seed, title, processes.first
+        policy,
+        environment,
+        numbered,
+        config.samples_per_question,
+        make_sampling(config, environment, config.temperature),
+        config.rows,
+        seed,
+        title,
+        processes.first,
+        config.cache_gib,
     ):
         right = [t for t in sampled if is_right(t, example, scorer, config.correct)]
         valid = [t for t in right if t.off_protocol == 0]

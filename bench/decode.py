@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.generator import Generator
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 
 QWEN3_17B = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8,

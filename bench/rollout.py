@@ -37,7 +37,7 @@ from transformers import (
 from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 
 END = 0
 

@@ -34,9 +34,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.files import write_atomically
 from mtsql.learn.advantages import group_advantages
 from mtsql.learn.batches import group_micro_batches, row_micro_batches
-from mtsql.learn.checkpoint import write_atomically
 from mtsql.learn.logprobs import TokenBatch, row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, sft_loss
 

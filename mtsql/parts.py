@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 
 
 class Part(NamedTuple):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from peft import PeftModel
 from tqdm import tqdm
@@ -17,16 +16,16 @@ from transformers import PreTrainedModel
 from mtsql.agent.env import TOOL_SETS, Environment, Limits
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import Common
 from mtsql.data.datasets import Dataset, beside, load_dataset, split_names
 from mtsql.data.schema import DataError
-from mtsql.learn.checkpoint import newest_checkpoint, write_atomically
+from mtsql.files import write_atomically
+from mtsql.learn.checkpoint import newest_checkpoint
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.learn.parallel import Processes, join_processes
 from mtsql.recipes import load_recipe
 from mtsql.recipes.wording import Wording
-from mtsql.report.viewer import trajectory_record
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 
@@ -193,11 +192,6 @@ def attention_in_use(policy: torch.nn.Module, layout: str) -> str:
     if layout == "shared" and attention.startswith("flash"):
         raise ValueError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     return attention
-
-
-def trajectory_seed(*numbers: int) -> int:
-    """One seed for one trajectory, from the run's seed and its place in the run."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:

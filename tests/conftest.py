@@ -17,10 +17,10 @@ from mtsql.agent.trajectory import Stop
 from mtsql.data import toy
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
-from mtsql.learn.tiny import train_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
 from mtsql.sql.execute import Executor
+from mtsql.toy.tiny import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TOY = ["--config", "configs/toy.toml"]
@@ -116,7 +116,7 @@ def work(tmp_path_factory):
     finally:
         toy.SPLITS = splits
     run(
-        "-m", "mtsql.learn.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
+        "-m", "mtsql.toy.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
         "--answer-steps", 150, "--agent-steps", 120, "--questions-per-database", 4, "--hidden", 96,
         "--layers", 2, "--skips-execution", 0, "--skips-memory", 0,
     )  # fmt: skip

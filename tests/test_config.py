@@ -77,7 +77,7 @@ def test_shipped_configs_are_valid(path, section):
     import evaluate
     import train_grpo
     import train_sft
-    from mtsql.learn.imitation import ImitationConfig
+    from mtsql.toy.imitation import ImitationConfig
 
     cls = {
         "imitation": ImitationConfig,

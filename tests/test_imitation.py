@@ -11,11 +11,11 @@ from conftest import GOLD, make_episode
 from torch import nn
 
 from mtsql.agent.env import TOOL_SETS, Environment
-from mtsql.learn.exercises import copying_exercise, repair_exercise
-from mtsql.learn.imitation import repair_lesson
-from mtsql.learn.tiny import tiny_qwen3
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
+from mtsql.toy.exercises import copying_exercise, repair_exercise
+from mtsql.toy.imitation import repair_lesson
+from mtsql.toy.tiny import tiny_qwen3
 
 
 def test_copying_exercise_marks_what_its_context_foretells():

@@ -10,7 +10,7 @@ import pytest
 from conftest import GOLD, QUESTION
 
 from mtsql.config import user_errors
-from mtsql.judge import Judge, JudgeError, judge_predictions, main, parse_kinds, read_wrong
+from mtsql.experiments.judge import Judge, JudgeError, judge_predictions, main, parse_kinds, read_wrong
 from mtsql.run import Common, load_split
 
 KEY = "sk-secret-of-the-test"
@@ -189,7 +189,7 @@ def test_a_run_that_stops_goes_on_where_it_stopped(evaluated, serve, tmp_path, m
     path, dataset, _ = evaluated
     wrong, out = read_wrong(path, dataset), tmp_path / "judged.jsonl"
     server = serve(kinds("aggregation"), (400, "context too long"))
-    monkeypatch.setattr("mtsql.judge.MAX_FAILURES", 2)
+    monkeypatch.setattr("mtsql.experiments.judge.MAX_FAILURES", 2)
     with pytest.raises(ValueError, match=r"2 requests in a row failed: .*context too long.*goes on"):
         judge_predictions(server.judge(), wrong, dataset, out)
     assert [r["kinds"] for r in lines_of(out)] == [["aggregation"], None, None]

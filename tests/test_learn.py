@@ -20,15 +20,10 @@ from transformers import (
 )
 
 from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.files import folder_atomically, recover_folder, write_atomically
 from mtsql.learn import checkpoint
 from mtsql.learn.advantages import group_advantages, informative_groups
-from mtsql.learn.checkpoint import (
-    folder_atomically,
-    load_training_state,
-    recover_folder,
-    save_training_state,
-    write_atomically,
-)
+from mtsql.learn.checkpoint import load_training_state, save_training_state
 from mtsql.learn.logprobs import (
     TokenBatch,
     packed_batch,

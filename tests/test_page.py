@@ -9,12 +9,12 @@ from typing import NamedTuple
 import pytest
 from matplotlib.image import imread
 
-from mtsql.report.arms import answers, contrast, estimate, paired_answers, read_arms, read_logs
-from mtsql.report.figures import level_starts
-from mtsql.report.findings import Difference, Finding
+from mtsql.experiments.arms import answers, contrast, estimate, paired_answers, read_arms, read_logs
+from mtsql.experiments.figures import level_starts
+from mtsql.experiments.findings import Difference, Finding
+from mtsql.experiments.page import write_page
+from mtsql.experiments.tables import with_seed_placeholder
 from mtsql.report.metrics import paired_difference, summarise
-from mtsql.report.page import write_page
-from mtsql.report.tables import with_seed_placeholder
 from mtsql.sql.score import FURTHER_METRICS
 
 SEEDS = (0, 1)
@@ -102,7 +102,7 @@ def write_runs(runs: Path) -> Path:
 
 
 def make_commands(runs: Path) -> list[tuple[str, str, Path]]:
-    commands = [("benchmark", "python -m mtsql.data.toy runs/benchmark", runs / "benchmark")]
+    commands = [("benchmark", "python -m mtsql.toy.benchmark runs/benchmark", runs / "benchmark")]
     for seed in SEEDS:
         sft = runs / f"seed{seed}" / "sft"
         line = f"python train_sft.py --seed {seed} --out runs/seed{seed}/sft"
@@ -288,7 +288,7 @@ def test_minutes_and_commands(suite: Suite):
     commands = section(page, "Commands")
     assert commands.count("python train_sft.py --seed SEED --out runs/seedSEED/sft") == 1
     assert commands.count("python ") == 12
-    assert "# data and training\npython -m mtsql.data.toy runs/benchmark" in commands
+    assert "# data and training\npython -m mtsql.toy.benchmark runs/benchmark" in commands
     assert with_seed_placeholder("x.py --seed=1 --steps 1 --out r/seed1/a", 1) == (
         "x.py --seed=SEED --steps 1 --out r/seedSEED/a"
     )

@@ -16,7 +16,7 @@ from mtsql.agent.env import TOOL_SETS
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import load_config, user_errors
 from mtsql.data.datasets import Dataset, examples, load_dataset
-from mtsql.prompt_lengths import main, measure_prompts, summarise_lengths, summarise_prompts
+from mtsql.experiments.prompt_lengths import main, measure_prompts, summarise_lengths, summarise_prompts
 from mtsql.recipes import RECIPES
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording

@@ -15,13 +15,13 @@ from evaluate import EvaluateConfig
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import examples
 from mtsql.learn.embedding import make_embedder
-from mtsql.learn.imitation import ATTENTIVE, demonstrate
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.selection import select_trajectories
 from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
 from mtsql.report.chat import chat_record
 from mtsql.run import load_split, make_environment, make_scorer
+from mtsql.toy.imitation import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
 QUESTIONS = 110

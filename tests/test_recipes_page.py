@@ -8,19 +8,19 @@ from pathlib import Path
 from test_page import cells, section, write_arm
 
 from evaluate import EvaluateConfig
-from mtsql.compare_recipes import CONFIG, seed_parts, start_parts
+from mtsql.commands.curriculum import CurriculumConfig
 from mtsql.config import load_config
-from mtsql.learn.curriculum import CurriculumConfig
-from mtsql.learn.imitation import ImitationConfig
+from mtsql.experiments.compare_recipes import CONFIG, seed_parts, start_parts
+from mtsql.experiments.recipes_page import write_recipes_page
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.report.recipes_page import write_recipes_page
+from mtsql.toy.imitation import ImitationConfig
 from train_grpo import GrpoConfig
 
 SCRIPTS = {
-    "mtsql.learn.curriculum": (CurriculumConfig, "curriculum"),
+    "mtsql.commands.curriculum": (CurriculumConfig, "curriculum"),
     "train_grpo.py": (GrpoConfig, "grpo"),
     "evaluate.py": (EvaluateConfig, "evaluate"),
-    "mtsql.learn.imitation": (ImitationConfig, "imitation"),
+    "mtsql.toy.imitation": (ImitationConfig, "imitation"),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from mtsql.agent.trajectory import Segment, Status, Trajectory
+from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_record
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import (
@@ -22,7 +22,7 @@ from mtsql.report.metrics import (
     summarise,
 )
 from mtsql.report.plots import plot_arms, plot_training
-from mtsql.report.viewer import main, render, trajectory_record
+from mtsql.report.viewer import main, render
 from mtsql.sql.score import FURTHER_METRICS
 
 GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"

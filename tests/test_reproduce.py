@@ -8,10 +8,10 @@ import pytest
 from conftest import ROOT
 
 from evaluate import EvaluateConfig
+from mtsql.commands.curriculum import CurriculumConfig
 from mtsql.config import load_config
-from mtsql.learn.curriculum import CurriculumConfig
-from mtsql.learn.imitation import ImitationConfig
 from mtsql.parts import minutes_of, run_part
+from mtsql.toy.imitation import ImitationConfig
 from reproduce import SUITES, seed_parts
 from train_grpo import GrpoConfig
 from train_sft import SftConfig
@@ -20,8 +20,8 @@ SCRIPTS = {
     "train_sft.py": (SftConfig, "sft"),
     "train_grpo.py": (GrpoConfig, "grpo"),
     "evaluate.py": (EvaluateConfig, "evaluate"),
-    "mtsql.learn.imitation": (ImitationConfig, "imitation"),
-    "mtsql.learn.curriculum": (CurriculumConfig, "curriculum"),
+    "mtsql.toy.imitation": (ImitationConfig, "imitation"),
+    "mtsql.commands.curriculum": (CurriculumConfig, "curriculum"),
 }
 
 

@@ -133,7 +133,7 @@ def test_short_horizon_fine_tuning_learns_the_gold_answers(work):
 def test_curriculum_is_counted_and_followed_level_by_level(work):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--held-out", 2]
     out = run(
-        "-m", "mtsql.learn.curriculum", *data, "--out", work / "counts", "--questions", 12,
+        "-m", "mtsql.commands.curriculum", *data, "--out", work / "counts", "--questions", 12,
         "--samples-per-question", 4,
     )  # fmt: skip
     counts = read_counts(work / "counts" / "counts.jsonl")
@@ -163,7 +163,8 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
 def test_grid_search_compares_weights_on_held_out_dialogues(work):
     small = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--steps", 1]
     out = run(
-        "-m", "mtsql.grid_search", *TOY, "--data", work / "benchmark", "--model", work / "imitation",
+        "-m", "mtsql.experiments.grid_search", *TOY,
+        "--data", work / "benchmark", "--model", work / "imitation",
         "--held-out", 3, "--out", work / "grid", "--proposal", 0, 0.8, "--verify", 0.1, "--", *small,
     )  # fmt: skip
     results = json.loads((work / "grid" / "grid.json").read_text())
@@ -190,7 +191,7 @@ def test_quickstart_ends_with_its_table(work):
         assert replaced == 1
     (work / "small.toml").write_text(small)
     out = run(
-        "-m", "mtsql.quickstart", "--config", work / "small.toml", "--base", work, "--out", work / "quick"
+        "-m", "mtsql.toy.quickstart", "--config", work / "small.toml", "--base", work, "--out", work / "quick"
     )  # fmt: skip
     assert "rl - warm_start:" in out
     results = json.loads((work / "quick" / "results.json").read_text())

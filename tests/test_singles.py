@@ -14,10 +14,10 @@ from evaluate import EvaluateConfig
 from mtsql.data import toy
 from mtsql.data.datasets import Dataset, Turn, examples, load_dataset, with_predicted_history
 from mtsql.data.schema import DataError, load_schemas
-from mtsql.learn.imitation import ATTENTIVE, demonstrate
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.run import load_split, make_environment, make_scorer
+from mtsql.toy.imitation import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
 SPIDER = {"db_id": "music", "question": QUESTION, "query": GOLD, "sql": {"limit": None}, "query_toks": []}

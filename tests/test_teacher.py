@@ -27,12 +27,12 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
-from mtsql.learn.tiny import tiny_qwen3, train_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.wording import Wording
 from mtsql.report.chat import chat_record
 from mtsql.sql.score import Scorer
+from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
 
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
 CHECKED = verdict(EXEC_SQL, True) + "\n"

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from mtsql.agent.cache import rows_within
@@ -133,6 +134,11 @@ def rollout(
                     }
                     progress(done, len(episodes), stats)
     return [episode.trajectory for episode in episodes]
+
+
+def trajectory_seed(*numbers: int) -> int:
+    """One seed for one trajectory, from the run's seed and its place in the run."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def _stops(tokens: ChatTokens, strings: tuple[str, ...]) -> Callable[[list[int]], bool] | None:

@@ -6,6 +6,7 @@ segment, each model message and each observation is one more segment, appended a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
@@ -163,3 +164,27 @@ class Trajectory:
     def sampled_length(self) -> int:
         """Tokens that the model wrote."""
         return sum(sum(s.loss_mask) for s in self.segments)
+
+
+def trajectory_record(
+    trajectory: Trajectory, decode: Callable[[Sequence[int]], str], reward: float | None = None
+) -> dict:
+    """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included."""
+    return {
+        "example_id": trajectory.example_id,
+        "seed": trajectory.seed,
+        "status": None if trajectory.status is None else str(trajectory.status),
+        "reward": reward,
+        "interactions": trajectory.interactions,
+        "off_protocol": trajectory.off_protocol,
+        "answer_sql": trajectory.answer_sql,
+        "segments": [
+            {
+                "role": segment.role,
+                "text": decode(segment.ids),
+                "loss_mask_sum": sum(segment.loss_mask),
+                "ids": list(segment.ids),
+            }
+            for segment in trajectory.segments
+        ],
+    }

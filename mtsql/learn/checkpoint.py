@@ -1,8 +1,7 @@
-"""Files and folders that are written whole or not at all, and the state of a training run."""
+"""Checkpoints: the state of a training run, written whole or not at all."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 import shutil
@@ -14,62 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtsql.files import folder_atomically, recover_folder, temporary_sibling
+
 STATE_FILE = "training_state.pt"
 CHECKPOINTS = "checkpoints"
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name and rename it; an error leaves the old file as it was."""
-    data = content.encode() if isinstance(content, str) else content
-    with _temporary_sibling(path) as temporary:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-
-
-@contextmanager
-def folder_atomically(folder: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which replaces `folder` when the block ends without an error.
-
-    An error, or Ctrl-C, leaves the old folder as it was. The exchange is two renames: a process
-    killed between them leaves the old folder beside it, which `recover_folder` brings back.
-    """
-    recover_folder(folder)
-    with _temporary_sibling(folder) as temporary:
-        temporary.mkdir(parents=True)
-        yield temporary
-        retired = _retired(folder)
-        shutil.rmtree(retired, ignore_errors=True)
-        if folder.exists():
-            folder.rename(retired)
-        temporary.rename(folder)
-        shutil.rmtree(retired, ignore_errors=True)
-
-
-def recover_folder(folder: Path) -> None:
-    """Bring back the old folder if a process was killed while `folder_atomically` replaced it."""
-    if not folder.exists() and _retired(folder).is_dir():
-        _retired(folder).rename(folder)
-
-
-def _retired(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-@contextmanager
-def _temporary_sibling(path: Path) -> Iterator[Path]:
-    """A name beside `path`; what is still there at the end is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -128,7 +75,7 @@ def save_training_state(
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    with _temporary_sibling(folder / STATE_FILE) as temporary:
+    with temporary_sibling(folder / STATE_FILE) as temporary:
         torch.save(state, temporary)
         try:
             torch.load(temporary, weights_only=True, mmap=True)

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
-from mtsql.learn.checkpoint import folder_atomically, recover_folder
+from mtsql.files import folder_atomically, recover_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER_FILE = "adapter_config.json"

@@ -34,17 +34,6 @@ def make_optimizer(
     return adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, beta2))
 
 
-def make_muon(model: nn.Module, matrix_rate: float, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and vectors: for training from
-    scratch, where it needs about half the steps of AdamW alone.
-    """
-    inside = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    chosen = {id(p) for p in inside}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    muon = torch.optim.Muon(inside, lr=matrix_rate, weight_decay=0.01, adjust_lr_fn="original")
-    return [muon, torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]
-
-
 def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
     """Learning rate at `progress` in [0, 1]: linear warm-up, then half a cosine down to zero."""
     if progress < warmup:

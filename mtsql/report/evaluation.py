@@ -110,21 +110,3 @@ def score_records(
             }
         )
     return records
-
-
-def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False) -> list[Example]:
-    """The questions whose gold SQL runs and parses; how many do not is printed.
-
-    `drop_empty` leaves out those whose gold SQL returns nothing as well (MTIR-SQL, section 4.1).
-    """
-    kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
-    dropped = len(asked) - len(kept)
-    if dropped:
-        print(f"left out {dropped} of {len(asked)} questions: their gold SQL does not run or parse")
-    if drop_empty:
-        full = [e for e in kept if scorer.executor.execute(scorer.paths[e.db_id], e.gold_sql).rows]
-        print(f"left out {len(kept) - len(full)} of {len(kept)} questions: their gold SQL returns nothing")
-        kept = full
-    if not kept:
-        raise ValueError("no question has a gold SQL that runs and parses")
-    return kept

@@ -14,7 +14,7 @@ import numpy as np
 
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 from mtsql.recipes.rewards import Rewards
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.errors import ERRORS

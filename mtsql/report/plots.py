@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 
 COLOUR = "#2b6ca3"
 PANELS = {

@@ -12,39 +12,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from mtsql.agent.trajectory import Trajectory
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 
 COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
 BOLD, RESET = "\033[1m", "\033[0m"
 RULE = "─" * 72
-
-
-def trajectory_record(
-    trajectory: Trajectory, decode: Callable[[Sequence[int]], str], reward: float | None = None
-) -> dict:
-    """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included."""
-    return {
-        "example_id": trajectory.example_id,
-        "seed": trajectory.seed,
-        "status": None if trajectory.status is None else str(trajectory.status),
-        "reward": reward,
-        "interactions": trajectory.interactions,
-        "off_protocol": trajectory.off_protocol,
-        "answer_sql": trajectory.answer_sql,
-        "segments": [
-            {
-                "role": segment.role,
-                "text": decode(segment.ids),
-                "loss_mask_sum": sum(segment.loss_mask),
-                "ids": list(segment.ids),
-            }
-            for segment in trajectory.segments
-        ],
-    }
 
 
 def drop_later_records(path: Path, step: int) -> None:

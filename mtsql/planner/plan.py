@@ -1,6 +1,6 @@
 """Will it fit? The GPU memory of a run, from shapes alone, and the knob to turn if it is too much.
 
-    python -m mtsql.plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
+    python -m mtsql.planner.plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
 
 The model stands on PyTorch's meta device, which knows shapes but holds no data. Weights, adapters, gradients
 and optimizer are counted on its parameters. For activations the training code itself runs there on the
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from mtsql.config import CHOICES, ConfigError, user_errors
-from mtsql.learn.footprint import (
+from mtsql.learn.model import ADAPTER_FILE
+from mtsql.planner.footprint import (
     GIB,
     PlanConfig,
     build_model,
@@ -33,7 +34,6 @@ from mtsql.learn.footprint import (
     state_bytes,
     training_bytes,
 )
-from mtsql.learn.model import ADAPTER_FILE
 
 FRAGMENTATION = 0.05  # of what comes and goes: holes of the caching allocator
 

@@ -10,8 +10,8 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mtsql.experiments.arms import Arms, mean_over_seeds, read_logs
 from mtsql.report.abilities import ABILITIES
-from mtsql.report.arms import Arms, mean_over_seeds, read_logs
 from mtsql.report.metrics import HARDNESS, TURNS
 from mtsql.report.plots import save_figure
 

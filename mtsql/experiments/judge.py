@@ -1,7 +1,7 @@
 """A language model sorts wrong predictions into the error kinds of MTSQL-R1 (section 4.4, Figure 7).
 
-    python -m mtsql.judge runs/eval/predictions.jsonl --data DATA --address http://localhost:8000/v1 \\
-        --model NAME --out runs/eval/judged.jsonl
+    python -m mtsql.experiments.judge runs/eval/predictions.jsonl --data DATA \\
+        --address http://localhost:8000/v1 --model NAME --out runs/eval/judged.jsonl
 
 The judge is any server that speaks OpenAI's /chat/completions; the paper's was GPT-5. It sees the schema, the
 dialogue so far with its gold SQL, the question, the gold SQL and the prediction, and names the kinds. Every
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from mtsql.config import Common, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 from mtsql.report.errors import ERRORS
 from mtsql.run import load_split
 

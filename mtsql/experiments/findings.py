@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from mtsql.report.abilities import ABILITIES
-from mtsql.report.arms import (
+from mtsql.experiments.arms import (
     Answer,
     Arms,
     Difference,
@@ -18,6 +17,7 @@ from mtsql.report.arms import (
     estimate,
     paired_answers,
 )
+from mtsql.report.abilities import ABILITIES
 
 COMPARISONS = (  # claim, where in the paper, better arm, worse arm
     ("an untrained small model answers better without the tools", "Finding 2", "base_direct", "base"),

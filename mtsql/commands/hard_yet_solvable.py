@@ -1,11 +1,11 @@
 """Questions for RL that are hard yet solvable (SQL-Trail, sections 4.2 and A.6).
 
-    python -m mtsql.learn.hard_yet_solvable --config configs/toy.toml --data DATA \\
+    python -m mtsql.commands.hard_yet_solvable --config configs/toy.toml --data DATA \\
         --counts runs/counts/counts.jsonl --out runs/chosen
 
-reads the success counts of `python -m mtsql.learn.curriculum` and writes OUT/counts.jsonl with the lines of
-the chosen questions, for `train_grpo.py --curriculum OUT/counts.jsonl --level-size 0`. First comes the
-balanced set, the lowest scores of Equation 13, then the exploration set, questions that no sample solved,
+reads the success counts of `python -m mtsql.commands.curriculum` and writes OUT/counts.jsonl with the
+lines of the chosen questions, for `train_grpo.py --curriculum OUT/counts.jsonl --level-size 0`. First
+comes the balanced set, the lowest scores of Equation 13, then the exploration set, questions that no sample solved,
 extra-hard ones first. Ties are broken by the seed.
 
 Departures: the paper scores 2,800 questions of SynSQL with 6 samples each, and draws its exploration set from
@@ -23,12 +23,11 @@ from pathlib import Path
 
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import examples
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 from mtsql.learn.curriculum import Count, read_counts
-from mtsql.report.evaluation import scorable
 from mtsql.run import load_split
 from mtsql.sql.execute import Executor
-from mtsql.sql.score import Scorer
+from mtsql.sql.score import Scorer, scorable
 
 HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
 
@@ -37,7 +36,7 @@ HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
 class SelectionConfig(Common):
     """Configuration of the selection."""
 
-    counts: str = option(..., "counts.jsonl of python -m mtsql.learn.curriculum (paper: 6 samples)")
+    counts: str = option(..., "counts.jsonl of python -m mtsql.commands.curriculum (paper: 6 samples)")
     balanced: int = option(700, "hard yet solvable questions (paper: 700)")
     exploration: int = option(327, "questions that no sample solved (paper: 327)")
 

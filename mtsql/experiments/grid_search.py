@@ -1,7 +1,8 @@
 """The grid search over the reward's weights on a held-out part of the training data (section 3.3.2).
 
-    python -m mtsql.grid_search --config configs/toy_suite.toml --model runs/suite/seed0/sft/policy \\
-        --data runs/suite/benchmark --held-out 300 --out runs/grid --proposal 0 0.4 0.8 --verify 0 0.1 0.5
+    python -m mtsql.experiments.grid_search --config configs/toy_suite.toml \\
+        --model runs/suite/seed0/sft/policy --data runs/suite/benchmark --held-out 300 --out runs/grid \\
+        --proposal 0 0.4 0.8 --verify 0 0.1 0.5
 
 For each pair of w3 and w4 (w1 and w2 stay 1) a short GRPO run on the rest of the training data, then EX
 and EM on the last --held-out dialogues. A table at the end; OUT/grid.json holds it. Pairs that are done are
@@ -15,7 +16,7 @@ import json
 from itertools import product
 from pathlib import Path
 
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 from mtsql.parts import run_part
 
 

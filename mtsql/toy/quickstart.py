@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
 from mtsql.report.metrics import paired_difference
 from mtsql.report.plots import plot_arms
@@ -41,10 +41,10 @@ def main() -> None:
     data, imitation = base / "benchmark", base / "imitation"
     policies = {"imitation": imitation, "sft": out / "sft" / "policy", "grpo": out / "grpo" / "policy"}
     shared = ["--config", arguments.config, "--data", str(data)]
-    run_part("benchmark: dialogues over generated databases", ["-m", "mtsql.data.toy", str(data)], data)
+    run_part("benchmark: dialogues over generated databases", ["-m", "mtsql.toy.benchmark", str(data)], data)
     run_part(
         "imitation: a tiny model learns from a scripted agent",
-        ["-m", "mtsql.learn.imitation", *shared, "--out", str(imitation)],
+        ["-m", "mtsql.toy.imitation", *shared, "--out", str(imitation)],
         imitation,
     )
     run_part(

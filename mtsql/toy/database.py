@@ -11,8 +11,8 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtsql.data import toy_words as words
-from mtsql.data.toy_style import Style
+from mtsql.toy import words
+from mtsql.toy.style import Style
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Four papers on the same machinery: the same tiny model, questions and budget, one recipe each.
 
-    python -m mtsql.compare_recipes --out runs/recipes --seeds 0 1 2
+    python -m mtsql.experiments.compare_recipes --out runs/recipes --seeds 0 1 2
 
 One model imitates a scripted agent in the formats of all four recipes, once; from it, for each seed, each
 recipe trains by GRPO with its own protocol, rewards and settings, for as many steps and samples and on the
@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mtsql.config import user_errors
+from mtsql.experiments.recipes_page import write_recipes_page
 from mtsql.parts import Part, hardware, run_part
 from mtsql.recipes import RECIPES
-from mtsql.report.recipes_page import write_recipes_page
 
 CONFIG = "configs/recipes.toml"
 SINGLE_TURN = ("--tools", "none", "--max-interactions", "1")
@@ -36,11 +36,11 @@ def start_parts(out: Path, config: str) -> list[Part]:
     """The benchmark, the model that every recipe starts from, and the counts that choose RL's questions."""
     data, model, counts = out / "benchmark", out / "imitation", out / "counts"
     shared = ["--config", config, "--data", str(data)]
-    imitation = ["-m", "mtsql.learn.imitation", *shared, "--out", str(model)]
+    imitation = ["-m", "mtsql.toy.imitation", *shared, "--out", str(model)]
     imitation += ["--further-recipes", ",".join(RECIPES[1:])]
-    counting = ["-m", "mtsql.learn.curriculum", *shared, "--recipe", "sql_trail", "--model", str(model)]
+    counting = ["-m", "mtsql.commands.curriculum", *shared, "--recipe", "sql_trail", "--model", str(model)]
     return [
-        Part("benchmark", ["-m", "mtsql.data.toy", str(data), "--single"], data),
+        Part("benchmark", ["-m", "mtsql.toy.benchmark", str(data), "--single"], data),
         Part("imitation", imitation, model / "run.json"),
         Part("curriculum", [*counting, "--out", str(counts)], counts / "counts.jsonl"),
     ]
@@ -99,7 +99,8 @@ def main() -> None:
         chosen.pages,
         hardware(),
         datetime.now(UTC).date().isoformat(),
-        f"python -m mtsql.compare_recipes --out {chosen.out} --seeds {' '.join(map(str, chosen.seeds))}",
+        f"python -m mtsql.experiments.compare_recipes --out {chosen.out} "
+        f"--seeds {' '.join(map(str, chosen.seeds))}",
         [(part.title, "python " + " ".join(part.command), part.done) for part in parts],
     )
     print(f"\n{page}")

@@ -1,6 +1,6 @@
 """How long are the prompts? Tokens of the whole prompt of every question of a data file.
 
-    python -m mtsql.prompt_lengths --tokenizer Qwen/Qwen3-1.7B --data sparc/dev.json \
+    python -m mtsql.experiments.prompt_lengths --tokenizer Qwen/Qwen3-1.7B --data sparc/dev.json \
         --tables sparc/tables.json --databases database --recipe mtsql_r1
 
 A prompt is rendered as in a run: the recipe's messages and tool schemas in the tokenizer's chat template.
@@ -23,7 +23,7 @@ from mtsql.agent.env import TOOL_SETS, Recipe
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import CHOICES, user_errors
 from mtsql.data.datasets import Dataset, Example, examples, load_dataset
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.files import write_atomically
 from mtsql.learn.model import load_tokenizer
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.wording import Wording

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mtsql.learn.checkpoint import write_atomically
+from mtsql.experiments.arms import Arms, estimate, mean_over_seeds, paired_answers, read_arms, read_json
+from mtsql.experiments.page import Commands, command_list, heading, minutes_table, raw_numbers
+from mtsql.experiments.tables import EMPTY, joined, listed, made_by_arm, percent, shown_difference, table
+from mtsql.files import write_atomically
 from mtsql.recipes import RECIPES
-from mtsql.report.arms import Arms, estimate, mean_over_seeds, paired_answers, read_arms, read_json
 from mtsql.report.metrics import HARDNESS, data_efficiency
-from mtsql.report.page import Commands, command_list, heading, minutes_table, raw_numbers
-from mtsql.report.tables import EMPTY, joined, listed, made_by_arm, percent, shown_difference, table
 
 PAPERS = {"mtsql_r1": "MTSQL-R1", "skyrl_sql": "SkyRL-SQL", "sql_trail": "SQL-Trail", "mtir_sql": "MTIR-SQL"}
 CLAIMS = (  # claim, paper, better arm, worse arm

@@ -7,12 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mtsql.learn.checkpoint import write_atomically
-from mtsql.parts import minutes_of
-from mtsql.report.arms import DESCRIPTIONS, Arms, command_of, read_arms, read_coverage
-from mtsql.report.figures import write_figures
-from mtsql.report.findings import findings, signed
-from mtsql.report.tables import (
+from mtsql.experiments.arms import DESCRIPTIONS, Arms, command_of, read_arms, read_coverage
+from mtsql.experiments.figures import write_figures
+from mtsql.experiments.findings import findings, signed
+from mtsql.experiments.tables import (
     EMPTY,
     abilities_table,
     ablation_table,
@@ -30,6 +28,8 @@ from mtsql.report.tables import (
     table,
     with_seed_placeholder,
 )
+from mtsql.files import write_atomically
+from mtsql.parts import minutes_of
 
 Commands = Sequence[tuple[str, str, Path]]  # title, command line, the path that exists once it is done
 FIGURES = {

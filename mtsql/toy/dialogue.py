@@ -10,10 +10,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mtsql.data import toy_words as words
-from mtsql.data.toy_database import Column, Table, ToyDatabase
-from mtsql.data.toy_query import Condition, Query
-from mtsql.data.toy_style import Style
+from mtsql.toy import words
+from mtsql.toy.database import Column, Table, ToyDatabase
+from mtsql.toy.query import Condition, Query
+from mtsql.toy.style import Style
 
 AGGREGATES = {"avg": "average", "max": "highest", "min": "lowest", "sum": "total"}
 

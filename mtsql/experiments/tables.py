@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import correlation, fmean
 
 from mtsql.agent.trajectory import Status
+from mtsql.experiments.arms import (
+    DESCRIPTIONS,
+    Answer,
+    Arms,
+    Seeds,
+    estimate,
+    mean_over_seeds,
+    paired_answers,
+)
+from mtsql.experiments.figures import MAIN_STAGES
+from mtsql.experiments.findings import signed
 from mtsql.report.abilities import ABILITIES
-from mtsql.report.arms import DESCRIPTIONS, Answer, Arms, Seeds, estimate, mean_over_seeds, paired_answers
-from mtsql.report.figures import MAIN_STAGES
-from mtsql.report.findings import signed
 from mtsql.report.metrics import HARDNESS, TURNS, turn_name
 
 Number = Callable[[dict], float | None]  # of a summary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtsql.data.toy_dialogue import AGGREGATES, Asked, Speaker, extremes
-from mtsql.data.toy_query import Condition, Query
+from mtsql.toy.dialogue import AGGREGATES, Asked, Speaker, extremes
+from mtsql.toy.query import Condition, Query
 
 
 def _plain(query: Query) -> bool:

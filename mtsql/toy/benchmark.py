@@ -1,6 +1,6 @@
 """The embedded benchmark: dialogues over generated databases, on disk exactly as SParC is.
 
-`python -m mtsql.data.toy FOLDER` writes train.json, dev.json, test.json, tables.json and
+`python -m mtsql.toy.benchmark FOLDER` writes train.json, dev.json, test.json, tables.json and
 database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). With --shifted it is
 smaller, over other databases and in another style of dialogue, for evaluation out of domain. With
@@ -18,12 +18,12 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from mtsql.data import toy_words
-from mtsql.data.toy_database import ToyDatabase, make_database, tables_entry, write_sqlite
-from mtsql.data.toy_dialogue import Asked, Speaker
-from mtsql.data.toy_followup import FOLLOW_UPS
-from mtsql.data.toy_query import mistakes, render
-from mtsql.data.toy_style import DEFAULT, SHIFTED, Style
+from mtsql.toy import words
+from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
+from mtsql.toy.dialogue import Asked, Speaker
+from mtsql.toy.followup import FOLLOW_UPS
+from mtsql.toy.query import mistakes, render
+from mtsql.toy.style import DEFAULT, SHIFTED, Style
 
 SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (80, 6)}  # databases, dialogues in each
 SHIFTED_SPLITS = {"train": (60, 5), "dev": (20, 5), "test": (60, 5)}
@@ -96,7 +96,7 @@ def _write_split(
     folder: Path, split: str, databases: int, dialogues_each: int, rng: random.Random, style: Style
 ) -> tuple[list[dict], list[dict], list[list[list[dict]]]]:
     """Databases and dialogues of one split: tables entries, dialogues, mistakes turn by turn."""
-    names = list(toy_words.themes())
+    names = list(words.themes())
     entries, dialogues, wrong = [], [], []
     for number in range(databases):
         theme = names[number % len(names)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mtsql.data.toy_database import Column, ToyDatabase
+from mtsql.toy.database import Column, ToyDatabase
 
 
 @dataclass(frozen=True)

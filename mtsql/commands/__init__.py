@@ -1,0 +1,1 @@
+"""Small commands beside the three scripts."""

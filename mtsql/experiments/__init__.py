@@ -1,0 +1,1 @@
+"""Whatever only makes pages: suites, arms, findings, tables, figures, comparisons."""

@@ -1,0 +1,63 @@
+"""Files and folders that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file under a temporary name and rename it; an error leaves the old file as it was."""
+    data = content.encode() if isinstance(content, str) else content
+    with temporary_sibling(path) as temporary:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+
+@contextmanager
+def folder_atomically(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill, which replaces `folder` when the block ends without an error.
+
+    An error, or Ctrl-C, leaves the old folder as it was. The exchange is two renames: a process
+    killed between them leaves the old folder beside it, which `recover_folder` brings back.
+    """
+    recover_folder(folder)
+    with temporary_sibling(folder) as temporary:
+        temporary.mkdir(parents=True)
+        yield temporary
+        retired = _retired(folder)
+        shutil.rmtree(retired, ignore_errors=True)
+        if folder.exists():
+            folder.rename(retired)
+        temporary.rename(folder)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def recover_folder(folder: Path) -> None:
+    """Bring back the old folder if a process was killed while `folder_atomically` replaced it."""
+    if not folder.exists() and _retired(folder).is_dir():
+        _retired(folder).rename(folder)
+
+
+def _retired(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+@contextmanager
+def temporary_sibling(path: Path) -> Iterator[Path]:
+    """A name beside `path`; what is still there at the end is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)

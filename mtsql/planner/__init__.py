@@ -1,0 +1,1 @@
+"""Will it fit? The GPU memory of a run, from shapes alone."""
