@@ -18,14 +18,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from mtsql.data.schema import DataError
+from mtsql.errors import UserError
 from mtsql.recipes import RECIPES, load_recipe
 
 SECTIONS = ("common", "imitation", "sft", "curriculum", "grpo", "evaluate")
-
-
-class ConfigError(ValueError):
-    """A wrong option or configuration file; the message is one sentence for the user."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -105,12 +101,12 @@ def load_config(cls: type, section: str, description: str, argv: list[str] | Non
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             names = ", ".join("--" + name.replace("_", "-") for name in missing)
-            raise ConfigError(f"give {names} (or name them in the --config file)")
+            raise UserError(f"give {names} (or name them in the --config file)")
         config = cls(**values)
         _check_choices(config)
         if getattr(config, "tools", "") == "no_execution" and config.recipe != RECIPES[0]:
-            raise ConfigError(f"--tools no_execution needs a memory, which only --recipe {RECIPES[0]} has")
-    except ConfigError as error:
+            raise UserError(f"--tools no_execution needs a memory, which only --recipe {RECIPES[0]} has")
+    except UserError as error:
         parser.error(str(error))
     return config
 
@@ -159,12 +155,12 @@ def _check_choices(config: Any) -> None:
     for name, least in MINIMA.items():
         value = getattr(config, name, least)
         if value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} should be at least {least}, not {value}")
+            raise UserError(f"--{name.replace('_', '-')} should be at least {least}, not {value}")
     for name, choices in CHOICES.items():
         value = getattr(config, name, choices[0])
         if value not in choices:
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value} is unknown; choose from {', '.join(choices)}")
+            raise UserError(f"--{flag} {value} is unknown; choose from {', '.join(choices)}")
 
 
 def _from_toml(path: str | None, section: str, cls: type, hints: dict[str, type]) -> dict:
@@ -173,23 +169,23 @@ def _from_toml(path: str | None, section: str, cls: type, hints: dict[str, type]
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML ({error})") from None
+        raise UserError(f"{path} is not valid TOML ({error})") from None
     unknown = set(content) - set(SECTIONS)
     if unknown:
-        raise ConfigError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
+        raise UserError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
     values = {}
     own = {f.name for f in fields(cls)}
     for table in ("common", section):
         for name, value in content.get(table, {}).items():
             if name not in own:
-                raise ConfigError(f"{path}: [{table}] has an unknown field {name!r}")
+                raise UserError(f"{path}: [{table}] has an unknown field {name!r}")
             wanted = hints[name]
             if wanted is float and type(value) is int:
                 value = float(value)
             if type(value) is not wanted:
-                raise ConfigError(f"{path}: [{table}] {name} should be {wanted.__name__}, not {value!r}")
+                raise UserError(f"{path}: [{table}] {name} should be {wanted.__name__}, not {value!r}")
             values[name] = value
     return values
 
@@ -212,7 +208,7 @@ def user_errors(main: Callable[[], None]) -> None:
     try:
         main()
     except (ValueError, FileNotFoundError, FileExistsError) as error:
-        if "\n" in str(error) and not isinstance(error, DataError):
+        if "\n" in str(error) and not isinstance(error, UserError):
             raise  # many lines: a library's error, not one of our sentences
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

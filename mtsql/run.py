@@ -19,7 +19,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import Common
 from mtsql.data.datasets import Dataset, beside, load_dataset, split_names
-from mtsql.data.schema import DataError
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.checkpoint import newest_checkpoint
 from mtsql.learn.model import load_policy, load_tokenizer
@@ -33,7 +33,7 @@ from mtsql.sql.score import Scorer
 def find_split(data: str, split: str) -> Path:
     """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
 
-    Raises DataError if there is none.
+    Raises UserError if there is none.
     """
     root = Path(data)
     if root.is_file():
@@ -42,23 +42,23 @@ def find_split(data: str, split: str) -> Path:
     for name in names:
         if (root / name).is_file():
             return root / name
-    raise DataError(f"{root} has no {split} split: none of {', '.join(names)} is there")
+    raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
 def load_split(config: Common, split: str) -> Dataset:
     """The dialogues of a split with their schemas; tables and databases beside the data by default.
 
     A folder with Spider's train_spider.json gives its train_others.json too. With --held-out N the last N
-    dialogues of `train` are the split `held_out`, and not in `train`. Raises DataError if that leaves one of
+    dialogues of `train` are the split `held_out`, and not in `train`. Raises UserError if that leaves one of
     the two empty.
     """
     path = find_split(config.data, "train" if split == "held_out" else split)
     tables = Path(config.tables) if config.tables else beside(path, "tables.json")
     databases = Path(config.databases) if config.databases else beside(path, "database", "databases")
     if not tables.is_file():
-        raise DataError(f"{tables} is not a file; give the file of schemas with --tables")
+        raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
     if not databases.is_dir():
-        raise DataError(f"{databases} is not a folder; give the folder of databases with --databases")
+        raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
     others = path.with_name("train_others.json")
     further = []
     if path.name == "train_spider.json" and others.is_file() and Path(config.data).is_dir():
@@ -68,7 +68,7 @@ def load_split(config: Common, split: str) -> Dataset:
     if split == "held_out" or (split == "train" and config.held_out):
         count = len(dataset.dialogues)
         if not 0 < config.held_out < count:
-            raise DataError(f"--held-out should be 1 to {count - 1} of the {count} dialogues of {path}")
+            raise UserError(f"--held-out should be 1 to {count - 1} of the {count} dialogues of {path}")
         cut = count - config.held_out
         shown = dataset.dialogues[cut:] if split == "held_out" else dataset.dialogues[:cut]
         dataset = replace(dataset, dialogues=shown)

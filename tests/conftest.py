@@ -14,12 +14,12 @@ import pytest
 from mtsql.agent.env import TOOL_SETS, Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop
-from mtsql.data import toy
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
 from mtsql.sql.execute import Executor
+from mtsql.toy import benchmark as toy
 from mtsql.toy.tiny import train_tokenizer
 
 ROOT = Path(__file__).parents[1]

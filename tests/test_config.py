@@ -10,7 +10,7 @@ import pytest
 
 from mtsql.config import Common, load_config, option, save_config
 from mtsql.data.datasets import load_dataset
-from mtsql.data.schema import DataError
+from mtsql.errors import UserError
 from mtsql.run import find_split
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.toml"))
@@ -102,14 +102,14 @@ def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):
     }
     for content, message in cases.items():
         bad.write_text(content)
-        with pytest.raises(DataError, match=message) as error:
+        with pytest.raises(UserError, match=message) as error:
             load_dataset(bad, tables, databases)
         assert "bad.json" in str(error.value)
-    with pytest.raises(DataError, match=r"absent\.json does not exist"):
+    with pytest.raises(UserError, match=r"absent\.json does not exist"):
         load_dataset(tmp_path / "absent.json", tables, databases)
-    with pytest.raises(DataError, match="holds none of the databases"):
+    with pytest.raises(UserError, match="holds none of the databases"):
         load_dataset(bad, tables, tmp_path)
-    with pytest.raises(DataError, match="has no dev split"):
+    with pytest.raises(UserError, match="has no dev split"):
         find_split(str(tmp_path), "dev")
     bad.write_text(
         '[{"database_id": "gone", "interaction": []},'

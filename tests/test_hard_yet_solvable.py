@@ -9,15 +9,15 @@ import sys
 import pytest
 from conftest import ROOT, TOY
 
+from mtsql.commands import hard_yet_solvable
 from mtsql.commands.hard_yet_solvable import SelectionConfig, choose, score
 from mtsql.config import user_errors
-from mtsql.data import toy
 from mtsql.data.datasets import examples
-from mtsql.learn import hard_yet_solvable
 from mtsql.learn.curriculum import Count, curriculum_levels, read_counts
 from mtsql.run import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
+from mtsql.toy import benchmark as toy
 
 
 def test_equation_13():

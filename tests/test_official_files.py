@@ -11,7 +11,7 @@ import pytest
 
 import evaluate as evaluate_script
 from mtsql.config import user_errors
-from mtsql.data.schema import DataError
+from mtsql.errors import UserError
 from mtsql.report.official import compare, read_pairs
 from mtsql.sql.match import whole_clause_f1
 from mtsql.sql.parse import SqlSchema
@@ -142,7 +142,7 @@ LINES = PRED.splitlines(keepends=True)
 )
 def test_a_line_too_few_or_too_many_is_named(files, pred, message):
     (files / "pred.txt").write_text(pred)
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(UserError) as raised:
         read_pairs(files / "gold.txt", files / "pred.txt")
     assert message in str(raised.value)
 
@@ -168,7 +168,7 @@ def test_wrong_files_end_with_one_sentence_and_write_nothing(files):
 def test_a_prediction_for_another_database_is_misaligned(files):
     (files / "gold.txt").write_text(GOLD.replace("music", "opera", 1))
     (files / "pred.txt").write_text(PRED.replace("\n", "\tmusic\n", 1))
-    with pytest.raises(DataError, match=r"pred.txt, line 1 is for database music, but .* asks opera"):
+    with pytest.raises(UserError, match=r"pred.txt, line 1 is for database music, but .* asks opera"):
         read_pairs(files / "gold.txt", files / "pred.txt")
 
 

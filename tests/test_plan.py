@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql import plan
 from mtsql.agent.cache import cache_bytes_per_token
-from mtsql.config import ConfigError, user_errors
-from mtsql.learn import footprint
+from mtsql.config import user_errors
+from mtsql.errors import UserError
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.optimizer import make_optimizer
+from mtsql.planner import footprint, plan
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 64, 160, 3, 4, 2, 16
@@ -210,7 +210,7 @@ def test_cache_holds_powers_of_two_of_whole_rows(tiny):
         config = replace(tiny, rows=rows, cache_gib=cache * row / footprint.GIB)
         assert footprint.sampling_rows(model, config) == (slots, 256)
     assert footprint.rollout_bytes(model, replace(tiny, rows=3))["key/value cache"] == 4 * row
-    with pytest.raises(ConfigError, match="does not hold one row"):
+    with pytest.raises(UserError, match="does not hold one row"):
         footprint.sampling_rows(model, replace(tiny, cache_gib=0.9 * row / footprint.GIB))
 
 
@@ -298,8 +298,8 @@ def test_wrong_input_is_one_sentence(options, sentence, monkeypatch, capsys):
 def test_types_in_the_file_are_checked(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[common]\nrows = "many"\n')
-    with pytest.raises(ConfigError, match="rows should be int, not 'many'"):
+    with pytest.raises(UserError, match="rows should be int, not 'many'"):
         plan.read_config(str(path), "grpo", {})
     path.write_text("[common]\nrows = \n")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
+    with pytest.raises(UserError, match="is not valid TOML"):
         plan.read_config(str(path), "grpo", {})

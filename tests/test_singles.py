@@ -11,12 +11,13 @@ import pytest
 from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny
 
 from evaluate import EvaluateConfig
-from mtsql.data import toy
 from mtsql.data.datasets import Dataset, Turn, examples, load_dataset, with_predicted_history
-from mtsql.data.schema import DataError, load_schemas
+from mtsql.data.schema import load_schemas
+from mtsql.errors import UserError
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.run import load_split, make_environment, make_scorer
+from mtsql.toy import benchmark as toy
 from mtsql.toy.imitation import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -81,7 +82,7 @@ def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_
     assert capsys.readouterr().out == ""
     assert load(root, "held_out", held_out=1).dialogues[0].id == "00003"
     (root / "train_others.json").write_text('[{"db_id": "music", "question": "?"}]')
-    with pytest.raises(DataError, match=r"train_others\.json, item 0 has none of the fields"):
+    with pytest.raises(UserError, match=r"train_others\.json, item 0 has none of the fields"):
         load(root, "train")
 
 
@@ -107,7 +108,7 @@ def test_bird_layouts(tiny, tmp_path, train, dev):
         (example,) = examples(dataset.dialogues)
         assert (example.knowledge, example.difficulty) == (evidence, difficulty)
         assert with_predicted_history(dataset.dialogues[0], 0, []) == example
-    with pytest.raises(DataError, match="has no test split"):
+    with pytest.raises(UserError, match="has no test split"):
         load(tmp_path, "test")
 
 
@@ -133,7 +134,7 @@ def test_other_layouts(tiny, tmp_path):
     (root / "tables.json").write_text("[]")  # named ones win over those beside the data
     assert load(root, **chosen).schemas["music"].path == tiny.schema.path
     (root / "tables.json").unlink()
-    with pytest.raises(DataError, match=r"tables\.json is not a file; give .* with --tables"):
+    with pytest.raises(UserError, match=r"tables\.json is not a file; give .* with --tables"):
         load(root)
 
 
@@ -159,7 +160,7 @@ def test_other_layouts(tiny, tmp_path):
 def test_hostile_items_are_named(tiny, tmp_path, content, message):
     data = tmp_path / "bad.json"
     data.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
     assert "bad.json" in str(error.value) and "\n" not in str(error.value)
 
@@ -171,7 +172,7 @@ def test_missing_databases_are_skipped_on_request_and_ids_stay(tiny, tmp_path):
     assert dataset.skipped == 1 and [d.id for d in dataset.dialogues] == ["00001"]
     assert dataset.dialogues[0].turns[0].knowledge == ""
     data.write_text(json.dumps([SPIDER | {"db_id": "gone"}]))
-    with pytest.raises(DataError, match="no dialogue whose database"):
+    with pytest.raises(UserError, match="no dialogue whose database"):
         load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
 
 
@@ -180,7 +181,7 @@ def test_broken_tables_are_named(tiny, tmp_path):
     for broken in ([3], [{}], [{k: v for k, v in entry.items() if k != "foreign_keys"}]):
         tables = tmp_path / "tables.json"
         tables.write_text(json.dumps(broken))
-        with pytest.raises(DataError, match=r"tables\.json, item 0: expected a database"):
+        with pytest.raises(UserError, match=r"tables\.json, item 0: expected a database"):
             load_schemas(tables, tiny.folder / "database")
 
 
@@ -216,7 +217,7 @@ def test_bird_descriptions_stand_behind_their_columns_in_the_paper_text_only(tin
     plain = [line.split(" -- ")[0] for line in described.splitlines()]
     assert plain == tiny.schema.text(compact=False).splitlines() and " -- " not in tiny.schema.text(False)
     (folder / "label.csv").write_text(header + "city,," + "x" * 200_000)
-    with pytest.raises(DataError, match=r"label\.csv, line \d+, is not valid CSV"):
+    with pytest.raises(UserError, match=r"label\.csv, line \d+, is not valid CSV"):
         load_schemas(root / "tables.json", root / "database")
 
 
@@ -283,5 +284,5 @@ def test_real_spider():
     assert "create table stadium (" in dataset.schemas["concert_singer"].text(compact=False)
     train = load(SHARED / "spider", "train", allow_missing=True, **beside)
     assert len(train.dialogues) + train.skipped == 7000
-    with pytest.raises(DataError, match=r"tables\.json is not a file; give .* with --tables"):
+    with pytest.raises(UserError, match=r"tables\.json is not a file; give .* with --tables"):
         load(SHARED / "spider")

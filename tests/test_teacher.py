@@ -14,7 +14,6 @@ import train_sft
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Environment, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import user_errors
-from mtsql.data import toy
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.learn.model import save_policy
 from mtsql.learn.teacher import (
@@ -32,6 +31,7 @@ from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.wording import Wording
 from mtsql.report.chat import chat_record
 from mtsql.sql.score import Scorer
+from mtsql.toy import benchmark as toy
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
 
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)

@@ -11,10 +11,10 @@ from statistics import fmean
 
 import pytest
 
-from mtsql.data import toy
 from mtsql.data.datasets import examples, load_dataset
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
+from mtsql.toy import benchmark as toy
 
 
 @pytest.fixture(scope="module")

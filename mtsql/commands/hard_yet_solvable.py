@@ -5,8 +5,8 @@
 
 reads the success counts of `python -m mtsql.commands.curriculum` and writes OUT/counts.jsonl with the
 lines of the chosen questions, for `train_grpo.py --curriculum OUT/counts.jsonl --level-size 0`. First
-comes the balanced set, the lowest scores of Equation 13, then the exploration set, questions that no sample solved,
-extra-hard ones first. Ties are broken by the seed.
+comes the balanced set, the lowest scores of Equation 13, then the exploration set, questions that no
+sample solved, extra-hard ones first. Ties are broken by the seed.
 
 Departures: the paper scores 2,800 questions of SynSQL with 6 samples each, and draws its exploration set from
 three sources (failures on the questions of fine-tuning, SynSQL, extra-hard ones of Spider); here all are from

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtsql.data.schema import DataError, Schema, load_schemas, read_json
+from mtsql.data.schema import Schema, load_schemas, read_json
 from mtsql.data.singles import read_single
+from mtsql.errors import UserError
 
 # Where official folders keep a split beside `split_names`' first four: Spider and Spider-Syn, SynSQL;
 # BIRD's dev, BIRD mini-dev, Spider-DK, Spider-Realistic.
@@ -101,8 +102,8 @@ def load_dataset(
     """Dialogues or single questions with their schemas; the items' fields tell the format.
 
     The files `further` belong to the same split, and their items are numbered on. A dialogue over a
-    database that is not there raises DataError, or is skipped and counted with `allow_missing`.
-    DataError names the file and the field of whatever is wrong.
+    database that is not there raises UserError, or is skipped and counted with `allow_missing`.
+    UserError names the file and the field of whatever is wrong.
     """
     schemas = load_schemas(tables, databases)
     dialogues: list[Dialogue] = []
@@ -115,15 +116,15 @@ def load_dataset(
             elif allow_missing:
                 skipped += 1
             else:
-                raise DataError(
+                raise UserError(
                     f"{path}, item {number}: database {dialogue.db_id!r} is not in {tables} or has no file "
                     f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
                     "give the right --databases, or --allow-missing to skip such items"
                 )
     if not dialogues and not skipped:
-        raise DataError(f"{data} holds an empty list; it should hold dialogues or questions")
+        raise UserError(f"{data} holds an empty list; it should hold dialogues or questions")
     if not dialogues:
-        raise DataError(f"{data} holds no dialogue whose database is in {databases}")
+        raise UserError(f"{data} holds no dialogue whose database is in {databases}")
     return Dataset(tuple(dialogues), schemas, skipped)
 
 
@@ -142,7 +143,7 @@ def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
             for index, turn in enumerate(item["interaction"])
         )
     except (KeyError, TypeError) as error:
-        raise DataError(
+        raise UserError(
             f"{data}, dialogue {number}: expected SParC's fields database_id and "
             f"interaction (each with utterance and query), but {error!r}"
         ) from None

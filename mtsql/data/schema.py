@@ -9,9 +9,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class DataError(ValueError):
-    """Wrong input data; the message is one sentence for the user."""
+from mtsql.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def _compact(table: SchemaTable) -> str:
 def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
     """Every database of tables.json whose SQLite file exists, by db_id.
 
-    Raises DataError if tables.json is missing or broken, or no database is found at all.
+    Raises UserError if tables.json is missing or broken, or no database is found at all.
     """
     schemas = {}
     for number, entry in enumerate(read_json(tables_file)):
@@ -93,11 +91,11 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
             if path.is_file():
                 schemas[entry["db_id"]] = _schema(entry, path)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise DataError(
+            raise UserError(
                 f"{tables_file}, item {number}: expected a database with Spider's fields, but {error!r}"
             ) from None
     if not schemas:
-        raise DataError(
+        raise UserError(
             f"{databases} holds none of the databases named in {tables_file}; "
             "it should hold <db_id>/<db_id>.sqlite"
         )
@@ -105,15 +103,15 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
 
 
 def read_json(path: Path) -> list:
-    """The list in a JSON file; DataError names the file if it is missing, broken or no list."""
+    """The list in a JSON file; UserError names the file if it is missing, broken or no list."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not valid JSON ({error})") from None
+        raise UserError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, list):
-        raise DataError(f"{path} should hold a list, not {type(content).__name__}")
+        raise UserError(f"{path} should hold a list, not {type(content).__name__}")
     return content
 
 
@@ -138,7 +136,7 @@ def _descriptions(entry: dict, path: Path) -> dict[tuple[str, str], str]:
                 values = (row.get("value_description") or "").strip()
                 found[file.stem.lower(), column] = "; ".join(filter(None, (meaning, values)))
         except csv.Error as error:
-            raise DataError(f"{file}, line {rows.line_num}, is not valid CSV ({error})") from None
+            raise UserError(f"{file}, line {rows.line_num}, is not valid CSV ({error})") from None
     texts = {key: " ".join(text.split()) for key, text in found.items()}
     return {key: _cut(text, 100) for key, text in texts.items() if _letters(text) != _letters(key[1])}
 

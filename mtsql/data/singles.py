@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mtsql.data.schema import DataError
+from mtsql.errors import UserError
 
 
 class Single(NamedTuple):
@@ -44,24 +44,24 @@ FORMATS = {
 def read_single(data: Path, number: int, item: object) -> Single:
     """Item `number` (from 0) of the file `data`; its format is told by its fields.
 
-    Raises DataError with the file, the item and the field that is missing or no text.
+    Raises UserError with the file, the item and the field that is missing or no text.
     """
     where = f"{data}, item {number}"
     if not isinstance(item, dict):
-        raise DataError(f"{where} should be an object with named fields, not {type(item).__name__}")
+        raise UserError(f"{where} should be an object with named fields, not {type(item).__name__}")
     fields = next((fields for key, fields in FORMATS.items() if key in item), None)
     if fields is None:
         known = ", ".join(f"{key} ({fields.format})" for key, fields in FORMATS.items())
-        raise DataError(
+        raise UserError(
             f"{where} has none of the fields interaction (SParC, CoSQL), {known}; "
             f"its fields are {', '.join(map(str, item)) or 'none'}"
         )
 
     def text(field: str) -> str:
         if field not in item:
-            raise DataError(f"{where} looks like {fields.format} but lacks the field {field}")
+            raise UserError(f"{where} looks like {fields.format} but lacks the field {field}")
         if not isinstance(item[field], str):
-            raise DataError(f"{where}: the field {field} should be text, not {type(item[field]).__name__}")
+            raise UserError(f"{where}: the field {field} should be text, not {type(item[field]).__name__}")
         return item[field]
 
     def optional(field: str) -> str:

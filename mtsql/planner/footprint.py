@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from mtsql.agent.cache import STATIC_BUCKET, cache_bytes_per_token
 from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, Generator
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.config import ConfigError
+from mtsql.errors import UserError
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import ADAPTER_FILE, DTYPES
@@ -73,7 +73,7 @@ class PlanConfig:
 def build_model(config: PlanConfig) -> PreTrainedModel | PeftModel:
     """The policy of `load_policy` on the meta device, with gradients; linear layers are not quantised.
 
-    Raises ConfigError if the shape of the model is not known here, or if a quantised model has no adapter.
+    Raises UserError if the shape of the model is not known here, or if a quantised model has no adapter.
     """
     peft, name = None, config.model
     if (Path(name) / ADAPTER_FILE).is_file():
@@ -85,7 +85,7 @@ def build_model(config: PlanConfig) -> PreTrainedModel | PeftModel:
             r=config.lora_rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
         )
     if config.quantise == "nf4" and peft is None:
-        raise ConfigError("a quantised model can only train an adapter; give --lora-rank above 0")
+        raise UserError("a quantised model can only train an adapter; give --lora-rank above 0")
     if (Path(name) / "config.json").is_file():
         shape = AutoConfig.from_pretrained(name)
     elif name in QWEN3:
@@ -95,7 +95,7 @@ def build_model(config: PlanConfig) -> PreTrainedModel | PeftModel:
             num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=128, tie_word_embeddings=tied,
         )  # fmt: skip
     else:
-        raise ConfigError(
+        raise UserError(
             f"the shape of --model {name!r} is not known; give a local folder with config.json, an adapter "
             f"of one, or one of {', '.join(QWEN3)}"
         )
@@ -265,13 +265,13 @@ def training_bytes(model: PreTrainedModel | PeftModel, config: PlanConfig) -> di
 
 
 def sampling_rows(model: PreTrainedModel | PeftModel, config: PlanConfig) -> tuple[int, int]:
-    """(slots, positions) of the cache that the rollout reserves on a GPU; ConfigError if it holds no row."""
+    """(slots, positions) of the cache that the rollout reserves on a GPU; UserError if it holds no row."""
     positions = -(-config.longest // STATIC_BUCKET) * STATIC_BUCKET
     held = int(config.cache_gib * GIB / cache_bytes_per_token(model)) // positions
     if config.cache_gib == 0 or config.rows <= held:
         return 1 << (config.rows - 1).bit_length(), positions
     if held < 1:
-        raise ConfigError(f"cache_gib {config.cache_gib:g} does not hold one row of {positions} positions")
+        raise UserError(f"cache_gib {config.cache_gib:g} does not hold one row of {positions} positions")
     return 1 << (held.bit_length() - 1), positions
 
 

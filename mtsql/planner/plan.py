@@ -23,7 +23,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from mtsql.config import CHOICES, ConfigError, user_errors
+from mtsql.config import CHOICES, user_errors
+from mtsql.errors import UserError
 from mtsql.learn.model import ADAPTER_FILE
 from mtsql.planner.footprint import (
     GIB,
@@ -42,14 +43,14 @@ def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanCo
     """[common] and [stage] of a TOML file, then the given options.
 
     [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none; [sft]
-    trains on trajectories one by one, packed by default. Raises ConfigError for what is wrong.
+    trains on trajectories one by one, packed by default. Raises UserError for what is wrong.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML ({error})") from None
+        raise UserError(f"{path} is not valid TOML ({error})") from None
     warm, common, own = (content.get(table, {}) for table in ("sft", "common", stage))
     merged = {k: v for k, v in warm.items() if k in ("model", "lora_rank")} | common | own
     if stage == "sft":
@@ -58,14 +59,14 @@ def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanCo
     values = {name: value for name, value in (merged | options).items() if name in hints}
     for name, value in values.items():
         if type(value) is not hints[name] and not (hints[name] is float and type(value) is int):
-            raise ConfigError(f"{name} should be {hints[name].__name__}, not {value!r}")
+            raise UserError(f"{name} should be {hints[name].__name__}, not {value!r}")
         if name in CHOICES and value not in CHOICES[name]:
-            raise ConfigError(f"{name} {value} is unknown; choose from {', '.join(CHOICES[name])}")
+            raise UserError(f"{name} {value} is unknown; choose from {', '.join(CHOICES[name])}")
         if type(value) is int and value < (name != "lora_rank"):
-            raise ConfigError(f"{name} should be positive, not {value}")
+            raise UserError(f"{name} should be positive, not {value}")
     config = PlanConfig(**values)
     if config.longest <= config.max_prompt_tokens:
-        raise ConfigError("max_sequence_tokens leaves no room for a response; raise it")
+        raise UserError("max_sequence_tokens leaves no room for a response; raise it")
     return config
 
 

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtsql.data.schema import DataError, read_json
+from mtsql.data.schema import read_json
+from mtsql.errors import UserError
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_executed, execution_match
 from mtsql.sql.hardness import hardness
@@ -61,20 +62,20 @@ class Rules:
 def read_pairs(gold: Path, pred: Path) -> list[Pair]:
     """The lines of a gold and a prediction file, side by side.
 
-    Raises DataError naming the first line that is missing, too much, or at another place.
+    Raises UserError naming the first line that is missing, too much, or at another place.
     """
     gold_blocks, pred_blocks = _blocks(gold), _blocks(pred)
     if not gold_blocks:
-        raise DataError(f"{gold} holds no query")
+        raise UserError(f"{gold} holds no query")
     known = {cells[1].strip() for block in gold_blocks for _, cells in block if len(cells) > 1}
     pairs = []
     for number, gold_block in enumerate(gold_blocks):
         pred_block = pred_blocks[number] if number < len(pred_blocks) else []
         for turn, (line, cells) in enumerate(gold_block):
             if len(cells) != 2:
-                raise DataError(f"{gold}, line {line}: expected SQL, a tab and the name of a database")
+                raise UserError(f"{gold}, line {line}: expected SQL, a tab and the name of a database")
             if turn >= len(pred_block):
-                raise DataError(
+                raise UserError(
                     f"{gold}, line {line} has no prediction: interaction {number + 1} has {len(gold_block)} "
                     f"lines there and {len(pred_block)} in {pred} (write an empty prediction as none)"
                 )
@@ -82,14 +83,14 @@ def read_pairs(gold: Path, pred: Path) -> list[Pair]:
             db_id = cells[1].strip()
             named = pred_cells[-1].strip() if len(pred_cells) > 1 else db_id
             if named in known and named != db_id:
-                raise DataError(
+                raise UserError(
                     f"{pred}, line {pred_line} is for database {named}, but {gold}, line {line} asks {db_id}"
                 )
             pairs.append(Pair(line, number, turn, db_id, cells[0], pred_cells[0]))
         if len(pred_block) > len(gold_block):
-            raise DataError(f"{pred}, line {pred_block[len(gold_block)][0]} has no gold query in {gold}")
+            raise UserError(f"{pred}, line {pred_block[len(gold_block)][0]} has no gold query in {gold}")
     if len(pred_blocks) > len(gold_blocks):
-        raise DataError(f"{pred}, line {pred_blocks[len(gold_blocks)][0][0]} has no gold query in {gold}")
+        raise UserError(f"{pred}, line {pred_blocks[len(gold_blocks)][0][0]} has no gold query in {gold}")
     return pairs
 
 
@@ -98,9 +99,9 @@ def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error})") from None
+        raise UserError(f"{path} is not UTF-8 text ({error})") from None
     blocks: list[list[tuple[int, list[str]]]] = [[]]
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -125,9 +126,9 @@ class _Databases:
                 continue
             path = folder / name / f"{name}.sqlite"
             if not path.is_file():
-                raise DataError(f"{gold}, line {pair.line}: there is no database {path}")
+                raise UserError(f"{gold}, line {pair.line}: there is no database {path}")
             if tables and name not in entries:
-                raise DataError(f"{gold}, line {pair.line}: {tables} has no database {name}")
+                raise UserError(f"{gold}, line {pair.line}: {tables} has no database {name}")
             self.main[name] = path
             self.all[name] = sorted(path.parent.glob("*.sqlite"))
             self.schemas[name] = SqlSchema.from_database(path)
@@ -147,7 +148,7 @@ def score_pairs(
 
     `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
     or "gold unreadable". `ex` is None with etype match, `em` and `partial_f1` with exec. Every *.sqlite
-    file of a database's folder must agree (a test suite). Raises DataError for an unknown database.
+    file of a database's folder must agree (a test suite). Raises UserError for an unknown database.
     """
     known = _Databases(databases, tables, pairs, gold_file)
     with ThreadPoolExecutor(threads) as pool:
@@ -324,7 +325,7 @@ def format_further(summary: dict, items: Sequence[dict]) -> str:
 def read_items(path: Path) -> list[dict]:
     """The items of an earlier evaluation: OUT.json of prediction files, or a run's predictions.jsonl.
 
-    Raises DataError if it is neither.
+    Raises UserError if it is neither.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -336,23 +337,23 @@ def read_items(path: Path) -> list[dict]:
         if all({"interaction", "turn", "gold"} <= item.keys() for item in items) and items:
             return items
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         pass
-    raise DataError(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds")
+    raise UserError(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds")
 
 
 def compare(a: Path, b: Path) -> str:
     """Two evaluations of the same questions: means, paired difference with interval, McNemar's p.
 
-    Raises DataError unless both hold the same questions.
+    Raises UserError unless both hold the same questions.
     """
     ours, theirs = read_items(a), read_items(b)
     if len(ours) != len(theirs):
-        raise DataError(f"{a} holds {len(ours)} questions and {b} {len(theirs)}; compare the same questions")
+        raise UserError(f"{a} holds {len(ours)} questions and {b} {len(theirs)}; compare the same questions")
     for number, (x, y) in enumerate(zip(ours, theirs, strict=True), start=1):
         if (x["interaction"], x["turn"], x["gold"]) != (y["interaction"], y["turn"], y["gold"]):
-            raise DataError(f"question {number} is not the same in {a} and {b}")
+            raise UserError(f"question {number} is not the same in {a} and {b}")
     lines = [f"A = {a}", f"B = {b}", f"{len(ours)} questions in {len(by_interaction(ours))} interactions"]
     lines.append(f"{'':20}{'A %':>8}{'B %':>8}{'A - B':>9}{'95 % interval':>18}{'McNemar p':>12}")
     for metric in [m for m in metrics_of(ours) if m in metrics_of(theirs)]:

@@ -1,0 +1,10 @@
+"""What a user got wrong."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Wrong input; the message is one sentence for the user, who gets it with exit code 2.
+
+    Any other exception is a defect, ours or a student's, and keeps its traceback.
+    """
