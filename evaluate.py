@@ -24,190 +24,76 @@ Departures from the paper:
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+
+from mtsql.config import EvaluateConfig, read_options, save_config, user_errors
+
+# Before torch is imported, so that --help and wrong options are answered at once.
+OFFICIAL = {argument.partition("=")[0] for argument in sys.argv[1:]} & {"--gold", "--pred", "--compare"}
+if __name__ == "__main__" and OFFICIAL:
+    from mtsql.commands import official
+
+    user_errors(official.main)
+    sys.exit()
+if __name__ == "__main__":
+    OPTIONS = read_options(EvaluateConfig, __doc__)
+
+import json
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from tqdm import tqdm
 
+from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Trajectory, trajectory_record
-from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example
 from mtsql.files import write_atomically
+from mtsql.learn.parallel import leave_processes
+from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
-from mtsql.report.official import (
-    Rules,
-    compare,
-    format_further,
-    format_tables,
-    read_pairs,
-    score_pairs,
-    summarise_items,
-)
-from mtsql.sql.execute import Executor
+from mtsql.report.voting import add_votes, format_votes
+from mtsql.run import Run, answer_split, begin_run, make_sampling, show
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(Common):
-    """Configuration of an evaluation."""
-
-    model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
-    split: str = option("dev", "train, dev, test or held_out (see --held-out)")
-    dialogues: int = option(0, "first dialogues of the split only; 0 is all of them")
-    sampled_runs: int = option(0, "further runs at temperature 1: mean, majority vote, pass@k (SQL-Trail: 8)")
-    latency_questions: int = option(0, "so many questions are also answered one at a time, for the latency")
-
-
-def main() -> None:
-    """Choose the form: a policy, prediction files, or a comparison."""
-    flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
-    if flags & {"--gold", "--pred", "--compare"}:
-        evaluate_files()
-    else:
-        evaluate_policy()
-
-
-def evaluate_files() -> None:
-    """Score prediction files as the official evaluation does, or compare two evaluations."""
-    parser = argparse.ArgumentParser(
-        prog="evaluate.py", description=evaluate_files.__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--gold", nargs="?", type=Path, help="gold file: SQL, tab, database; blank lines between"
-    )
-    parser.add_argument(
-        "--pred", type=Path, help="predictions: one SQL a line, blank lines as in the gold file"
-    )
-    parser.add_argument("--databases", type=Path, help="folder of <db_id>/<db_id>.sqlite")
-    parser.add_argument("--tables", type=Path, help="tables.json; not needed with --etype exec")
-    parser.add_argument(
-        "--etype", choices=("all", "exec", "match"), default="all", help="what to evaluate [all]"
-    )
-    parser.add_argument("--plug-value", action="store_true", help="also try the gold query's values")
-    parser.add_argument("--keep-distinct", action="store_true", help="EX with DISTINCT")
-    parser.add_argument(
-        "--sql-timeout", type=float, default=30.0, help="seconds before a query is stopped [30]"
-    )
-    parser.add_argument("--json", type=Path, help="file to write the summary and every verdict to")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two such files, alone")
-    chosen = parser.parse_args()
-    if chosen.compare:
-        if len(sys.argv) != 4:
-            parser.error("--compare A B goes alone")
-        print(compare(*chosen.compare))
-        return
-    needed = ["gold", "pred", "databases"] + (["tables"] if chosen.etype != "exec" else [])
-    missing = [f"--{name}" for name in needed if getattr(chosen, name) is None]
-    if missing:
-        parser.error(f"give {', '.join(missing)}")
-    pairs = read_pairs(chosen.gold, chosen.pred)
-    rules = Rules(chosen.etype, chosen.plug_value, chosen.keep_distinct)
-    executor = Executor(timeout_seconds=chosen.sql_timeout)
-    items = score_pairs(pairs, chosen.databases, chosen.tables, rules, executor, chosen.gold)
-    summary = summarise_items(items, chosen.etype)
-    if chosen.json:
-        write_atomically(chosen.json, json.dumps({"summary": summary, "per_item": items}, indent=1))
-    print(format_tables(summary, chosen.etype))
-    print()
-    print(format_further(summary, items))
-
-
-def evaluate_policy() -> None:
+def main(config: EvaluateConfig) -> None:
     """The evaluation protocol."""
-    # Here, because they take seconds to import, which the scoring of files can do without.
-    from mtsql.agent.rollout import trajectory_seed
-    from mtsql.agent.tokens import ChatTokens
-    from mtsql.learn.model import load_policy, load_tokenizer
-    from mtsql.learn.parallel import join_processes, leave_processes
-    from mtsql.report.evaluation import answer_dialogues, score_records
-    from mtsql.report.voting import add_votes, format_votes
-    from mtsql.run import (
-        load_split,
-        make_environment,
-        make_sampling,
-        make_scorer,
-        pick_device,
-        show,
-    )
+    run = begin_run(config, config.split)
+    dialogues = run.dataset.dialogues[: config.dialogues or None]
 
-    config = load_config(EvaluateConfig, "evaluate", __doc__)
-    processes = join_processes()
-    out = Path(config.out)
-    device = pick_device(config.device)
-    tokenizer = load_tokenizer(config.model)
-    tokens = ChatTokens(tokenizer, config.thinking)
-    dataset = load_split(config, config.split)
-    environment = make_environment(config, dataset, tokens, config.tools)
-    policy = load_policy(
-        config.model, config.dtype, device, attention=config.attention, quantise=config.quantise
-    )
-    dialogues = dataset.dialogues[: config.dialogues or None]
-    scorer = make_scorer(environment)
-
-    def answer(temperature: float, run: int) -> list[tuple[Example, Trajectory]]:
-        sampling = make_sampling(config, environment, temperature)
-        seed = trajectory_seed(config.seed, run)
-        with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=not processes.first) as bar:
-            answered = answer_dialogues(
-                policy,
-                environment,
-                processes.share(dialogues),
-                config.history,
-                sampling,
-                seed,
-                config.rows,
-                show(bar),
-                config.cache_gib,
-            )
-        everything = [pair for share in processes.of_each(answered) for pair in share]
-        return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
+    def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
+        hidden = not run.processes.is_main
+        with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=hidden) as bar:
+            seed = trajectory_seed(config.seed, number)
+            return answer_split(config, run, dialogues, temperature, seed, show(bar))
 
     latency = None
-    if config.latency_questions and processes.first:  # before any result is cached
-        started, asked = time.perf_counter(), []
-        for dialogue in dialogues:
-            if len(asked) >= config.latency_questions:
-                break
-            greedy = make_sampling(config, environment, 0.0)
-            asked += answer_dialogues(policy, environment, [dialogue], config.history, greedy, 0, rows=1)
-        latency = (time.perf_counter() - started) / len(asked)
+    if config.latency_questions and run.processes.is_main:  # before any result is cached
+        latency = seconds_an_answer(config, run)
     answered = answer(0.0, 0)
-    samples = [answer(1.0, run + 1) for run in range(config.sampled_runs)]
-    leave_processes(processes)
-    if not processes.first:
+    samples = [answer(1.0, number + 1) for number in range(config.sampled_runs)]
+    leave_processes(run.processes)
+    if not run.processes.is_main:
         return
-    verifies = environment.recipe.verifies
-    records = score_records(answered, scorer, verifies)
-    sampled = [score_records(pairs, scorer, verifies) for pairs in samples]
+    verifies = run.environment.recipe.verifies
+    records = score_records(answered, run.scorer, verifies)
+    sampled = [score_records(pairs, run.scorer, verifies) for pairs in samples]
     summary = summarise(records)
     if latency is not None:
         summary["latency_seconds"] = latency
     if sampled:
-        for metric in ("ex", "em"):
-            for record, *others in zip(records, *sampled, strict=True):
-                record[f"{metric}_sampled"] = fmean(other[metric] for other in others)
-            summary[f"{metric}_sampled"] = fmean(r[f"{metric}_sampled"] for r in records)
-        runs = [summarise(run)["abilities"] for run in sampled]
-        summary["abilities_sampled"] = {
-            ability: fmean(run[ability] for run in runs)
-            for ability in runs[0]
-            if runs[0][ability] is not None
-        }
+        summary |= add_sampled(records, sampled)
     if len(sampled) > 1 and config.history != "predicted":
-        summary |= add_votes(records, sampled, scorer)
-    save_config(config, out)
-    write_atomically(out / "summary.json", json.dumps(summary, indent=1))
-    write_atomically(out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
-    shown = (trajectory_record(t, tokenizer.decode) for _, t in answered)
-    write_atomically(out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
+        summary |= add_votes(records, sampled, run.scorer)
+    save_config(config, run.out)
+    write_atomically(run.out / "summary.json", json.dumps(summary, indent=1))
+    write_atomically(run.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    shown = (trajectory_record(t, run.tokens.tokenizer.decode) for _, t in answered)
+    write_atomically(run.out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
+    skipped = run.dataset.skipped
     print(
         f"{config.model} on {config.split} of {config.data}: {config.recipe}, history {config.history}, "
         f"tools {config.tools}, greedy"
-        + (f", {dataset.skipped} dialogues without database skipped" if dataset.skipped else "")
+        + (f", {skipped} dialogues without database skipped" if skipped else "")
     )
     print(format_summary(summary))
     if sampled:
@@ -219,5 +105,29 @@ def evaluate_policy() -> None:
         print("no majority vote and no pass@k: with --history predicted each run has its own history")
 
 
+def seconds_an_answer(config: EvaluateConfig, run: Run) -> float:
+    """Mean latency of --latency-questions, answered one at a time (whole dialogues)."""
+    started, asked = time.perf_counter(), []
+    greedy = make_sampling(config, run.environment, 0.0)
+    for dialogue in run.dataset.dialogues[: config.dialogues or None]:
+        if len(asked) >= config.latency_questions:
+            break
+        asked += answer_dialogues(run.policy, run.environment, [dialogue], config.history, greedy, 0, rows=1)
+    return (time.perf_counter() - started) / len(asked)
+
+
+def add_sampled(records: list[dict], sampled: list[list[dict]]) -> dict:
+    """Add each question's mean EX and EM over sampled runs to its record; return the summary's numbers."""
+    summary: dict = {}
+    for metric in ("ex", "em"):
+        for record, *others in zip(records, *sampled, strict=True):
+            record[f"{metric}_sampled"] = fmean(other[metric] for other in others)
+        summary[f"{metric}_sampled"] = fmean(r[f"{metric}_sampled"] for r in records)
+    runs = [summarise(run)["abilities"] for run in sampled]
+    measured = [ability for ability in runs[0] if all(run[ability] is not None for run in runs)]
+    summary["abilities_sampled"] = {ability: fmean(run[ability] for run in runs) for ability in measured}
+    return summary
+
+
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, OPTIONS)

@@ -3,9 +3,9 @@
     python train_sft.py --config configs/toy.toml --model MODEL --data DATA --out runs/sft
     torchrun --nproc-per-node 2 train_sft.py ...   (the same on two GPUs)
 
-Each round samples trajectories from the policy itself, keeps of those whose answer is right by EX and
-EM some short ones of easy questions and some long, different ones of hard questions, fine-tunes on all
-that were kept so far, and drops the questions that are solved. The run folder gets policy/ (of earlier
+Each round samples trajectories from the policy itself. Of those whose answer is right by EX and EM it keeps a
+few: short ones of easy questions, long and different ones of hard questions. It fine-tunes on all that were
+kept so far, and drops the questions that are solved. The run folder gets policy/ (of earlier
 rounds: policies/round_N/), trajectories.jsonl (the set T, for mtsql.report.viewer), chat.jsonl (the same
 as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics.csv and checkpoints/
 (for --resume).
@@ -16,10 +16,11 @@ as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics
 
 Departures from the paper, and how we read it:
 - A trajectory is kept only if it follows Equation 1 throughout, since the data "strictly follow the MDP"
-  (section 3.2.1); Algorithm 1 does not repeat this.
+  (section 3.2.1); Algorithm 1 does not repeat this. coverage.json counts what each filter rejects.
 - "Interactions" are answered tool calls. Where no right trajectory of a question has at most (at least)
   two, those that come nearest are kept, so that every solved question has a trajectory.
-- EM is the official exact set match, as in the authors' code; the paper's text says string match.
+- EM is the official exact set match, as in the authors' code; the paper's text says string match (--rewards
+  paper).
 - Fine-tuning makes --epochs passes a round over everything kept, --trajectories-per-step at a time;
   the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs.
 - The loss is the mean over the trained tokens of a step, where the paper writes their sum.
@@ -28,45 +29,34 @@ Departures from the paper, and how we read it:
 
 from __future__ import annotations
 
+from mtsql.config import SftConfig, read_options, user_errors
+
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    OPTIONS = read_options(SftConfig, __doc__)
+
 import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
-from mtsql.agent.collection import sample_questions
-from mtsql.agent.env import Environment
-from mtsql.agent.trajectory import Stop, Trajectory, trajectory_record
-from mtsql.config import Common, load_config, option, save_config, user_errors
+from mtsql.agent.trajectory import trajectory_record
 from mtsql.data.datasets import Example, examples
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.batches import micro_batches
-from mtsql.learn.checkpoint import load_training_state, new_checkpoint, save_training_state
+from mtsql.learn.batches import step_batches
 from mtsql.learn.embedding import Embedder, make_embedder
-from mtsql.learn.interrupt import finish_step_on_interrupt
+from mtsql.learn.interrupt import Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.model import (
-    restore_policy,
-    save_merged,
-    save_policy,
-)
-from mtsql.learn.optimizer import clip_gradients, cosine_rate, make_optimizer, set_learning_rate
-from mtsql.learn.parallel import (
-    Processes,
-    leave_processes,
-    restore_optimizer,
-    shard_policy,
-    whole_state,
-    whole_weights,
-)
+from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step
+from mtsql.learn.parallel import leave_processes, whole_weights
 from mtsql.learn.selection import select_trajectories
 from mtsql.learn.teacher import (
     Outcome,
@@ -76,255 +66,98 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
-from mtsql.recipes.rewards import is_right
+from mtsql.learn.warm_start import Collected, Progress, gold_answers, rejection
 from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
-from mtsql.run import begin_training, make_sampling, raise_not_finite
-from mtsql.sql.score import Scorer, scorable
+from mtsql.run import (
+    Training,
+    begin_training,
+    raise_not_finite,
+    sample_questions,
+    save_checkpoint,
+    save_result,
+    training_questions,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SftConfig(Common):
-    """Configuration of the warm start."""
-
-    model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
-    rounds: int = option(3, "N of Algorithm 1 (paper: 3)")
-    targets: str = option("self", "own right trajectories (self), direct gold answers (gold), teacher")
-    teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
-    teacher_kept: int = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
-    questions: int = option(0, "training questions in play, drawn at random; 0 is all of them")
-    samples_per_question: int = option(20, "rollouts of each question in each round (paper: 20)")
-    temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
-    correct: str = option("ex_em", "a rollout is right by: ex_em (paper), ex")
-    embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
-    epochs: int = option(2, "passes over the kept trajectories in each round")
-    trajectories_per_step: int = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
-    learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
-    layout: str = option("packed", "positions of a batch: packed, rows, shared prompts")
-    micro_batch_positions: int = option(8192, "positions in one forward pass")
-    lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
-    optimizer: str = option("adamw", "adamw, adamw8bit")
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
-    save_every: int = option(200, "optimizer steps between checkpoints; there is one after each collection")
-    keep_checkpoints: int = option(2, "newest checkpoints that are kept")
-    resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
-    merge: bool = option(False, "also write policy_merged/, the adapter merged into its base")
-
-
-def main() -> None:
+def main(config: SftConfig) -> None:
     """Algorithm 1."""
-    config = load_config(SftConfig, "sft", __doc__)
-    if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
-        raise ValueError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
-    if bool(config.teacher) != (config.targets == "teacher"):
-        raise ValueError("--targets teacher and --teacher FILE.jsonl go together: give both or neither")
-    if config.teacher and config.rounds != 1:
-        raise ValueError("--targets teacher needs --rounds 1: another would replay the same trajectories")
-    if config.teacher_kept < 0:
-        raise ValueError(f"--teacher-kept should be at least 0, not {config.teacher_kept}")
+    check_options(config)
     taught = read_teacher(Path(config.teacher)) if config.teacher else []
-    processes, out, device, checkpoint, tokens, dataset, environment, scorer, policy, attention = (
-        begin_training(config)
-    )
-    tokenizer = tokens.tokenizer
-    embed = make_embedder(policy, tokens, config.embedding)
-    if checkpoint is not None:
-        restore_policy(policy, checkpoint / "policy", config.dtype)
-    if config.shard:
-        shard_policy(policy, processes)
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+    run = begin_training(config)
+    processes, policies = run.processes, run.out / "policies"
+    embed = make_embedder(run.policy, run.tokens, config.embedding)
     rng = random.Random(config.seed)
-    questions = examples(dataset.dialogues, config.history)
-    pool = scorable(questions, scorer, config.drop_empty)  # D_0
+    pool = training_questions(config, run)  # D_0
     if config.questions:
         pool = rng.sample(pool, min(config.questions, len(pool)))
-    example_of = {example.id: example for example in pool}
-    remaining = pool  # D_i
-    kept: list[Trajectory] = []  # the cumulative set T
-    coverage: list[dict] = []  # of each round
-    started, step, first_round, resumed = time.perf_counter(), 0, 0, None
-    if checkpoint is not None:
-        step, resumed, optimizer_state = load_training_state(checkpoint)
-        if resumed["round"] >= config.rounds:
-            raise ValueError(
-                f"{checkpoint} is in round {resumed['round'] + 1}; give --rounds at least so many"
-            )
-        first_round, kept = resumed["round"], [Trajectory.from_plain(t) for t in resumed["kept"]]
-        coverage = resumed["coverage"]
-        remaining = [example for example in pool if example.id in set(resumed["remaining"])]
-    if processes.first:
-        save_config(config, out)
-        log = MetricsLog(out / "metrics.csv", step)
-
+    progress = Progress.from_plain(run.state, pool, run.step) if run.state else Progress(pool)
+    if progress.round >= config.rounds:
+        raise UserError(f"{run.out} is in round {progress.round + 1}; give --rounds at least so many")
+    log = MetricsLog(run.out / "metrics.csv", run.step) if processes.is_main else None
+    optimizer, stop = run.optimizer, False
     with finish_step_on_interrupt() as interrupted:
-        for round_index in range(first_round, config.rounds):
-            optimizer = make_optimizer(policy, config.learning_rate, kind=config.optimizer)
-            if resumed is None:
+        for round_index in range(progress.round, config.rounds):
+            progress.round = round_index
+            if not progress.collected:
                 # S1 and S2: roll out the policy; keep some of what is right by EX and EM.
-                share = processes.share(list(enumerate(remaining)))
+                share = processes.share(list(enumerate(progress.remaining)))
                 if config.targets == "gold":
-                    found = gold_answers(environment, share)
+                    found = gold_answers(run.environment, share)
                 elif config.targets == "teacher":
-                    found = taught_answers(config, environment, scorer, taught, questions, pool, processes)
+                    found = taught_answers(config, run, taught, pool)
                 else:
-                    with whole_weights(policy):
-                        found = collect(
-                            config, policy, environment, scorer, embed, share, round_index, processes
-                        )
-                found = processes.gather(found)
-                solved = {question.example_id for question in found if question.kept}
-                kept += [t for question in found for t in question.kept]
-                coverage.append(
-                    {
-                        "round": round_index + 1,
-                        "sampled": sum(question.sampled for question in found),
-                        "right": sum(question.right for question in found),
-                        "questions_asked": len(remaining),
-                        "questions_solved": len(solved),
-                        "questions_covered": len({t.example_id for t in kept}),
-                        "trajectories": len(kept),
-                    }
-                )
-                if processes.first:
-                    if config.targets == "self":
-                        print(format_coverage(len(pool), coverage))
-                    write_atomically(out / "coverage.json", json.dumps(coverage, indent=1))
-                    records = (chat_record(t, example_of[t.example_id], environment) for t in kept)
-                    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-                    write_atomically(out / "chat.jsonl", lines)
-                if not kept and config.teacher:
-                    raise ValueError(
-                        f"no trajectory of {config.teacher} can be kept; the counts above say why"
+                    with whole_weights(run.policy):
+                        found = collect(config, run, embed, share, progress.round)
+                progress.add(processes.gather(found), rng)
+                if processes.is_main:
+                    write_collected(config, run, progress, pool)
+                if not progress.kept:
+                    raise UserError(
+                        f"no trajectory of {config.teacher or config.model} can be kept: "
+                        "the counts above say why"
                     )
-                if not kept:
-                    raise ValueError(
-                        f"no trajectory of {config.model} is right (--correct {config.correct}) and well "
-                        "formed: nothing to learn from; try more --samples-per-question or another model"
-                    )
-                first_index, rng_state = 0, rng.getstate()
-            else:
-                restore_optimizer(policy, optimizer, optimizer_state)
-                solved = set(resumed["solved"])
-                first_index, rng_state = resumed["index"], resumed["rng"]
-                rng.setstate(rng_state)
-                resumed = None
-
-            state = {
-                "round": round_index,
-                "kept": [t.to_plain() for t in kept],
-                "remaining": [example.id for example in remaining],
-                "solved": sorted(solved),
-                "coverage": coverage,
-                "rng": rng_state,
-            }
-            if first_index == 0:
-                save_checkpoint(config, processes, policy, tokenizer, optimizer, step, state | {"index": 0})
+                save_checkpoint(config, run, optimizer, progress.step, progress.to_plain())
+            rng.setstate(progress.rng_state)
 
             # S3: supervised fine-tuning on T, only on what the policy wrote.
-            policy.train()
-            stop = False
-            steps = math.ceil(len(kept) / config.trajectories_per_step) * config.epochs
-            order = [t for _ in range(config.epochs) for t in rng.sample(kept, len(kept))]
-            bar = tqdm(
-                range(first_index, steps),
-                desc=f"round {round_index + 1}: fine-tune",
-                unit="step",
-                disable=not processes.first,
-            )
-            for index in bar:
-                start = index * config.trajectories_per_step
-                batch = order[start : start + config.trajectories_per_step]
-                denominator = sum(t.sampled_length for t in batch)
-                share = processes.share(sorted(batch, key=lambda t: len(t.ids)))
-                loss_sum = entropy_sum = 0.0
-                by_question = groupby(sorted(share, key=lambda t: t.example_id), key=lambda t: t.example_id)
-                groups = [list(group) for _, group in by_question]
-                parts = micro_batches(groups, config.layout, config.micro_batch_positions)
-                weighted = processes.pad(parts, [batch[:1]]) if config.shard else [(p, 1.0) for p in parts]
-                for part, weight in weighted:
-                    inputs = token_batch(part, config.layout, device, attention)
-                    logprobs, entropy = token_logprobs(policy, inputs)
-                    loss = sft_loss(logprobs, denominator)
-                    if not torch.isfinite(loss):
-                        raise_not_finite(out, step, [t for group in part for t in group], tokens)
-                    (loss * weight).backward()
-                    if weight > 0:
-                        loss_sum += loss.item()
-                        entropy_sum += entropy.sum().item() / denominator
-                rate = cosine_rate(config.learning_rate, index / steps)
-                set_learning_rate(optimizer, rate)
-                processes.sum_gradients(parameters)
-                norm = clip_gradients(parameters, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()  # gradients need no memory during rollouts
-                sums = processes.of_each((loss_sum, entropy_sum))
-                loss_sum, entropy_sum = (sum(parts) for parts in zip(*sums, strict=True))
-                bar.set_postfix(loss=f"{loss_sum:.3f}")
-                if processes.first:
-                    log.append(
-                        {
-                            "step": step,
-                            "minutes": round((time.perf_counter() - started) / 60, 3),
-                            "round": round_index + 1,
-                            "loss": loss_sum,
-                            "entropy": entropy_sum,
-                            "gradient_norm": norm,
-                            "learning_rate": rate,
-                            "trajectories_right": coverage[-1]["right"] / coverage[-1]["sampled"],
-                            "questions_solved": len(solved) / len(remaining),
-                        }
-                    )
-                step += 1
-                stop = any(processes.of_each(bool(interrupted)))
-                if stop or (index + 1) % config.save_every == 0:
-                    done = state | {"index": index + 1}
-                    save_checkpoint(config, processes, policy, tokenizer, optimizer, step, done)
-                if stop:
-                    break
+            stop = fine_tune(config, run, optimizer, progress, rng, log, interrupted)
             if stop:
                 break
 
             # S4: what is solved leaves the pool.
-            remaining = [example for example in remaining if example.id not in solved]
-            if not remaining or round_index + 1 == config.rounds:
+            progress.drop_solved()
+            if not progress.remaining or progress.round + 1 == config.rounds:
                 break
-            weights, _ = whole_state(policy, optimizer)
-            if processes.first:
-                save_policy(policy, tokenizer, out / "policies" / f"round_{round_index + 1}", weights)
-    weights, _ = whole_state(policy, optimizer)
-    if processes.first and stop:
-        print(f"saved a checkpoint after step {step} in {out}; go on with --resume")
-    elif processes.first:
-        save_policy(policy, tokenizer, out / "policy", weights)
-        records = (trajectory_record(t, tokenizer.decode) for t in kept)
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        write_atomically(out / "trajectories.jsonl", lines)
-        if config.merge:
-            save_merged(out / "policy", out / "policy_merged", config.dtype)
-        print(f"policy after {round_index + 1} round(s): {out / 'policy'}")
+            save_result(run, policies / f"round_{progress.round + 1}")
+            optimizer = make_optimizer(run.policy, config.learning_rate, config.optimizer)
+    if not stop:
+        save_result(run, run.out / "policy")
+    if processes.is_main and stop:
+        print(f"saved a checkpoint after step {progress.step} in {run.out}; go on with --resume")
+    elif processes.is_main:
+        lines = (json.dumps(trajectory_record(t, run.tokens.tokenizer.decode)) + "\n" for t in progress.kept)
+        write_atomically(run.out / "trajectories.jsonl", "".join(lines))
+        print(f"policy after {progress.round + 1} round(s): {run.out / 'policy'}")
     leave_processes(processes)
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What a round found of one question: rollouts, how many are right, and which were kept."""
-
-    example_id: str
-    sampled: int
-    right: int
-    kept: list[Trajectory]
+def check_options(config: SftConfig) -> None:
+    """Raise UserError for what the types of the options cannot say."""
+    if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
+        raise UserError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
+    if bool(config.teacher) != (config.targets == "teacher"):
+        raise UserError("--targets teacher and --teacher FILE.jsonl go together: give both or neither")
+    if config.teacher and config.rounds != 1:
+        raise UserError("--targets teacher needs --rounds 1: another would replay the same trajectories")
 
 
 def collect(
     config: SftConfig,
-    policy: torch.nn.Module,
-    environment: Environment,
-    scorer: Scorer,
+    run: Training,
     embed: Embedder,
     numbered: Sequence[tuple[int, Example]],
     round_index: int,
-    processes: Processes,
 ) -> list[Collected]:
     """S1 and S2 of Algorithm 1 for a process's share of the questions, given with their place in D_i.
 
@@ -333,88 +166,123 @@ def collect(
     found = []
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
-    for example, sampled in sample_questions(
-        policy,
-        environment,
-        numbered,
-        config.samples_per_question,
-        make_sampling(config, environment, config.temperature),
-        config.rows,
-        seed,
-        title,
-        processes.first,
-        config.cache_gib,
-    ):
-        right = [t for t in sampled if is_right(t, example, scorer, config.correct)]
-        valid = [t for t in right if t.off_protocol == 0]
+    for example, sampled in sample_questions(config, run, numbered, seed, title):
+        reasons = [rejection(t, run.reward(t, example), config.correct) for t in sampled]
+        valid = [t for t, reason in zip(sampled, reasons, strict=True) if reason is None]
+        right = sum(reason in (None, "off_protocol") for reason in reasons)
         # S2: difficulty-aware choice among them.
-        easy = scorer.hardness(example.db_id, example.gold_sql) == "easy"
-        simple = easy or len(right) == len(sampled)
+        easy = run.scorer.hardness(example.db_id, example.gold_sql) == "easy"
+        simple = easy or right == len(sampled)
         rng = random.Random(f"{config.seed}/{round_index}/{example.id}")
         chosen = select_trajectories(valid, simple, embed, rng) if valid else []
-        found.append(Collected(example.id, len(sampled), len(right), chosen))
-    return found
-
-
-def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example]]) -> list[Collected]:
-    """The gold SQL of every question as a direct answer: the data of short-horizon fine-tuning."""
-    found = []
-    for _, example in numbered:
-        episode = environment.episodes(example, [0])[0]
-        ids = environment.tokens.message_ids(environment.recipe.answer(example.gold_sql))
-        if episode.trajectory.status is None:
-            episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
-        right = [episode.trajectory] if episode.trajectory.answer_sql is not None else []
-        found.append(Collected(example.id, 1, len(right), right))
+        rejected = Counter(filter(None, reasons)) + Counter(not_selected=len(valid) - len(chosen))
+        found.append(Collected(example.id, len(sampled), right, chosen, rejected))
     return found
 
 
 def taught_answers(
-    config: SftConfig,
-    environment: Environment,
-    scorer: Scorer,
-    taught: Sequence[TeacherLine | None],
-    questions: Sequence[Example],
-    pool: Sequence[Example],
-    processes: Processes,
+    config: SftConfig, run: Training, taught: Sequence[TeacherLine | None], pool: Sequence[Example]
 ) -> list[Collected]:
-    """What a process finds in its share of a teacher's lines; of `questions` those in `pool` are in play."""
-    in_play = {example.id for example in pool}
-    share = processes.share(taught)
-    replays = processes.gather(
-        replay_lines(share, questions, in_play, environment, scorer, config.correct, processes.first)
+    """What a process finds in its share of a teacher's lines; the questions in `pool` are in play."""
+    questions, in_play = examples(run.dataset.dialogues, config.history), {example.id for example in pool}
+    replays = replay_lines(
+        run.processes.share(taught),
+        questions,
+        in_play,
+        run.environment,
+        run.reward,
+        config.correct,
+        run.processes.is_main,
     )
-    if processes.first:
+    replays = run.processes.gather(replays)
+    if run.processes.is_main:
         print(format_replays(replays))
-    chosen = prefer_harder(replays, config.teacher_kept, scorer, random.Random(config.seed))
-    kept = {id(trajectory) for trajectory in chosen}
-    return processes.share(
-        [
-            Collected(
-                r.question.id, 1, r.outcome is Outcome.KEPT, [r.trajectory] * (id(r.trajectory) in kept)
-            )
-            for r in replays
-            if r.question is not None
-        ]
-    )
+    chosen = prefer_harder(replays, config.teacher_kept, run.scorer, random.Random(config.seed))
+    found = []
+    for replay in replays:
+        if replay.question is not None:
+            keep = [replay.trajectory] if any(replay.trajectory is t for t in chosen) else []
+            found.append(Collected(replay.question.id, 1, replay.outcome is Outcome.KEPT, keep))
+    return run.processes.share(found)
 
 
-def save_checkpoint(
+def fine_tune(
     config: SftConfig,
-    processes: Processes,
-    policy: torch.nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    run: Training,
     optimizer: torch.optim.Optimizer,
-    step: int,
-    state: dict,
-) -> None:
-    """Write a checkpoint; `state` is what a round has collected and how far its fine-tuning is."""
-    weights, optimizer_state = whole_state(policy, optimizer)
-    if processes.first:
-        with new_checkpoint(Path(config.out), step, config.keep_checkpoints) as folder:
-            save_policy(policy, tokenizer, folder / "policy", weights)
-            save_training_state(folder, optimizer_state, step, state)
+    progress: Progress,
+    rng: random.Random,
+    log: MetricsLog | None,
+    interrupted: Interruption,
+) -> bool:
+    """S3 of Algorithm 1: --epochs passes over T, from the step of the round where `progress` is.
+
+    Returns whether it was interrupted.
+    """
+    run.policy.train()
+    order = [t for _ in range(config.epochs) for t in rng.sample(progress.kept, len(progress.kept))]
+    steps = math.ceil(len(order) / config.trajectories_per_step)
+    title, hidden = f"round {progress.round + 1}: fine-tune", not run.processes.is_main
+    bar = tqdm(range(progress.index, steps), desc=title, unit="step", disable=hidden)
+    for index in bar:
+        start = index * config.trajectories_per_step
+        batch = order[start : start + config.trajectories_per_step]
+        denominator = sum(t.sampled_length for t in batch)
+        by_length = sorted(batch, key=lambda t: len(t.ids))
+        by_question = sorted(run.processes.share(by_length), key=lambda t: t.example_id)
+        groups = [list(group) for _, group in groupby(by_question, key=lambda t: t.example_id)]
+        sums: Counter[str] = Counter()
+        for part in step_batches(
+            groups, config.layout, config.micro_batch_positions, run.processes, config.shard
+        ):
+            inputs = token_batch(part.groups, config.layout, run.policy.device, run.attention)
+            logprobs, entropy = token_logprobs(run.policy, inputs)  # (tokens,) both
+            loss = sft_loss(logprobs, denominator)
+            if not torch.isfinite(loss):
+                raise_not_finite(run, progress.step, part.trajectories)
+            (loss * part.weight).backward()
+            if part.weight > 0:
+                sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
+        run.processes.sum_gradients(run.parameters)
+        rate = cosine_rate(config.learning_rate, index / steps)
+        norm = optimizer_step(optimizer, run.parameters, rate)
+        totals: Counter[str] = Counter()
+        for share in run.processes.all_gather(sums):
+            totals.update(share)
+        bar.set_postfix(loss=f"{totals['loss']:.3f}")
+        if log is not None:
+            log.append(
+                {
+                    "step": progress.step,
+                    "minutes": round((time.perf_counter() - progress.started) / 60, 3),
+                    "round": progress.round + 1,
+                    "loss": totals["loss"],
+                    "entropy": totals["entropy"],
+                    "gradient_norm": norm,
+                    "learning_rate": rate,
+                    "trajectories_right": progress.coverage[-1]["right"] / progress.coverage[-1]["sampled"],
+                    "questions_solved": len(progress.solved) / len(progress.remaining),
+                }
+            )
+        progress.step, progress.index = progress.step + 1, index + 1
+        stop = any(run.processes.all_gather(bool(interrupted)))
+        if stop or progress.index % config.save_every == 0:
+            save_checkpoint(config, run, optimizer, progress.step, progress.to_plain())
+        if stop:
+            return True
+    return False
+
+
+def write_collected(config: SftConfig, run: Training, progress: Progress, pool: Sequence[Example]) -> None:
+    """Print and save Table 7, and save T as chat messages."""
+    if config.targets == "self":
+        print(format_coverage(len(pool), progress.coverage))
+    write_atomically(run.out / "coverage.json", json.dumps(progress.coverage, indent=1))
+    example_of = {example.id: example for example in pool}
+    records = (chat_record(t, example_of[t.example_id], run.environment) for t in progress.kept)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    write_atomically(run.out / "chat.jsonl", "".join(lines))
 
 
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, OPTIONS)

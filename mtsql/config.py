@@ -1,8 +1,8 @@
-"""Configuration: one dataclass a script, read from a TOML file and overridden on the command line.
+"""Every option of every script: the fields of a dataclass, from a TOML file and the command line.
 
-A TOML file has a table [common] and one table a script ([imitation], [sft], [curriculum], [grpo],
-[evaluate]). Every
-field of a script's dataclass is an option of its command line. What is unknown is an error.
+A TOML file has a table [common] and one for each command. What [common] sets holds for every command that
+has such an option; what no command knows is an error. An option's type says what is allowed: a Literal its
+values, an Annotated number its least one. The defaults are MTSQL-R1's; a recipe's own settings replace them.
 """
 
 from __future__ import annotations
@@ -11,163 +11,277 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from mtsql.errors import UserError
+from mtsql.files import write_atomically
 from mtsql.recipes import RECIPES, load_recipe
 
-SECTIONS = ("common", "imitation", "sft", "curriculum", "grpo", "evaluate")
+Config = TypeVar("Config")
+
+
+class AtLeast(NamedTuple):
+    """The least value of a number."""
+
+    least: float
+
+
+Count = Annotated[int, AtLeast(0)]
+Positive = Annotated[int, AtLeast(1)]
 
 
 def option(default: Any, text: str) -> Any:
-    """A dataclass field with its help text; `...` makes it required."""
-    if default is ...:
-        return field(metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+    """A field with its help text; `...` makes it required."""
+    return field(default=MISSING if default is ... else default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common:
-    """What every script needs to know."""
+class DataOptions:
+    """Which questions over which databases, and where the run goes."""
 
     data: str = option(..., "SParC- or CoSQL-format folder, or one .json file of dialogues")
     out: str = option(..., "run folder to write")
     tables: str = option("", "tables.json, if not beside the data")
     databases: str = option("", "folder of <db_id>/<db_id>.sqlite, if not beside the data")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
-    held_out: int = option(0, "last dialogues of train that make the split held_out and are not trained on")
-    drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
-    seed: int = option(0, "seed of every random choice")
-    recipe: str = option(
-        "mtsql_r1", "mtsql_r1, skyrl_sql, sql_trail, mtir_sql; a paper's own settings replace defaults below"
-    )
-    wording: str = option("paper", "wording of the prompts: paper, compact")
-    schema: str = option("full", "the database in the prompt: full, names (of its tables)")
-    native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")
-    tools: str = option("both", "both, no_execution, no_memory, none (Table 4's ablations)")
-    history: str = option("gold", "earlier turns in memory: gold, predicted (evaluation only), questions")
-    thinking: bool = option(True, "enable_thinking of the chat template")
-    result_characters: int = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
-    max_interactions: int = option(4, "model messages in an episode (paper: 4)")
-    max_prompt_tokens: int = option(4000, "longest prompt (paper: 4000)")
-    max_response_tokens: int = option(8000, "longest response, observations counted (paper: 8000)")
-    max_turn_tokens: int = option(4000, "longest model message")
-    max_tool_tokens: int = option(2000, "longest tool response")
-    max_sequence_tokens: int = option(40960, "longest prompt and response together")
-    rows: int = option(256, "trajectories that are sampled at once")
-    cache_gib: float = option(
-        0.0, "memory of the key/value cache in GiB, beyond which rows wait; 0: no limit"
-    )
+    held_out: Count = option(0, "last dialogues of train that make the split held_out and are not trained on")
+    seed: Count = option(0, "seed of every random choice")
     sql_timeout: float = option(5.0, "seconds before a query is stopped")
-    dtype: str = option("float32", "weights: float32, bfloat16")
-    quantise: str = option("none", "base weights: none, nf4 (QLoRA)")
-    attention: str = option("sdpa", "sdpa, flash_attention_2 (where installed, else sdpa)")
-    device: str = option("auto", "auto, cpu, cuda")
 
 
-def load_config(cls: type, section: str, description: str, argv: list[str] | None = None) -> Any:
-    """The dataclass `cls` from --config FILE and the command line.
+@dataclass(frozen=True, kw_only=True)
+class EpisodeOptions(DataOptions):
+    """How a question is put, and what an episode may use."""
+
+    recipe: Literal["mtsql_r1", "skyrl_sql", "sql_trail", "mtir_sql"] = option("mtsql_r1", "paper to follow")
+    wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
+    schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
+    native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")
+    result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
+    max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
+    max_prompt_tokens: Positive = option(4000, "longest prompt (paper: 4000)")
+    max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
+    max_turn_tokens: Positive = option(4000, "longest model message")
+    max_tool_tokens: Positive = option(2000, "longest tool response")
+    max_sequence_tokens: Positive = option(40960, "longest prompt and response together")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions(EpisodeOptions):
+    """The policy, and how its episodes are played."""
+
+    model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
+    tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
+    history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
+    thinking: bool = option(True, "enable_thinking of the chat template")
+    rows: Positive = option(256, "trajectories that are sampled at once")
+    cache_gib: float = option(0.0, "GiB of the key/value cache, beyond which rows wait; 0 is no limit")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "weights")
+    quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
+    attention: Literal["sdpa", "flash_attention_2"] = option("sdpa", "where not installed, sdpa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions(PolicyOptions):
+    """What counts as right in training."""
+
+    drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
+    rewards: str = option(
+        "", "preset of the recipe's rewards and of its EM; mtsql_r1: outcome, process, paper, authors"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(RewardOptions):
+    """What warm start and GRPO have in common."""
+
+    micro_batch_positions: Positive = option(8192, "positions in one forward pass")
+    lora_rank: Count = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
+    optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
+    keep_checkpoints: Positive = option(2, "newest checkpoints that are kept")
+    resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig(RewardOptions):
+    """Success counts (mtsql.commands.curriculum)."""
+
+    SECTION: ClassVar = "curriculum"
+    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
+    samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
+    temperature: float = option(1.0, "of these trajectories")
+    correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(TrainingOptions):
+    """The warm start (train_sft.py)."""
+
+    SECTION: ClassVar = "sft"
+    rounds: Positive = option(3, "N of Algorithm 1 (paper: 3)")
+    targets: Literal["self", "gold", "teacher"] = option(
+        "self", "own right trajectories, gold answers, a teacher's"
+    )
+    teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
+    teacher_kept: Count = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
+    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
+    samples_per_question: Positive = option(20, "rollouts of each question in each round (paper: 20)")
+    temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
+    correct: Literal["ex_em", "ex"] = option("ex_em", "a rollout is right by (paper: ex_em)")
+    embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
+    epochs: Positive = option(2, "passes over the kept trajectories in each round")
+    trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
+    learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
+    layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
+    save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(TrainingOptions):
+    """GRPO (train_grpo.py). What mtsql/learn/variants.py does is off by default."""
+
+    SECTION: ClassVar = "grpo"
+    steps: Positive = option(100, "batches of questions")
+    prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
+    samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
+    temperature: float = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
+    learning_rate: float = option(1e-6, "constant after --warmup-steps (paper: 1e-6)")
+    warmup_steps: Count = option(3, "steps of linear warm-up")
+    curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
+    level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
+    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
+    clip_low: float = option(0.2, "epsilon below 1")
+    clip_high: float = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
+    updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
+    ratio: Literal["token", "sequence"] = option("token", "importance ratio of each token, or GSPO's")
+    aggregate: Literal["trajectory", "token", "constant"] = option(
+        "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
+    )
+    divide_by: Literal["group", "batch", "none"] = option("group", "advantages over whose deviation")
+    beta: float = option(0.0, "weight of the KL penalty")
+    kl: Literal["k1", "k2", "k3"] = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
+    dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
+    tis_cap: float = option(0.0, "cap of truncated importance sampling, trainer over sampler; 0 is off")
+    truncated: Literal["keep", "exclude", "penalise"] = option(
+        "keep", "trajectories out of tokens, in the loss"
+    )
+    truncation_penalty: float = option(1.0, "taken off their reward with --truncated penalise")
+    filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
+    filter_threshold: float = option(0.0, "the quality that a trajectory has to exceed")
+    resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
+    layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
+    micro_batch_positions: Positive = option(16384, "positions in one forward pass")
+    evaluate_every: Count = option(0, "steps between greedy evaluations on the dev split; 0 is never")
+    evaluate_dialogues: Count = option(100, "dialogues of the dev split in these evaluations; 0 is all")
+    save_every: Positive = option(20, "steps between checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(PolicyOptions):
+    """Evaluation (evaluate.py)."""
+
+    SECTION: ClassVar = "evaluate"
+    history: Literal["gold", "predicted", "questions"] = option("gold", "earlier turns in memory")
+    split: Literal["train", "dev", "test", "held_out"] = option("dev", "part of the data (see --held-out)")
+    dialogues: Count = option(0, "first dialogues of the split only; 0 is all of them")
+    sampled_runs: Count = option(
+        0, "further runs at temperature 1: mean, majority vote, pass@k (SQL-Trail: 8)"
+    )
+    latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
+
+
+SECTIONS = ("common", "imitation", "sft", "curriculum", "grpo", "evaluate")
+COMMON = (TrainingOptions,)  # and what it inherits: the options that [common] may set
+
+
+def read_options(cls: type[Config], description: str | None, argv: list[str] | None = None) -> Config:
+    """The dataclass `cls` from --config FILE and the command line (`argv`, by default the process's).
 
     Exits with code 2 and one sentence on an unknown, missing or ill-typed option.
     """
-    hints = get_type_hints(cls)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config")
+    early.add_argument("--recipe")
+    chosen, _ = early.parse_known_args(argv)
     parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--config", help="TOML file; the options below override it")
-    for item in fields(cls):
-        flag = "--" + item.name.replace("_", "-")
-        shown = "" if item.default is MISSING else f" [{item.default}]"
-        text = (item.metadata["help"] + shown).replace("%", "%%")
-        if hints[item.name] is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        else:
-            parser.add_argument(flag, type=hints[item.name], default=None, help=text, metavar="X")
-    arguments = vars(parser.parse_args(argv))
     try:
-        values = _from_toml(arguments.pop("config"), section, cls, hints)
-        values |= {name: value for name, value in arguments.items() if value is not None}
-        recipe = values.get("recipe", RECIPES[0])
+        hints = get_type_hints(cls, include_extras=True)
+        values = from_toml(Path(chosen.config), cls) if chosen.config else {}
+        recipe = chosen.recipe or values.get("recipe", RECIPES[0])
         if "recipe" in hints and recipe in RECIPES:  # the paper's own settings are the defaults
             settings = load_recipe(recipe).SETTINGS
             values = {name: value for name, value in settings.items() if name in hints} | values
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
+        for item in fields(cls):
+            kind, default = hints[item.name], values.get(item.name, item.default)
+            text = item.metadata["help"] + (f": {', '.join(allowed(kind))}" if allowed(kind) else "")
+            text += "" if default is MISSING else f" [{default}]"
+            how: dict[str, Any] = {"type": _plain(kind), "metavar": "X"}
+            if kind is bool:
+                how = {"action": argparse.BooleanOptionalAction}
+            parser.add_argument(_flag(item.name), default=None, help=text.replace("%", "%%"), **how)
+        given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+        given.pop("config", None)
+        values |= given
+        missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
-            names = ", ".join("--" + name.replace("_", "-") for name in missing)
-            raise UserError(f"give {names} (or name them in the --config file)")
-        config = cls(**values)
-        _check_choices(config)
-        if getattr(config, "tools", "") == "no_execution" and config.recipe != RECIPES[0]:
+            raise UserError(f"give {', '.join(missing)} (or name them in the --config file)")
+        for name, value in values.items():
+            check(_flag(name), value, hints[name])
+        if values.get("tools") == "no_execution" and recipe != RECIPES[0]:
             raise UserError(f"--tools no_execution needs a memory, which only --recipe {RECIPES[0]} has")
     except UserError as error:
         parser.error(str(error))
-    return config
+    return cls(**values)
 
 
-CHOICES = {
-    "recipe": RECIPES,
-    "schema": ("full", "names"),
-    "correct": ("ex_em", "ex"),
-    "wording": ("paper", "compact"),
-    "tools": ("both", "no_execution", "no_memory", "none"),
-    "history": ("gold", "predicted", "questions"),
-    "dtype": ("float32", "bfloat16"),
-    "device": ("auto", "cpu", "cuda"),
-    "quantise": ("none", "nf4"),
-    "attention": ("sdpa", "flash_attention_2"),
-    "optimizer": ("adamw", "adamw8bit"),
-    "layout": ("shared", "packed", "rows"),
-    "aggregate": ("trajectory", "token", "constant"),
-    "ratio": ("token", "sequence"),
-    "kl": ("k1", "k2", "k3"),
-    "truncated": ("keep", "exclude", "penalise"),
-    "divide_by": ("group", "batch", "none"),
-    "targets": ("self", "gold", "teacher"),
-}
+def allowed(kind: Any) -> tuple[str, ...]:
+    """The values of a Literal, none for another type."""
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
-MINIMA = {
-    "save_every": 1,
-    "keep_checkpoints": 1,
-    "rounds": 1,
-    "samples_per_prompt": 2,
-    "samples_per_question": 1,
-    "micro_batch_positions": 1,
-    "updates_per_batch": 1,
-    "prompts_per_step": 1,
-    "trajectories_per_step": 1,
-    "rows": 1,
-    "held_out": 0,
-    "level_size": 0,
-    "latency_questions": 0,
-    "sampled_runs": 0,
-}
+def check(name: str, value: Any, kind: Any) -> None:
+    """Raise UserError, with the option's `name`, for a value that its type does not allow."""
+    if allowed(kind) and value not in allowed(kind):
+        raise UserError(f"{name} {value} is unknown; choose from {', '.join(allowed(kind))}")
+    if get_origin(kind) is Annotated and value < kind.__metadata__[0].least:
+        raise UserError(f"{name} should be at least {kind.__metadata__[0].least}, not {value}")
 
 
-def _check_choices(config: Any) -> None:
-    for name, least in MINIMA.items():
-        value = getattr(config, name, least)
-        if value < least:
-            raise UserError(f"--{name.replace('_', '-')} should be at least {least}, not {value}")
-    for name, choices in CHOICES.items():
-        value = getattr(config, name, choices[0])
-        if value not in choices:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {value} is unknown; choose from {', '.join(choices)}")
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def _from_toml(path: str | None, section: str, cls: type, hints: dict[str, type]) -> dict:
-    if path is None:
-        return {}
+def _plain(kind: Any) -> type:
+    """The type of the value itself."""
+    return str if allowed(kind) else get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def from_toml(path: Path, cls: type) -> dict[str, Any]:
+    """What [common] and the table of the command `cls` set. Raises UserError for whatever is wrong."""
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except tomllib.TOMLDecodeError as error:
@@ -175,40 +289,57 @@ def _from_toml(path: str | None, section: str, cls: type, hints: dict[str, type]
     unknown = set(content) - set(SECTIONS)
     if unknown:
         raise UserError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
+    own = get_type_hints(cls, include_extras=True)
+    known = get_type_hints(TrainingOptions, include_extras=True) | own
     values = {}
-    own = {f.name for f in fields(cls)}
-    for table in ("common", section):
+    for table, hints in (("common", known), (cls.SECTION, own)):
         for name, value in content.get(table, {}).items():
-            if name not in own:
+            if name not in hints or name == "SECTION":
                 raise UserError(f"{path}: [{table}] has an unknown field {name!r}")
-            wanted = hints[name]
+            wanted = _plain(hints[name])
             if wanted is float and type(value) is int:
                 value = float(value)
             if type(value) is not wanted:
                 raise UserError(f"{path}: [{table}] {name} should be {wanted.__name__}, not {value!r}")
-            values[name] = value
+            check(f"{path}: [{table}] {name}", value, hints[name])
+            if name in own:
+                values[name] = value
     return values
 
 
 def save_config(config: Any, folder: Path) -> None:
-    """Write run.json: the configuration, the command, and the versions in use."""
+    """Write run.json: the options, the command, the git commit, and the versions in use."""
     names = ("torch", "transformers", "peft", "sqlglot", "numpy")
     content = {
         "config": asdict(config),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        **git_state(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in names},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps(content, indent=1))
+    write_atomically(folder / "run.json", json.dumps(content, indent=1))
 
 
-def user_errors(main: Callable[[], None]) -> None:
-    """Run a script's main; wrong input becomes one sentence on stderr and exit code 2."""
+def git_state() -> dict[str, Any]:
+    """The commit of this code, and whether files differ from it; None of both outside of a repository."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        main()
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
-        if "\n" in str(error) and not isinstance(error, UserError):
-            raise  # many lines: a library's error, not one of our sentences
+        git(
+            "ls-files", "--error-unmatch", Path(__file__).name
+        )  # an installed copy may lie in another's repository
+        return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "uncommitted_changes": None}
+
+
+def user_errors(main: Callable[..., None], *arguments: Any) -> None:
+    """Run a command; wrong input becomes one sentence on stderr and exit code 2."""
+    try:
+        main(*arguments)
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,12 +1,13 @@
-"""From a configuration to the objects of a run: dataset, environment, scorer."""
+"""From options to the objects of a run: dataset, environment, scorer, policy."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -14,20 +15,43 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import TOOL_SETS, Environment, Limits
-from mtsql.agent.rollout import Sampling
+from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory, trajectory_record
-from mtsql.config import Common
-from mtsql.data.datasets import Dataset, beside, load_dataset, split_names
+from mtsql.config import (
+    CurriculumConfig,
+    DataOptions,
+    EpisodeOptions,
+    GrpoConfig,
+    PolicyOptions,
+    RewardOptions,
+    SftConfig,
+    TrainingOptions,
+    save_config,
+)
+from mtsql.data.datasets import Dataset, Dialogue, Example, beside, examples, load_dataset, split_names
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.checkpoint import newest_checkpoint
-from mtsql.learn.model import load_policy, load_tokenizer
-from mtsql.learn.parallel import Processes, join_processes
+from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
+from mtsql.learn.model import Reference, load_policy, load_tokenizer, restore_policy, save_policy
+from mtsql.learn.optimizer import make_optimizer
+from mtsql.learn.parallel import (
+    Processes,
+    join_processes,
+    restore_optimizer,
+    shard_policy,
+    whole_state,
+    whole_weights,
+)
 from mtsql.recipes import load_recipe
+from mtsql.recipes.rewards import RewardFunction
 from mtsql.recipes.wording import Wording
+from mtsql.report.evaluation import answer_dialogues, score_records
+from mtsql.report.metrics import summarise
 from mtsql.sql.execute import Executor
-from mtsql.sql.score import Scorer
+from mtsql.sql.score import Scorer, scorable
+
+CHUNK = 16  # Questions are sampled as many at a time as make so many times --rows trajectories.
 
 
 def find_split(data: str, split: str) -> Path:
@@ -45,7 +69,7 @@ def find_split(data: str, split: str) -> Path:
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
-def load_split(config: Common, split: str) -> Dataset:
+def load_split(config: DataOptions, split: str) -> Dataset:
     """The dialogues of a split with their schemas; tables and databases beside the data by default.
 
     A folder with Spider's train_spider.json gives its train_others.json too. With --held-out N the last N
@@ -75,7 +99,7 @@ def load_split(config: Common, split: str) -> Dataset:
     return dataset
 
 
-def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
+def make_environment(config: EpisodeOptions, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
     """The environment that all episodes of a run share."""
     limits = Limits(
         config.max_interactions,
@@ -90,7 +114,7 @@ def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools
     return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
 
 
-def wording_of(config: Common) -> Wording:
+def wording_of(config: EpisodeOptions) -> Wording:
     """How the recipe puts its questions."""
     return Wording(
         config.wording == "compact",
@@ -101,15 +125,10 @@ def wording_of(config: Common) -> Wording:
     )
 
 
-def make_sampling(config: Common, environment: Environment, temperature: float) -> Sampling:
+def make_sampling(config: PolicyOptions, environment: Environment, temperature: float) -> Sampling:
     """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
     stops = environment.recipe.stop_strings
     return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops)
-
-
-def make_scorer(environment: Environment) -> Scorer:
-    """The scorer over the environment's databases, sharing its executor and cache."""
-    return Scorer(environment.schemas, environment.executor)
 
 
 def pick_device(name: str) -> torch.device:
@@ -117,65 +136,112 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no usable GPU; choose --device cpu")
+        raise UserError("--device cuda: this machine has no usable GPU; choose --device cpu")
     return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
 
 
-class Training(NamedTuple):
-    """What a training script begins with; `attention` is the one in use."""
+@dataclass(frozen=True)
+class Run:
+    """What every command that plays episodes works with."""
 
     processes: Processes
     out: Path
-    device: torch.device
-    checkpoint: Path | None
     tokens: ChatTokens
     dataset: Dataset
     environment: Environment
-    scorer: Scorer
+    scorer: Scorer  # over the environment's databases, sharing its executor and cache
     policy: PreTrainedModel | PeftModel
-    attention: str
+
+    @property
+    def attention(self) -> str:
+        """The attention in use, which may be another than was asked for."""
+        return self.policy.config._attn_implementation
 
 
-def begin_training(config: Common) -> Training:
-    """The training split, and the policy of --model, not yet that of the checkpoint.
-
-    Raises ValueError for options that training cannot follow, FileExistsError as `find_checkpoint` does.
-    """
-    if config.history == "predicted":
-        raise ValueError("--history predicted is for evaluation; train with gold or questions")
-    if config.shard and config.optimizer == "adamw8bit":
-        raise ValueError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
+def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
+    """The policy of --model, loaded as `how` says, and the questions of a split that it is to answer."""
     processes = join_processes()
-    out, device = Path(config.out), pick_device(config.device)
-    checkpoint = processes.of_each(find_checkpoint(out, config.resume) if processes.first else None)[0]
+    device = pick_device(config.device)
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     tokens = ChatTokens(load_tokenizer(config.model), config.thinking)
-    dataset = load_split(config, "train")
+    dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
     policy = load_policy(
-        config.model,
-        config.dtype,
-        device,
-        attention=config.attention,
-        quantise=config.quantise,
-        lora_rank=config.lora_rank,
-        gradient_checkpointing=config.gradient_checkpointing,
+        config.model, config.dtype, device, attention=config.attention, quantise=config.quantise, **how
     )
-    attention = attention_in_use(policy, config.layout)
-    scorer = make_scorer(environment)
-    return Training(
-        processes, out, device, checkpoint, tokens, dataset, environment, scorer, policy, attention
+    scorer = Scorer(environment.schemas, environment.executor)
+    return Run(processes, Path(config.out), tokens, dataset, environment, scorer, policy)
+
+
+def training_questions(config: RewardOptions, run: Run) -> list[Example]:
+    """The questions of the training split that can be scored."""
+    return scorable(examples(run.dataset.dialogues, config.history), run.scorer, config.drop_empty)
+
+
+def reward_function(config: RewardOptions, run: Run, weights: str = "") -> RewardFunction:
+    """The recipe's rewards in the preset of --rewards, but for `weights`."""
+    recipe = load_recipe(config.recipe)
+    return recipe.make_reward(
+        config.rewards, weights, run.scorer, run.tokens.tokenizer.decode, wording_of(config)
     )
+
+
+@dataclass(frozen=True)
+class Training(Run):
+    """What a training script works with; `step` and `state` are those of the checkpoint it goes on from."""
+
+    reward: RewardFunction
+    reference: Reference | None  # the policy at the start of the run, adapters of a warm start included
+    optimizer: torch.optim.Optimizer
+    step: int
+    state: dict[str, Any] | None  # None at the beginning
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained."""
+        return [p for p in self.policy.parameters() if p.requires_grad]
+
+
+def begin_training(
+    config: TrainingOptions, weights: str = "", reference: bool = False, beta2: float = 0.999
+) -> Training:
+    """The training split and the policy: that of the newest checkpoint with --resume, else --model's.
+
+    Raises UserError for options that training cannot follow, and if --out holds a run that nobody asked to go
+    on with.
+    """
+    if config.shard and config.optimizer == "adamw8bit":
+        raise UserError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
+    lora = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
+    run = begin_run(config, "train", **lora)
+    if config.layout == "shared" and run.attention.startswith("flash"):
+        raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
+    reward = reward_function(config, run, weights)
+    found = find_checkpoint(run.out, config.resume) if run.processes.is_main else None
+    checkpoint = run.processes.all_gather(found)[0]
+    frozen = Reference(run.policy) if reference else None
+    if checkpoint is not None:
+        restore_policy(run.policy, checkpoint / "policy", config.dtype)
+    if config.shard:
+        shard_policy(run.policy, run.processes)
+    optimizer = make_optimizer(run.policy, config.learning_rate, config.optimizer, beta2)
+    step, state = 0, None
+    if checkpoint is not None:
+        step, state, optimizer_state = load_training_state(checkpoint)
+        restore_optimizer(run.policy, optimizer, optimizer_state)
+    if run.processes.is_main:
+        save_config(config, run.out)
+    return Training(**vars(run), reward=reward, reference=frozen, optimizer=optimizer, step=step, state=state)
 
 
 def find_checkpoint(out: Path, resume: bool) -> Path | None:
     """The newest whole checkpoint of a run to go on from, None to start.
 
-    Raises FileExistsError if there is one but nobody asked to go on.
+    Raises UserError if there is one but nobody asked to go on.
     """
     newest = newest_checkpoint(out)
     if newest is not None and not resume:
-        raise FileExistsError(
+        raise UserError(
             f"{out} holds checkpoints of an earlier run; go on with --resume, or choose another --out"
         )
     if newest is None and resume:
@@ -183,15 +249,99 @@ def find_checkpoint(out: Path, resume: bool) -> Path | None:
     return newest
 
 
-def attention_in_use(policy: torch.nn.Module, layout: str) -> str:
-    """The attention that the policy was loaded with, which may be another than was asked for.
+def save_checkpoint(
+    config: TrainingOptions, run: Training, optimizer: torch.optim.Optimizer, step: int, state: dict[str, Any]
+) -> None:
+    """Write the state of a training run after `step` steps; all processes must call it."""
+    weights, optimizer_state = whole_state(run.policy, optimizer)
+    if run.processes.is_main:
+        with new_checkpoint(run.out, step, config.keep_checkpoints) as folder:
+            save_policy(run.policy, run.tokens.tokenizer, folder / "policy", weights)
+            save_training_state(folder, optimizer_state, step, state)
 
-    Raises ValueError if it cannot run `layout`.
+
+def save_result(run: Run, folder: Path) -> None:
+    """Write the policy as an ordinary Hugging Face or adapter folder; all processes must call it."""
+    weights, _ = whole_state(run.policy)
+    if run.processes.is_main:
+        save_policy(run.policy, run.tokens.tokenizer, folder, weights)
+
+
+def load_dev(config: GrpoConfig, run: Run) -> Run:
+    """The run on the first dialogues of the dev split, for evaluations during training."""
+    dataset = load_split(config, "dev")
+    dataset = replace(dataset, dialogues=dataset.dialogues[: config.evaluate_dialogues or None])
+    environment = make_environment(config, dataset, run.tokens, config.tools)
+    scorer = Scorer(environment.schemas, environment.executor)
+    return Run(run.processes, run.out, run.tokens, dataset, environment, scorer, run.policy)
+
+
+def dev_scores(config: GrpoConfig, dev: Run) -> dict[str, float]:
+    """Greedy EX and EM, and EX by hardness."""
+    with whole_weights(dev.policy):
+        answered = answer_split(config, dev, dev.dataset.dialogues, 0.0, config.seed)
+    scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
+    by_hardness = {f"ex_{name}": value for name, value in scores["ex"]["by_hardness"].items()}
+    return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
+
+
+def answer_split(
+    config: PolicyOptions,
+    run: Run,
+    dialogues: Sequence[Dialogue],
+    temperature: float,
+    seed: int,
+    progress: Callable | None = None,
+) -> list[tuple[Example, Trajectory]]:
+    """One trajectory a question of some dialogues, played by all processes; ordered by dialogue and turn."""
+    answered = answer_dialogues(
+        run.policy,
+        run.environment,
+        run.processes.share(dialogues),
+        config.history,
+        make_sampling(config, run.environment, temperature),
+        seed,
+        config.rows,
+        progress,
+        config.cache_gib,
+    )
+    everything = [pair for share in run.processes.all_gather(answered) for pair in share]
+    return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
+
+
+def sample_questions(
+    config: SftConfig | CurriculumConfig,
+    run: Run,
+    numbered: Sequence[tuple[int, Example]],
+    seed: tuple[int, ...],
+    title: str,
+) -> Iterator[tuple[Example, list[Trajectory]]]:
+    """Each question with --samples-per-question trajectories; one whose prompt is too long has none.
+
+    Some questions at a time, so that only what the caller keeps stays in memory. The seed of a trajectory
+    comes from `seed`, the question's number and the sample's.
     """
-    attention = policy.config._attn_implementation
-    if layout == "shared" and attention.startswith("flash"):
-        raise ValueError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
-    return attention
+    sampling = make_sampling(config, run.environment, config.temperature)
+    samples = range(config.samples_per_question)
+    size = max(1, CHUNK * config.rows // config.samples_per_question)
+    hidden = not run.processes.is_main
+    with tqdm(total=len(numbered), desc=title, unit="question", disable=hidden) as bar:
+        for start in range(0, len(numbered), size):
+            chunk = numbered[start : start + size]
+            episodes = [
+                episode
+                for number, example in chunk
+                for episode in run.environment.episodes(
+                    example, [trajectory_seed(*seed, number, sample) for sample in samples]
+                )
+                if episode.trajectory.status is None
+            ]
+            played = rollout(
+                run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
+            )
+            by_question = {name: list(group) for name, group in groupby(played, key=lambda t: t.example_id)}
+            yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
+            bar.update(len(chunk))
 
 
 def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:
@@ -207,9 +357,9 @@ def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:
     return progress
 
 
-def raise_not_finite(out: Path, step: int, flat: Sequence[Trajectory], tokens: ChatTokens) -> None:
+def raise_not_finite(run: Run, step: int, trajectories: Sequence[Trajectory]) -> None:
     """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
-    path = out / "not_finite.jsonl"
-    lines = [json.dumps(trajectory_record(t, tokens.tokenizer.decode)) + "\n" for t in flat]
+    path = run.out / "not_finite.jsonl"
+    lines = [json.dumps(trajectory_record(t, run.tokens.tokenizer.decode)) + "\n" for t in trajectories]
     write_atomically(path, "".join(lines))
-    raise ValueError(f"step {step}: the loss is not finite; its trajectories are in {path}")
+    raise UserError(f"step {step}: the loss is not finite; its trajectories are in {path}")

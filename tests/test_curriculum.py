@@ -8,7 +8,7 @@ import pytest
 from conftest import GOLD, QUESTION
 
 from mtsql.data.datasets import Example
-from mtsql.learn.curriculum import Count, curriculum_levels, level_of_step, read_counts
+from mtsql.learn.curriculum import SuccessCount, curriculum_levels, level_of_step, read_counts
 from train_grpo import GrpoConfig, question_order
 
 
@@ -18,7 +18,7 @@ def example(name: str) -> Example:
 
 def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
     questions = [example(name) for name in "abcdefg"]
-    counts = [Count(*c) for c in zip("gfedcba", (0, 20, 7, 19, 7, 12, 1), (20,) * 7, strict=True)]
+    counts = [SuccessCount(*c) for c in zip("gfedcba", (0, 20, 7, 19, 7, 12, 1), (20,) * 7, strict=True)]
     levels = curriculum_levels(questions, counts, 2)
     assert [[q.id for q in level] for level in levels] == [["d", "b"], ["e", "c"], ["a", "g"]]
     (one,) = curriculum_levels(questions, counts, 0)
@@ -26,7 +26,7 @@ def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
     uncounted = curriculum_levels([*questions, example("new")], counts[:1], 5)
     assert [[q.id for q in level] for level in uncounted] == [["g"]]
     with pytest.raises(ValueError, match="ever wrong"):
-        curriculum_levels(questions, [Count("a", 20, 20), Count("elsewhere", 1, 20)], 5)
+        curriculum_levels(questions, [SuccessCount("a", 20, 20), SuccessCount("elsewhere", 1, 20)], 5)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_epoch_of_a_level_asks_every_question_once():
 
 def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
     path = tmp_path / "counts.jsonl"
-    counts = [Count("00000/0", 3, 8), Count("00000/1", 8, 8)]
+    counts = [SuccessCount("00000/0", 3, 8), SuccessCount("00000/1", 8, 8)]
     path.write_text("".join(json.dumps(vars(count)) + "\n" for count in counts))
     assert read_counts(path) == counts
     for line in (

@@ -13,7 +13,7 @@ from mtsql.commands import hard_yet_solvable
 from mtsql.commands.hard_yet_solvable import SelectionConfig, choose, score
 from mtsql.config import user_errors
 from mtsql.data.datasets import examples
-from mtsql.learn.curriculum import Count, curriculum_levels, read_counts
+from mtsql.learn.curriculum import SuccessCount, curriculum_levels, read_counts
 from mtsql.run import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
@@ -22,14 +22,16 @@ from mtsql.toy import benchmark as toy
 
 def test_equation_13():
     rights = {0: 1.0, 1: 1 / 6, 2: 1 / 3, 5: 5 / 6, 6: 1.0}
-    assert {right: score(Count("q", right, 6)) for right in rights} == rights
-    assert score(Count("never sampled", 0, 0)) == 1.0
+    assert {right: score(SuccessCount("q", right, 6)) for right in rights} == rights
+    assert score(SuccessCount("never sampled", 0, 0)) == 1.0
 
 
 def test_the_hardest_that_can_be_solved_then_the_hardest_that_cannot():
     shares = {"a": (1, 6), "b": (5, 6), "c": (1, 12), "d": (3, 6), "all": (6, 6), "unsampled": (0, 0)}
     unsolved = {"u": "easy", "v": "extra", "w": "medium", "x": "hard", "y": "unread"}
-    counts = [Count(name, *share) for name, share in shares.items()] + [Count(n, 0, 6) for n in unsolved]
+    counts = [SuccessCount(name, *share) for name, share in shares.items()] + [
+        SuccessCount(n, 0, 6) for n in unsolved
+    ]
     hardness = dict.fromkeys(shares, "medium") | unsolved
 
     def names(balanced: int, exploration: int) -> tuple[str, str]:
@@ -42,7 +44,7 @@ def test_the_hardest_that_can_be_solved_then_the_hardest_that_cannot():
 
 
 def test_ties_are_broken_by_the_seed():
-    counts = [Count(str(i), i % 2, 6) for i in range(40)]
+    counts = [SuccessCount(str(i), i % 2, 6) for i in range(40)]
     hardness = {str(i): "extra" for i in range(40)}
     first, again, other = (choose(counts, hardness, 5, 5, random.Random(seed)) for seed in (0, 0, 1))
     assert first == again
@@ -61,8 +63,8 @@ def data(tmp_path_factory):
     names = [
         f"{i:05d}/{k}" for i, dialogue in enumerate(dialogues) for k in range(len(dialogue["interaction"]))
     ]
-    counts = [Count(name, number % 7, 6) for number, name in enumerate(names[1:])]
-    counts += [Count("99999/0", 1, 6), Count(names[0], 0, 0)]
+    counts = [SuccessCount(name, number % 7, 6) for number, name in enumerate(names[1:])]
+    counts += [SuccessCount("99999/0", 1, 6), SuccessCount(names[0], 0, 0)]
     (folder / "counts.jsonl").write_text("".join(json.dumps(vars(c)) + "\n" for c in counts))
     return folder
 

@@ -23,11 +23,11 @@ def play(rank: int, store: str) -> None:
     """One of three processes: its checks fail the whole."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     processes = Processes(rank, 3)
-    assert processes.first == (rank == 0)
+    assert processes.is_main == (rank == 0)
     for count in (0, 1, 2, 7):
         items = [f"item {i}" for i in range(count)]
         assert processes.gather(processes.share(items)) == items
-    assert processes.of_each(rank * 10) == [0, 10, 20]
+    assert processes.all_gather(rank * 10) == [0, 10, 20]
     parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
     parameters[0].grad = torch.full((2, 3), float(rank + 1))
     if rank == 1:  # the others have no micro-batch that reaches it

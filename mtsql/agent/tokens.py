@@ -12,9 +12,12 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:  # importing it takes seconds, which --help can do without
+    from transformers import PreTrainedTokenizerBase
 
 PRIVATE_USE = range(0xE000, 0xF900)
 USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-7319"

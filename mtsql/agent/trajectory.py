@@ -100,7 +100,7 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """One episode, token in, token out.
+    """One episode, token in, token out. `advantage` is A_i of section 3.3.3, once its group is rewarded.
 
     `interactions` counts model messages, `off_protocol` the actions that the recipe's
     protocol (in MTSQL-R1 Equation 1) did not call for and the messages that were not well formed.
@@ -115,6 +115,7 @@ class Trajectory:
     answer_sql: str | None = None
     interactions: int = 0
     off_protocol: int = 0
+    advantage: float = 0.0
 
     def to_plain(self) -> dict:
         """All of it as dictionaries, lists, numbers and strings, for a checkpoint."""

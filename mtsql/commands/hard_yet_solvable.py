@@ -20,11 +20,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from mtsql.config import Common, load_config, option, save_config, user_errors
+from mtsql.config import Count, DataOptions, option, read_options, save_config, user_errors
 from mtsql.data.datasets import examples
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.curriculum import Count, read_counts
+from mtsql.learn.curriculum import SuccessCount, read_counts
 from mtsql.run import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
@@ -33,22 +35,29 @@ HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionConfig(Common):
-    """Configuration of the selection."""
+class SelectionConfig(DataOptions):
+    """Options of the selection."""
+
+    SECTION: ClassVar = "selection"
+    drop_empty: bool = option(False, "choose no question whose gold SQL returns nothing (MTIR-SQL)")
 
     counts: str = option(..., "counts.jsonl of python -m mtsql.commands.curriculum (paper: 6 samples)")
-    balanced: int = option(700, "hard yet solvable questions (paper: 700)")
-    exploration: int = option(327, "questions that no sample solved (paper: 327)")
+    balanced: Count = option(700, "hard yet solvable questions (paper: 700)")
+    exploration: Count = option(327, "questions that no sample solved (paper: 327)")
 
 
-def score(count: Count) -> float:
+def score(count: SuccessCount) -> float:
     """S(q), Equation 13: the share of right samples, and 1 where all or none are (or there is none)."""
     return count.right / count.sampled if 0 < count.right < count.sampled else 1.0
 
 
 def choose(
-    counts: Sequence[Count], hardness: dict[str, str], balanced: int, exploration: int, rng: random.Random
-) -> tuple[list[Count], list[Count]]:
+    counts: Sequence[SuccessCount],
+    hardness: dict[str, str],
+    balanced: Count,
+    exploration: Count,
+    rng: random.Random,
+) -> tuple[list[SuccessCount], list[SuccessCount]]:
     """The balanced set and the exploration set, each as large as there are questions for it.
 
     `hardness` is that of every question in `counts`.
@@ -60,15 +69,11 @@ def choose(
     return solvable[:balanced], unsolved[:exploration]
 
 
-def main() -> None:
+def main(config: SelectionConfig) -> None:
     """Choose."""
-    config = load_config(SelectionConfig, "selection", __doc__)
-    for name in ("balanced", "exploration"):
-        if getattr(config, name) < 0:
-            raise ValueError(f"--{name} should be at least 0, not {getattr(config, name)}")
     counts, out = read_counts(Path(config.counts)), Path(config.out)
     if Path(config.counts).resolve() == (out / "counts.jsonl").resolve():
-        raise ValueError(f"--out {out} would replace the counts that are read; choose another folder")
+        raise UserError(f"--out {out} would replace the counts that are read; choose another folder")
     dataset = load_split(config, "train")
     scorer = Scorer(dataset.schemas, Executor(timeout_seconds=config.sql_timeout))
     questions = scorable(examples(dataset.dialogues), scorer, config.drop_empty)
@@ -77,7 +82,7 @@ def main() -> None:
     print(f"{len(counts)} counts, {len(known)} of them of questions in the training data")
     chosen = choose(known, hardness, config.balanced, config.exploration, random.Random(config.seed))
     if not any(chosen):
-        raise ValueError(
+        raise UserError(
             f"{config.counts}: nothing to choose; no question of the training data was ever wrong, "
             "or --balanced and --exploration are 0"
         )
@@ -92,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, read_options(SelectionConfig, __doc__))

@@ -7,10 +7,30 @@ CPU small pieces are also faster: their activations stay in the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from mtsql.agent.trajectory import Trajectory
+from mtsql.learn.parallel import Processes
 
-LAYOUTS = ("shared", "packed", "rows")
+
+@dataclass
+class MicroBatch:
+    """Groups of trajectories that go through the model together, a part of an optimizer step.
+
+    Its loss counts `weight` times: 0 where a process only keeps step with the others. With several updates
+    `old_logprobs` (tokens,) are those before the first.
+    """
+
+    groups: Sequence[Sequence[Trajectory]]
+    weight: float = 1.0
+    old_logprobs: Tensor | None = None
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Those of all groups."""
+        return [t for group in self.groups for t in group]
 
 
 def row_micro_batches(trajectories: Sequence[Trajectory], max_positions: int) -> list[list[Trajectory]]:
@@ -72,10 +92,26 @@ def group_micro_batches(
 def micro_batches(
     groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int
 ) -> list[list[Sequence[Trajectory]]]:
-    """The groups of each micro-batch in one of LAYOUTS; groups of one where no prompt is shared."""
+    """The groups of each micro-batch in a layout: "shared", "packed" or "rows".
+
+    Where no prompt is shared, they are groups of one.
+    """
     if layout == "shared":
         return group_micro_batches(groups, max_positions)
     flat = [t for group in groups for t in group]
     if layout == "rows":
         return [[[t] for t in part] for part in row_micro_batches(flat, max_positions)]
     return group_micro_batches([[t] for t in flat], max_positions)
+
+
+def step_batches(
+    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int, processes: Processes, shard: bool
+) -> list[MicroBatch]:
+    """This process's micro-batches of an optimizer step on the groups, which are the same in all processes.
+
+    With sharded weights every process gets equally many (`Processes.pad`); the filler is one trajectory.
+    """
+    cut = micro_batches(processes.share(groups), layout, max_positions)
+    if not shard:
+        return [MicroBatch(part) for part in cut]
+    return [MicroBatch(*pair) for pair in processes.pad(cut, [groups[0][:1]])] if groups else []

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+
 from mtsql.data.datasets import Example
+from mtsql.errors import UserError
 
 
 @dataclass(frozen=True)
-class Count:
+class SuccessCount:
     """How many of a question's sampled trajectories were right."""
 
     example_id: str
@@ -24,21 +27,21 @@ class Count:
     sampled: int
 
 
-def read_counts(path: Path) -> list[Count]:
+def read_counts(path: Path) -> list[SuccessCount]:
     """The counts that this module's command wrote.
 
-    Raises FileNotFoundError without the file, and ValueError, with its number, for another line.
+    Raises UserError without the file, and, with its number, for another line.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; make it with python -m mtsql.commands.curriculum")
+        raise UserError(f"{path} is not there; make it with python -m mtsql.commands.curriculum")
     counts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            count = Count(**json.loads(line))
+            count = SuccessCount(**json.loads(line))
             if not 0 <= count.right <= count.sampled:
                 raise TypeError
         except (json.JSONDecodeError, TypeError):
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number}: not a success count; make the file with "
                 "python -m mtsql.commands.curriculum"
             ) from None
@@ -47,18 +50,18 @@ def read_counts(path: Path) -> list[Count]:
 
 
 def curriculum_levels(
-    questions: Sequence[Example], counts: Sequence[Count], size: int
+    questions: Sequence[Example], counts: Sequence[SuccessCount], size: int
 ) -> list[list[Example]]:
     """The questions in bins of `size`, those that were right most often first (section 3.3.1).
 
     Questions that were always right teach nothing and are left out, and so are those without a count.
-    Ties stay in the order of the counts. `size` 0 makes one level of all. Raises ValueError if no
+    Ties stay in the order of the counts. `size` 0 makes one level of all. Raises UserError if no
     question is left.
     """
     by_id = {question.id: question for question in questions}
     left = [c for c in counts if c.example_id in by_id and c.sampled and c.right < c.sampled]
     if not left:
-        raise ValueError("no question of the curriculum is in the training data and was ever wrong")
+        raise UserError("no question of the curriculum is in the training data and was ever wrong")
     left.sort(key=lambda c: c.right / c.sampled, reverse=True)
     ordered = [by_id[c.example_id] for c in left]
     size = size or len(ordered)
@@ -70,3 +73,18 @@ def level_of_step(step: int, steps: int, sizes: Sequence[int]) -> tuple[int, int
     ends = [steps * questions // sum(sizes) for questions in accumulate(sizes)]
     level = bisect_right(ends, step)
     return level, step - (ends[level - 1] if level else 0)
+
+
+def question_order(
+    seed: int, count: int, per_step: int, level: int, step: int, attempt: int = 0
+) -> list[int]:
+    """Indices of a step's questions: each epoch of a level is a permutation of its own, from the seed.
+
+    `step` counts within the level. Later attempts of a step draw from all its questions.
+    """
+    if attempt:
+        return np.random.default_rng((seed, level, step, attempt)).permutation(count).tolist()
+    steps_in_epoch = count // per_step
+    epoch, place = divmod(step, steps_in_epoch)
+    permutation = np.random.default_rng((seed, level, epoch)).permutation(count)
+    return permutation[place * per_step : (place + 1) * per_step].tolist()

@@ -9,7 +9,7 @@ question and no padding; `row_batch`, one padded row a trajectory, is the slow, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class TokenBatch:
     targets: Tensor  # (tokens,) int64, the trained token ids
     trajectory_index: Tensor  # (tokens,) int64, in the order in which trajectories were given
     sampling_logprobs: Tensor  # (tokens,) float32, under the sampler
+    advantages: Tensor  # (trajectories,) float32
 
 
 def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
@@ -77,36 +78,19 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     return _token_batch(trajectories, torch.tensor(ids), None, None, torch.cat(sources), device)
 
 
-def packed_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
-    """All trajectories behind each other in one row, positions counted anew in each.
-
-    flash-attn's variable-length kernel and transformers' SDPA attention mask (quadratic in the row, which is
-    why it is only the reference here) both read the borders off the positions. Raises ValueError if no token
-    has loss mask 1.
-    """
-    sources, start = [], 0
-    for trajectory in trajectories:
-        trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0]  # (tokens of the trajectory,)
-        sources.append(start + trained - 1)
-        start += len(trajectory.ids)
-    ids = torch.tensor([[i for t in trajectories for i in t.ids]])  # (1, positions)
-    position_ids = torch.cat([torch.arange(len(t.ids)) for t in trajectories])[None]  # (1, positions)
-    return _token_batch(trajectories, ids, position_ids, None, torch.cat(sources), device)
-
-
 def token_batch(
     groups: Sequence[Sequence[Trajectory]], layout: str, device: torch.device | str, attention: str = "sdpa"
 ) -> TokenBatch:
-    """A micro-batch in one of LAYOUTS: "rows", "packed" or "shared" (behind one copy of each group's prompt).
+    """A micro-batch in a layout: "rows", "packed" or "shared" (behind one copy of each group's prompt).
 
-    With SDPA a packed batch is one of shared prompts whose groups have one trajectory each.
+    A packed batch is one of shared prompts whose groups have one trajectory each. flash-attn's
+    variable-length kernel reads the borders of its trajectories off the positions, which start anew in each.
     """
     flat = [t for group in groups for t in group]
     if layout == "rows":
         return row_batch(flat, device)
-    if layout == "packed" and attention.startswith("flash"):
-        return packed_batch(flat, device)
-    return shared_prompt_batch(groups if layout == "shared" else [[t] for t in flat], device)
+    batch = shared_prompt_batch(groups if layout == "shared" else [[t] for t in flat], device)
+    return replace(batch, layout=None) if attention.startswith("flash") else batch
 
 
 def shared_prompt_batch(
@@ -184,6 +168,7 @@ def _token_batch(
         targets=torch.tensor(targets, device=device),
         trajectory_index=torch.tensor(trajectory_index, device=device),
         sampling_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
+        advantages=torch.tensor([t.advantage for t in trajectories], dtype=torch.float32, device=device),
     )
 
 
@@ -306,22 +291,22 @@ class _HeadLogprobs(torch.autograd.Function):
         return torch.cat(logprobs), entropy
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """`slope` (tokens,) is d loss / d logprob."""
+    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """`grad_logprobs` (tokens,) is d loss / d logprob."""
         hidden, weight, targets, normalisers = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (tokens, hidden)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (vocabulary, hidden)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (tokens, hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (vocabulary, hidden)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = (hidden[part] @ weight.t()).float().div_(ctx.temperature)  # (chunk, vocabulary)
-            of_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-slope[part, None])
-            of_logits.scatter_add_(1, targets[part, None], slope[part, None])
-            of_logits = of_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
-            if of_hidden is not None:
-                torch.mm(of_logits, weight, out=of_hidden[part])
-            if of_weight is not None:
-                of_weight.addmm_(of_logits.t(), hidden[part])
-        return of_hidden, of_weight, None, None, None
+            grad_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-grad_logprobs[part, None])
+            grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), hidden[part])
+        return grad_hidden, grad_weight, None, None, None
 
 
 def token_logprobs(

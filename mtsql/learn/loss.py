@@ -6,13 +6,15 @@ whose a token is. Every loss and statistic is a batch's share of the optimizer s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from mtsql.agent.trajectory import Trajectory
+from mtsql.learn.variants import dual_clip_bound, truncated_importance_weights
+
 MAX_LOG_RATIO = 20.0  # Larger logarithms are cut before exp(), which would overflow.
-AGGREGATES = ("trajectory", "token", "constant")
-RATIOS = ("token", "sequence")
-KL_IN_LOSS = ("k2", "k3")
 
 
 def sft_loss(logprobs: Tensor, denominator: int) -> Tensor:
@@ -44,14 +46,13 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped surrogate of MTSQL-R1, section 3.3.3, negated; and its statistics.
 
-    `advantages` is (trajectories,). Without `old_logprobs` the policy is its own old policy: the ratio
-    is 1, its gradient is not 0. `denominator`: see `token_weights`. `beta` weighs `kl_estimate` against
-    `reference_logprobs`. With `tis_cap` above 0, each token's term is weighted by the old policy's
-    probability over the sampler's, `sampling_logprobs`, cut at the cap (truncated importance sampling,
-    Yao et al. 2025): the sampler's numerics are not the trainer's.
+    `advantages` is (trajectories,). Without `old_logprobs` the policy is its own old policy: the ratio is 1,
+    its gradient is not 0. `denominator`: see `token_weights`. `beta` weighs `kl_estimate` against
+    `reference_logprobs`. `dual_clip` and `tis_cap`, 0 for none, are those of `mtsql.learn.variants`; the
+    second needs `sampling_logprobs`.
 
-    Statistics: clip_fraction, ratio, kl, tis_weight. Raises ValueError for an unknown choice and for a
-    `beta` or `tis_cap` without its log-probabilities.
+    Statistics: clip_fraction, and kl and tis_weight where they apply. Raises ValueError for an unknown choice
+    and for a `beta` or `tis_cap` without its log-probabilities.
     """
     if beta != 0 and reference_logprobs is None:
         raise ValueError("beta needs reference log-probabilities")
@@ -63,16 +64,12 @@ def grpo_loss(
     ratios = importance_ratio(logprobs, old, trajectory_index, ratio)
     clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratios * advantage, clipped * advantage)
-    if dual_clip > 0:  # a bad token's ratio counts at most so many times (Ye et al. 2020, equation 5)
-        objective = torch.where(advantage < 0, torch.maximum(objective, dual_clip * advantage), objective)
-    with torch.no_grad():
-        bound = (objective != ratios * advantage).to(weights)
-        statistics = {
-            "clip_fraction": float((weights * bound).sum()),
-            "ratio": float((weights * ratios).sum()),
-        }
+    if dual_clip > 0:
+        objective = dual_clip_bound(objective, advantage, dual_clip)
+    bound = (objective != ratios * advantage).to(weights)
+    statistics = {"clip_fraction": float((weights * bound).sum())}
     if tis_cap > 0:
-        tis = (old - sampling_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=tis_cap)
+        tis = truncated_importance_weights(old, sampling_logprobs, tis_cap)
         objective = objective * tis
         statistics["tis_weight"] = float((weights * tis).sum())
     if reference_logprobs is not None:
@@ -91,20 +88,30 @@ def importance_ratio(logprobs: Tensor, old: Tensor, trajectory_index: Tensor, le
         sums = log_ratio.new_zeros(len(lengths)).index_add(0, trajectory_index, log_ratio)  # (trajectories,)
         log_ratio = (sums / lengths.clamp(min=1))[trajectory_index]
     elif level != "token":
-        raise ValueError(f"ratio is one of {', '.join(RATIOS)}, not {level!r}")
+        raise ValueError(f"ratio is token or sequence, not {level!r}")
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def loss_denominator(counted: Sequence[Trajectory], aggregate: str, longest_response: int) -> int:
+    """What the loss of an optimizer step is divided by, at least 1: `counted` are its trajectories.
+
+    Their number for "trajectory", that of their trained tokens for "token", trajectories times the longest
+    response allowed for "constant".
+    """
+    if aggregate == "token":
+        return max(1, sum(t.sampled_length for t in counted))
+    if aggregate not in ("trajectory", "constant"):
+        raise ValueError(f"aggregate is trajectory, token or constant, not {aggregate!r}")
+    return max(1, len(counted)) * (longest_response if aggregate == "constant" else 1)
 
 
 def token_weights(trajectory_index: Tensor, denominator: float, aggregate: str) -> Tensor:
     """What each token counts in the loss, float32.
 
     "trajectory": the mean over a trajectory's tokens, 1/|M_i|, then over trajectories (MTSQL-R1, section
-    3.3.3); `denominator` is the number of trajectories of the optimizer step. "token": the mean over all
-    tokens (DAPO, equation 8); it is their number. "constant": the sum over all tokens, over trajectories
-    times the longest response allowed (Dr. GRPO, section 3.2); it is that product.
+    3.3.3). "token": the mean over all tokens (DAPO, equation 8). "constant": the sum over all tokens, over
+    trajectories times the longest response allowed (Dr. GRPO, section 3.2).
     """
-    if aggregate not in AGGREGATES:
-        raise ValueError(f"aggregate is one of {', '.join(AGGREGATES)}, not {aggregate!r}")
     weights = torch.full(trajectory_index.shape, 1 / denominator, device=trajectory_index.device)
     if aggregate == "trajectory":
         weights = weights / trajectory_index.bincount()[trajectory_index]

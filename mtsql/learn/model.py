@@ -44,20 +44,17 @@ def load_policy(
     attention: str = "sdpa",
     quantise: str = "none",
     lora_rank: int = 0,
-    lora_alpha: int | None = None,
     gradient_checkpointing: bool = False,
 ) -> PreTrainedModel | PeftModel:
     """A causal language model in training mode.
 
-    A folder with a PEFT adapter gives its base model with the adapter trainable. `lora_rank` > 0
-    puts new LoRA adapters on all linear layers but the head, with `lora_alpha` twice the rank by
-    default; base weights are `dtype`, adapter weights always float32. `quantise` "nf4" keeps the
-    base's linear layers, but not the head, in 4-bit NormalFloat with doubly quantised constants
-    (QLoRA, Dettmers et al. 2023); only adapters can be trained then. "flash_attention_2" falls
-    back to "sdpa" where it is not installed or the device is not CUDA; it cannot run shared-prompt
-    batches.
-    Raises ValueError if nothing can be loaded under that name, for an unknown dtype, and for a
-    `lora_rank` that would stack an adapter on an adapter.
+    A folder with a PEFT adapter gives its base model with the adapter trainable. `lora_rank` > 0 puts new
+    LoRA adapters on all linear layers but the head, with alpha twice the rank; base weights are `dtype`,
+    adapter weights always float32. `quantise` "nf4" keeps the base's linear layers, but not the head, in
+    4-bit NormalFloat with doubly quantised constants (QLoRA, Dettmers et al. 2023); only adapters can be
+    trained then. "flash_attention_2" falls back to "sdpa" where it is not installed or the device is not
+    CUDA; it cannot run shared-prompt batches. Raises ValueError if nothing can be loaded under that name,
+    for an unknown dtype, and for a `lora_rank` that would stack an adapter on an adapter.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
@@ -90,10 +87,9 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise _not_loadable(base or name_or_path if adapter else name_or_path, "model") from error
     if lora_rank > 0:
-        alpha = 2 * lora_rank if lora_alpha is None else lora_alpha
         config = LoraConfig(
             r=lora_rank,
-            lora_alpha=alpha,
+            lora_alpha=2 * lora_rank,
             lora_dropout=0.0,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
@@ -175,12 +171,6 @@ def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str)
     if isinstance(saved, PeftModel):
         raise ValueError(f"{folder} holds a LoRA adapter; resume with the --lora-rank of the first run")
     model.load_state_dict(saved.state_dict())
-
-
-def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(trainable, total) parameters; tied weights count once."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
 
 
 class Reference:

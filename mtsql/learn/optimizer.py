@@ -10,28 +10,22 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mtsql.errors import UserError
+
 
 def make_optimizer(
-    model: nn.Module,
-    learning_rate: float,
-    beta2: float = 0.999,
-    weight_decay: float = 0.0,
-    kind: str = "adamw",
+    model: nn.Module, learning_rate: float, kind: str = "adamw", beta2: float = 0.999
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed.
+    """AdamW over the trainable parameters, without weight decay.
 
     `kind` "adamw8bit" keeps the moments of tensors from 4,096 elements on in 8 bits (Dettmers et al. 2022).
-    Raises ValueError if nothing is trainable.
+    Raises UserError if nothing is trainable.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
-        raise ValueError("nothing can be trained; a quantised model needs --lora-rank above 0 or an adapter")
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+        raise UserError("nothing can be trained; a quantised model needs --lora-rank above 0 or an adapter")
     adamw = bitsandbytes.optim.AdamW8bit if kind == "adamw8bit" else torch.optim.AdamW
-    return adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, beta2))
+    return adamw(trainable, lr=learning_rate, betas=(0.9, beta2), weight_decay=0.0)
 
 
 def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
@@ -41,13 +35,21 @@ def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
     return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warmup) / (1.0 - warmup))))
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> float:
-    """Scale all gradients so that their norm is at most `largest`; returns the norm that they had."""
-    norm = nn.utils.clip_grad_norm_(parameters, largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], rate: float, largest: float = 1.0
+) -> float:
+    """One step on the gradients, scaled so that their norm is at most `largest`; the norm that they had.
+
+    Gradients are dropped then: they need no memory during rollouts.
+    """
+    set_learning_rate(optimizer, rate)
+    norm = nn.utils.clip_grad_norm_(parameters, largest)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -39,7 +39,7 @@ class Processes:
     count: int
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that writes files and shows progress."""
         return self.rank == 0
 
@@ -49,10 +49,10 @@ class Processes:
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """The shares of all processes, back in the order that `share` dealt from."""
-        shares = self.of_each(list(items))
+        shares = self.all_gather(list(items))
         return [s[i] for i in range(max(map(len, shares))) for s in shares if i < len(s)]
 
-    def of_each(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The value of every process, in the order of their ranks, in every process."""
         if self.count == 1:
             return [value]
@@ -66,7 +66,7 @@ class Processes:
         FSDP2 wants as many forward and backward passes of each. It takes the mean over the processes of
         gradients that should be added, for which the weights are multiplied by their number.
         """
-        most = max(self.of_each(len(items)))
+        most = max(self.all_gather(len(items)))
         return [(item, float(self.count)) for item in items] + [(filler, 0.0)] * (most - len(items))
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -128,14 +128,18 @@ def whole_weights(policy: nn.Module) -> Iterator[None]:
         module.set_reshard_after_forward(module is not policy, recurse=False)
 
 
-def whole_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict | None, dict]:
+def whole_state(
+    policy: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[dict | None, dict]:
     """Weights, None if they are not sharded, and optimizer state, on the first process; all must call it."""
     if not isinstance(policy, FSDPModule):
-        return None, optimizer.state_dict()
+        return None, optimizer.state_dict() if optimizer else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(policy, options=options)
     # Asked for the state of an optimizer that has none, torch would take a step to make one.
-    state = get_optimizer_state_dict(policy, optimizer, options=options) if optimizer.state else {}
+    state = (
+        get_optimizer_state_dict(policy, optimizer, options=options) if optimizer and optimizer.state else {}
+    )
     once = {name for name, _ in policy.named_parameters()}
     for name, _ in policy.named_parameters(remove_duplicate=False):
         if name not in once:  # tied to another, under whose name it is saved

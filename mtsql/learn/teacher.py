@@ -22,7 +22,8 @@ from tqdm import tqdm
 from mtsql.agent.env import Environment, Episode, Recipe
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.rewards import is_right
+from mtsql.errors import UserError
+from mtsql.recipes.rewards import RewardFunction, is_right
 from mtsql.sql.score import Scorer
 
 CLOSING_TAG = re.compile(r"</\w+>")
@@ -67,10 +68,10 @@ class Replay:
 def read_teacher(path: Path) -> list[TeacherLine | None]:
     """The lines of a teacher's file, None for each that is not a conversation; empty lines are skipped.
 
-    Raises FileNotFoundError without the file.
+    Raises UserError without the file.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"--teacher {path} is not there; give a JSONL file of chat messages")
+        raise UserError(f"--teacher {path} is not there; give a JSONL file of chat messages")
     # Split as bytes: str.splitlines also breaks at characters that JSON strings may hold.
     return [_read_line(line) for line in path.read_bytes().split(b"\n") if line.strip()]
 
@@ -153,7 +154,7 @@ def replay_lines(
     questions: Sequence[Example],
     in_play: Collection[str],
     environment: Environment,
-    scorer: Scorer,
+    reward: RewardFunction,
     correct: str,
     progress: bool,
 ) -> list[Replay]:
@@ -170,12 +171,12 @@ def replay_lines(
         elif question is None or question.id not in in_play:
             replays.append(Replay(Outcome.UNKNOWN))
         else:
-            replays.append(replay_line(line, question, environment, scorer, correct))
+            replays.append(replay_line(line, question, environment, reward, correct))
     return replays
 
 
 def replay_line(
-    line: TeacherLine, question: Example, environment: Environment, scorer: Scorer, correct: str
+    line: TeacherLine, question: Example, environment: Environment, reward: RewardFunction, correct: str
 ) -> Replay:
     """Play the teacher's messages on a question; kept is what is right and follows the recipe throughout."""
     messages = [message_of(text, environment.recipe) for text in line.messages]
@@ -192,7 +193,7 @@ def replay_line(
         outcome = Outcome.UNFINISHED
     elif trajectory.status is not Status.ANSWERED or trajectory.off_protocol:
         outcome = Outcome.FORMAT
-    elif not is_right(trajectory, question, scorer, correct):
+    elif not is_right(reward(trajectory, question), correct):
         outcome = Outcome.WRONG
     else:
         pairs = zip(trajectory.observations, line.observed, strict=False)  # none follows the answer

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from tqdm import tqdm
@@ -22,9 +23,10 @@ from tqdm import tqdm
 from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Episode, Recipe
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import ActionType, Stop, Trajectory
-from mtsql.config import Common, load_config, option, save_config, user_errors
+from mtsql.config import EpisodeOptions, option, read_options, save_config, user_errors
 from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import read_json
+from mtsql.errors import UserError
 from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
@@ -147,8 +149,10 @@ def repair_lesson(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImitationConfig(Common):
-    """Configuration of the imitation phase."""
+class ImitationConfig(EpisodeOptions):
+    """Options of the imitation phase."""
+
+    SECTION: ClassVar = "imitation"
 
     copying_steps: int = option(250, "optimizer steps on copying and repair exercises, before all else")
     copying_length: int = option(32, "random tokens in each exercise, to be copied in pieces")
@@ -238,9 +242,8 @@ def _rate(config: ImitationConfig, step: int) -> float:
     return cosine_rate(1.0, 0.5 + 0.5 * (step - config.answer_steps) / config.agent_steps, warmup=0.0)
 
 
-def main() -> None:
+def main(config: ImitationConfig) -> None:
     """Train the tokenizer and the model, and save them as a Hugging Face folder."""
-    config = load_config(ImitationConfig, "imitation", __doc__)
     dataset = load_split(config, "train")
     mistakes_file = Path(config.data) / "scripted_mistakes.json"
     wrong = {
@@ -255,7 +258,7 @@ def main() -> None:
     further = list(filter(None, config.further_recipes.split(",")))
     unknown = sorted(set(further) - set(RECIPES))
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"--further-recipes {unknown[0]} is unknown; choose from {', '.join(RECIPES)}, with commas"
         )
     tagged = [name for name in (config.recipe, *further) if name != RECIPES[0]]  # its tags are always there
@@ -327,4 +330,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, read_options(ImitationConfig, __doc__))

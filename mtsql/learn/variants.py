@@ -1,0 +1,113 @@
+"""Variants of GRPO, each from another paper and off by default; the plain step is train_grpo.py's.
+
+- dynamic sampling: DAPO (Yu et al. 2025), section 3.2
+- truncated trajectories excluded or penalised: DAPO, section 3.4 (overlong reward shaping)
+- GRPO-Filter: MTIR-SQL, section 3.1, Equation 3
+- KL in the reward: Schulman's k1, as PPO for language models has it (Ouyang et al. 2022)
+- dual clip: Ye et al. 2020, Equation 5
+- truncated importance sampling: Yao et al. 2025
+
+Clip-higher, the token mean (DAPO), the constant denominator (Dr. GRPO), sequence ratios (GSPO) and the
+divisors of the advantages are terms of the plain formulas: mtsql/learn/loss.py and advantages.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from mtsql.agent.trajectory import Status
+from mtsql.config import GrpoConfig
+from mtsql.learn.advantages import informative_groups
+from mtsql.learn.batches import micro_batches
+from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.model import Reference
+from mtsql.learn.samples import Sample
+
+
+def dynamic_sampling(
+    play: Callable[[list[tuple[int, int]]], list[list[Sample]]],
+    order: Callable[[int], list[int]],
+    wanted: int,
+    rounds: int,
+) -> tuple[list[list[Sample]], int]:
+    """The groups of a step, and how many were replaced.
+
+    `play` turns numbered questions into groups, `order(attempt)` says in which order questions are drawn. At
+    most `rounds` times groups whose rewards are all equal make room for those of other questions; what is
+    missing then is filled up with them. With 0 rounds all groups stay.
+    """
+    kept: list[list[Sample]] = []
+    equal: list[list[Sample]] = []
+    asked: list[int] = []
+    for attempt in range(rounds + 1):
+        fresh = [i for i in order(attempt) if i not in set(asked)]
+        numbered = list(enumerate(fresh[: wanted - len(kept)], start=len(asked)))
+        asked += [i for _, i in numbered]
+        for group in play(numbered):
+            spread = informative_groups(torch.tensor([[s.rewards.total for s in group]])).item()
+            (kept if spread or rounds == 0 else equal).append(group)
+        if len(kept) >= wanted:
+            break
+    replaced = max(0, len(equal) - max(0, wanted - len(kept)))
+    return kept + equal[: max(0, wanted - len(kept))], replaced
+
+
+def apply_sample_rules(config: GrpoConfig, sample: Sample) -> None:
+    """--truncated exclude or penalise, and --filter-rollouts: what leaves the loss, or costs reward."""
+    truncated = sample.trajectory.status is Status.OUT_OF_TOKENS
+    if truncated and config.truncated == "penalise":
+        total = sample.rewards.total - config.truncation_penalty
+        sample.rewards = replace(sample.rewards, total=total)
+    excluded = truncated and config.truncated == "exclude"
+    filtered = config.filter_rollouts and sample.rewards.quality <= config.filter_threshold
+    sample.in_loss = not (excluded or filtered)
+
+
+def add_divergences(config: GrpoConfig, samples: Sequence[Sample], reference: Reference) -> None:
+    """--kl k1: each sample's divergence from the reference, by the sampler's log-probabilities."""
+    by_seed = {sample.trajectory.seed: sample for sample in samples}
+    trajectories = [sample.trajectory for sample in samples]
+    with torch.no_grad(), reference.policy() as frozen:
+        for part in micro_batches([trajectories], "packed", config.micro_batch_positions):
+            batch = token_batch(part, "packed", frozen.device, frozen.config._attn_implementation)
+            logprobs, _ = token_logprobs(frozen, batch, config.temperature)
+            k1 = batch.sampling_logprobs - logprobs  # (tokens,)
+            for index, value in zip(batch.trajectory_index.tolist(), k1.tolist(), strict=True):
+                by_seed[part[index][0].seed].divergence += value
+
+
+def idle_options(config: GrpoConfig) -> list[str]:
+    """A sentence for each option that was set and does nothing beside the others."""
+    alone = "the importance ratio is 1 at one update a batch (--updates-per-batch 1)"
+    idle = {
+        "clip_low": config.updates_per_batch == 1 and alone,
+        "clip_high": config.updates_per_batch == 1 and alone,
+        "dual_clip": config.updates_per_batch == 1 and alone,
+        "ratio": config.updates_per_batch == 1 and alone,
+        "kl": config.beta == 0 and "there is no KL penalty (--beta 0)",
+        "truncation_penalty": config.truncated != "penalise" and "--truncated is not penalise",
+        "filter_threshold": not config.filter_rollouts and "--filter-rollouts is not set",
+        "level_size": not config.curriculum and "there is no --curriculum",
+        "evaluate_dialogues": config.evaluate_every == 0 and "--evaluate-every is 0",
+    }
+    defaults = {item.name: item.default for item in fields(config)}
+    return [
+        f"--{name.replace('_', '-')} does nothing here: {reason}"
+        for name, reason in idle.items()
+        if reason and getattr(config, name) != defaults[name]
+    ]
+
+
+def dual_clip_bound(objective: Tensor, advantage: Tensor, bound: float) -> Tensor:
+    """A bad token's ratio counts at most `bound` times, above 1; all tensors (tokens,)."""
+    return torch.where(advantage < 0, torch.maximum(objective, bound * advantage), objective)
+
+
+def truncated_importance_weights(old: Tensor, sampling_logprobs: Tensor, cap: float) -> Tensor:
+    """The trainer's probability of each token over the sampler's, cut at the cap: their numerics differ."""
+    return (old - sampling_logprobs).clamp(max=math.log(cap)).exp()

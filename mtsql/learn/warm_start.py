@@ -1,0 +1,118 @@
+"""Algorithm 1 from round to round (MTSQL-R1, section 3.2.2), and the gold answers of its baseline."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtsql.agent.env import Environment
+from mtsql.agent.trajectory import Status, Stop, Trajectory
+from mtsql.data.datasets import Example
+from mtsql.recipes.rewards import Rewards, is_right
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a round found of one question: its rollouts, which were kept, and why others were not."""
+
+    example_id: str
+    sampled: int
+    right: int
+    kept: list[Trajectory]
+    rejected: Counter[str] = field(default_factory=Counter)
+
+
+def rejection(trajectory: Trajectory, rewards: Rewards, correct: str) -> str | None:
+    """The first filter that a rollout does not pass: no_answer, wrong_ex, wrong_em or off_protocol."""
+    if trajectory.status is not Status.ANSWERED:
+        return "no_answer"
+    if not is_right(rewards, correct):
+        return "wrong_em" if rewards.ex else "wrong_ex"
+    return "off_protocol" if trajectory.off_protocol else None
+
+
+@dataclass
+class Progress:
+    """Where Algorithm 1 is; its plain form goes into checkpoints."""
+
+    remaining: list[Example]  # D_i
+    kept: list[Trajectory] = field(default_factory=list)  # the cumulative set T
+    coverage: list[dict] = field(default_factory=list)  # of each round: Table 7
+    solved: set[str] = field(default_factory=set)  # ids of the questions solved in this round
+    collected: bool = False  # whether this round's trajectories are in T
+    round: int = 0
+    index: int = 0  # optimizer steps that are done of this round,
+    step: int = 0  # and of all
+    rng_state: tuple = ()  # that draws the order of fine-tuning
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, found: Sequence[Collected], rng: random.Random) -> None:
+        """Put what a round collected into T."""
+        self.kept += [t for question in found for t in question.kept]
+        self.solved = {question.example_id for question in found if question.kept}
+        self.collected, self.rng_state = True, rng.getstate()
+        rejected: Counter[str] = Counter()
+        for question in found:
+            rejected.update(question.rejected)
+        self.coverage.append(
+            {
+                "round": self.round + 1,
+                "sampled": sum(question.sampled for question in found),
+                "right": sum(question.right for question in found),
+                "rejected": dict(sorted(rejected.items())),
+                "questions_asked": len(self.remaining),
+                "questions_solved": len(self.solved),
+                "questions_covered": len({t.example_id for t in self.kept}),
+                "trajectories": len(self.kept),
+            }
+        )
+
+    def drop_solved(self) -> None:
+        """End a round: what is solved leaves the pool (S4)."""
+        self.remaining = [example for example in self.remaining if example.id not in self.solved]
+        self.collected, self.index = False, 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """What a checkpoint needs, as plain Python values."""
+        return {
+            "round": self.round,
+            "kept": [t.to_plain() for t in self.kept],
+            "remaining": [example.id for example in self.remaining],
+            "solved": sorted(self.solved),
+            "coverage": self.coverage,
+            "rng": self.rng_state,
+            "index": self.index,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any], pool: Sequence[Example], step: int) -> Progress:
+        """What `to_plain` wrote after `step` steps; `pool` is D_0."""
+        remaining = set(plain["remaining"])
+        return cls(
+            remaining=[example for example in pool if example.id in remaining],
+            kept=[Trajectory.from_plain(t) for t in plain["kept"]],
+            coverage=plain["coverage"],
+            solved=set(plain["solved"]),
+            collected=True,
+            round=plain["round"],
+            index=plain["index"],
+            step=step,
+            rng_state=plain["rng"],
+        )
+
+
+def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example]]) -> list[Collected]:
+    """The gold SQL of every question as a direct answer: the data of short-horizon fine-tuning."""
+    found = []
+    for _, example in numbered:
+        episode = environment.episodes(example, [0])[0]
+        ids = environment.tokens.message_ids(environment.recipe.answer(example.gold_sql))
+        if episode.trajectory.status is None:
+            episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
+        right = [episode.trajectory] if episode.trajectory.answer_sql is not None else []
+        found.append(Collected(example.id, 1, len(right), right))
+    return found
