@@ -27,7 +27,7 @@ Departures from the paper:
 
 from __future__ import annotations
 
-from mtsql.config import GrpoConfig, read_options, user_errors
+from mtsql.config import GrpoConfig, read_options, save_config, user_errors
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = read_options(GrpoConfig, __doc__)
@@ -80,6 +80,7 @@ def main(config: GrpoConfig) -> None:
         levels = curriculum_levels(levels[0], read_counts(Path(config.curriculum)), config.level_size)
     dev = load_dev(config, run) if config.evaluate_every else None
     if processes.is_main:
+        save_config(config, run.out)
         for sentence in idle_options(config):
             print(sentence)
         if config.curriculum:

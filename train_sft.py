@@ -29,7 +29,7 @@ Departures from the paper, and how we read it:
 
 from __future__ import annotations
 
-from mtsql.config import SftConfig, read_options, user_errors
+from mtsql.config import SftConfig, read_options, save_config, user_errors
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = read_options(SftConfig, __doc__)
@@ -94,7 +94,10 @@ def main(config: SftConfig) -> None:
     progress = Progress.from_plain(run.state, pool, run.step) if run.state else Progress(pool)
     if progress.round >= config.rounds:
         raise UserError(f"{run.out} is in round {progress.round + 1}; give --rounds at least so many")
-    log = MetricsLog(run.out / "metrics.csv", run.step) if processes.is_main else None
+    log = None
+    if processes.is_main:
+        save_config(config, run.out)
+        log = MetricsLog(run.out / "metrics.csv", run.step)
     optimizer, stop = run.optimizer, False
     with finish_step_on_interrupt() as interrupted:
         for round_index in range(progress.round, config.rounds):

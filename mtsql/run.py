@@ -27,7 +27,6 @@ from mtsql.config import (
     RewardOptions,
     SftConfig,
     TrainingOptions,
-    save_config,
 )
 from mtsql.data.datasets import Dataset, Dialogue, Example, beside, examples, load_dataset, split_names
 from mtsql.errors import UserError
@@ -229,8 +228,6 @@ def begin_training(
     if checkpoint is not None:
         step, state, optimizer_state = load_training_state(checkpoint)
         restore_optimizer(run.policy, optimizer, optimizer_state)
-    if run.processes.is_main:
-        save_config(config, run.out)
     return Training(**vars(run), reward=reward, reference=frozen, optimizer=optimizer, step=step, state=state)
 
 

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from mtsql.config import Common, load_config, option, save_config
+from mtsql.config import (
+    CurriculumConfig,
+    EvaluateConfig,
+    GrpoConfig,
+    PolicyOptions,
+    SftConfig,
+    option,
+    read_options,
+    save_config,
+    user_errors,
+)
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
+from mtsql.learn.variants import idle_options
 from mtsql.run import find_split
+from mtsql.toy.imitation import ImitationConfig
 
-CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.toml"))
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted(ROOT.glob("configs/*.toml"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Small(Common):
+class Small(PolicyOptions):
     """A configuration for these tests."""
 
+    SECTION: ClassVar = "sft"
+    model: str = option("m", "a model")
     rate: float = option(0.5, "a number")
 
 
 def load(*argv):
-    return load_config(Small, "sft", "test", ["--data", "d", "--out", "o", *argv])
+    return read_options(Small, "test", ["--data", "d", "--out", "o", *argv])
 
 
 def test_command_line_overrides_file_and_defaults(tmp_path):
@@ -37,6 +56,11 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("toml", "argv", "message"),
     [
+        ("", ["--rows", "0"], "--rows should be at least 1, not 0"),
+        ("[sft]\nrows = 0", [], "[sft] rows should be at least 1, not 0"),
+        ("[common]\nsplit = 'dev'", [], "[common] has an unknown field 'split'"),
+        ("", ["--history", "predicted"], "--history predicted is unknown; choose from gold, questions"),
+        ("", ["--recipe", "sql_trail", "--tools", "no_execution"], "needs a memory, which only"),
         ("", ["--sead", "1"], "unrecognized arguments: --sead"),
         ("", ["--see", "1"], "unrecognized arguments: --see"),
         ("", ["--tools", "all"], "--tools all is unknown; choose from both"),
@@ -57,7 +81,7 @@ def test_wrong_options_are_one_sentence_and_exit_code_2(tmp_path, capsys, toml, 
 
 def test_missing_options_and_file(capsys):
     with pytest.raises(SystemExit):
-        load_config(Small, "sft", "test", ["--out", "o"])
+        read_options(Small, "test", ["--out", "o"])
     assert "give --data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         load("--config", "nowhere.toml")
@@ -69,25 +93,70 @@ def test_saved_config_says_what_ran(tmp_path):
     saved = json.loads((tmp_path / "run.json").read_text())
     assert saved["config"]["seed"] == 7
     assert saved["versions"]["torch"].startswith("2.13")
+    assert re.fullmatch("[0-9a-f]{40}", saved["commit"]) and type(saved["uncommitted_changes"]) is bool
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-@pytest.mark.parametrize("section", ["imitation", "sft", "grpo", "evaluate"])
-def test_shipped_configs_are_valid(path, section):
-    import evaluate
-    import train_grpo
-    import train_sft
-    from mtsql.toy.imitation import ImitationConfig
-
-    cls = {
-        "imitation": ImitationConfig,
-        "sft": train_sft.SftConfig,
-        "grpo": train_grpo.GrpoConfig,
-        "evaluate": evaluate.EvaluateConfig,
-    }[section]
-    model = [] if section == "imitation" else ["--model", "m"]
-    config = load_config(cls, section, "test", ["--config", str(path), "--data", "d", "--out", "o", *model])
+@pytest.mark.parametrize("cls", [ImitationConfig, SftConfig, GrpoConfig, EvaluateConfig, CurriculumConfig])
+def test_shipped_configs_are_valid(path, cls):
+    model = [] if cls is ImitationConfig else ["--model", "m"]
+    config = read_options(cls, "test", ["--config", str(path), "--data", "d", "--out", "o", *model])
     assert config.max_interactions == 4
+
+
+def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[common]\nrows = 7\nseed = 5\n")
+    argv = ["--config", str(path), "--data", "d", "--out", "o"]
+    assert read_options(SftConfig, "", [*argv, "--model", "m"]).rows == 7
+    assert read_options(ImitationConfig, "", argv).seed == 5
+    with pytest.raises(SystemExit):  # imitation samples nothing, so that it takes no --rows
+        read_options(ImitationConfig, "", [*argv, "--rows", "7"])
+
+
+def test_help_shows_the_defaults_of_the_chosen_recipe(capsys):
+    shown = {}
+    for recipe in ("mtsql_r1", "sql_trail"):
+        with pytest.raises(SystemExit) as stop:
+            read_options(GrpoConfig, "", ["--recipe", recipe, "--help"])
+        assert stop.value.code == 0
+        described = " ".join(capsys.readouterr().out.split()).rpartition("--clip-high X ")[2]
+        shown[recipe] = described.partition(" --updates")[0].rpartition(" ")[2]
+    assert shown == {"mtsql_r1": "[0.2]", "sql_trail": "[0.28]"}
+
+
+@pytest.mark.parametrize("script", ["train_sft.py", "train_grpo.py", "evaluate.py"])
+def test_help_and_wrong_options_import_no_torch(script):
+    for argument, code in (("--help", 0), ("--sead", 2)):
+        command = [sys.executable, "-X", "importtime", script, argument]
+        outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert outcome.returncode == code
+        imported = {line.rpartition("|")[2].strip() for line in outcome.stderr.splitlines()}
+        assert "mtsql.config" in imported and not imported & {"torch", "transformers", "peft"}
+
+
+def test_only_our_own_errors_become_a_sentence(capsys):
+    def mistake(error):
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        user_errors(mistake, UserError("give --data"))
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: give --data\n"
+    for error in (ValueError("a student's own"), FileNotFoundError("a defect")):
+        with pytest.raises(type(error)):
+            user_errors(mistake, error)
+
+
+def test_options_that_do_nothing_say_so():
+    def said(*argv):
+        config = read_options(GrpoConfig, "", ["--data", "d", "--out", "o", "--model", "m", *argv])
+        return [sentence.split()[0] for sentence in idle_options(config)]
+
+    assert said() == []
+    assert said("--clip-high", "0.3", "--dual-clip", "3") == ["--clip-high", "--dual-clip"]
+    assert said("--clip-high", "0.3", "--dual-clip", "3", "--updates-per-batch", "2") == []
+    assert said("--kl", "k1") == ["--kl"] and said("--kl", "k1", "--beta", "0.1") == []
+    assert said("--recipe", "mtir_sql") == []
 
 
 def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):

@@ -8,8 +8,7 @@ import pytest
 from conftest import GOLD, QUESTION
 
 from mtsql.data.datasets import Example
-from mtsql.learn.curriculum import SuccessCount, curriculum_levels, level_of_step, read_counts
-from train_grpo import GrpoConfig, question_order
+from mtsql.learn.curriculum import SuccessCount, curriculum_levels, level_of_step, question_order, read_counts
 
 
 def example(name: str) -> Example:
@@ -45,11 +44,10 @@ def test_steps_follow_the_questions_of_the_levels_in_order(steps, questions, exp
 
 
 def test_an_epoch_of_a_level_asks_every_question_once():
-    config = GrpoConfig(model="", data="", out="", prompts_per_step=4)
-    asked = [i for step in range(3) for i in question_order(config, 12, 1, step)]
+    asked = [i for step in range(3) for i in question_order(0, 12, 4, 1, step)]
     assert sorted(asked) == list(range(12))
-    assert asked != [i for step in range(3) for i in question_order(config, 12, 2, step)]
-    assert asked != [i for step in range(3, 6) for i in question_order(config, 12, 1, step)]
+    assert asked != [i for step in range(3) for i in question_order(0, 12, 4, 2, step)]
+    assert asked != [i for step in range(3, 6) for i in question_order(0, 12, 4, 1, step)]
 
 
 def test_counts_are_read_back_and_other_lines_are_named(tmp_path):

@@ -18,10 +18,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from mtsql.agent.cache import RowCache, cache_bytes_per_token, rows_within
-from mtsql.agent.generator import Generator, _inverse_cdf
+from mtsql.agent.generator import Generator
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.learn.model import load_policy
@@ -244,21 +243,6 @@ def test_an_empty_observation_continues_the_row(model):
     assert first + row.ids == whole.ids
 
 
-def test_top_p_keeps_the_smallest_sufficient_set(model):
-    prompt = [5, 6, 7]
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor([prompt])).logits[0, -1]  # (vocabulary,)
-    logprobs = logits.log_softmax(-1)
-    ordered, order = logprobs.exp().sort(descending=True)
-    kept = order[: int((ordered.cumsum(-1) < 0.4).sum()) + 1].tolist()
-    with Generator(model, (END,), temperature=1.0, top_p=0.4) as generator:
-        rows = generator.start([prompt] * 200, list(range(200)), [1] * 200)
-        generator.step()
-    assert {row.ids[0] for row in rows} <= set(kept)
-    assert len({row.ids[0] for row in rows}) > len(kept) // 2
-    assert rows[0].logprobs[0] == pytest.approx(float(logprobs[rows[0].ids[0]]), abs=1e-4)
-
-
 def test_sampling_follows_the_distribution(model):
     prompt = [5, 6, 7]
     with torch.no_grad():
@@ -381,22 +365,6 @@ def test_a_cache_that_is_too_small_makes_rows_wait(model):
     assert {e.trajectory.seed: e.trajectory.ids for e in episodes} == free
     with pytest.raises(ValueError, match="raise --cache-gib"):
         rollout(model, TOKENS, [ScriptedEpisode(0, all_prompts[1])], sampling, cache_gib=gib / 30)
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.6), (7, 0.6)])
-def test_top_k_and_top_p_equal_those_of_transformers(top_k, top_p):
-    torch.manual_seed(0)
-    scores = torch.randn(40, VOCABULARY) * 3  # (rows, vocabulary)
-    warped = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
-    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
-    allowed = warped > -torch.inf  # (rows, vocabulary)
-    drawn = torch.zeros_like(allowed)
-    for uniform in np.linspace(0, 0.9999, 400):
-        uniforms = torch.full((40, 1), float(uniform), dtype=torch.float64)
-        drawn.scatter_(1, _inverse_cdf(scores.softmax(-1), uniforms, top_p, top_k), True)
-    assert not (drawn & ~allowed).any()
-    likely = allowed & (warped.softmax(-1) > 0.01)
-    assert (drawn | ~likely).all()
 
 
 def test_stop_strings_end_a_message(model):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 
 import pytest
 from conftest import ROOT, TOY
 
 from mtsql.commands import hard_yet_solvable
 from mtsql.commands.hard_yet_solvable import SelectionConfig, choose, score
-from mtsql.config import user_errors
+from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import examples
 from mtsql.learn.curriculum import SuccessCount, curriculum_levels, read_counts
 from mtsql.run import load_split
@@ -76,8 +75,8 @@ def options_of(data, out, *further):
 
 def test_grpo_trains_on_the_chosen_questions(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["", *options_of(data, tmp_path, "--balanced", 4, "--exploration", 99)])
-    hard_yet_solvable.main()
+    options = options_of(data, tmp_path, "--balanced", 4, "--exploration", 99)
+    hard_yet_solvable.main(read_options(SelectionConfig, "", options))
     chosen = read_counts(tmp_path / "counts.jsonl")
     unsolved = [c for c in read_counts(data / "counts.jsonl") if c.sampled and not c.right]
     assert [c.right for c in chosen] == sorted(c.right for c in chosen[:4]) + [0] * len(unsolved)
@@ -95,9 +94,9 @@ def test_grpo_trains_on_the_chosen_questions(data, tmp_path, monkeypatch, capsys
 
 def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys):
     def refused(out, *further):
-        monkeypatch.setattr(sys, "argv", ["", *options_of(data, out, *further)])
         with pytest.raises(SystemExit) as stop:
-            user_errors(hard_yet_solvable.main)
+            config = read_options(SelectionConfig, "", options_of(data, out, *further))
+            user_errors(hard_yet_solvable.main, config)
         assert stop.value.code == 2
         return capsys.readouterr().err
 

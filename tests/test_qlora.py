@@ -16,7 +16,7 @@ from mtsql.agent.generator import Generator
 from mtsql.agent.trajectory import Segment
 from mtsql.learn.batches import LAYOUTS, group_micro_batches, micro_batches, shared_prefix
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.model import Reference, load_policy, save_merged, save_policy
+from mtsql.learn.model import Reference, load_policy, merge_adapter, save_policy
 from mtsql.learn.optimizer import make_optimizer
 
 WIDER = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -134,8 +134,7 @@ def test_eight_bit_moments_take_nearly_the_same_step(base):
 def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, tiny, quantise):
     policy = randomise_adapters(load_policy(base, quantise=quantise, lora_rank=4))
     save_policy(policy, tiny.tokens.tokenizer, tmp_path / "adapter")
-    save_merged(tmp_path / "adapter", tmp_path / "merged", "float32")
-    merged = load_policy(tmp_path / "merged")
+    merged = merge_adapter(tmp_path / "adapter", "float32")
     assert not isinstance(merged, PeftModel)
     batch = token_batch(make_groups(), "shared", "cpu")
     unquantised = load_policy(tmp_path / "adapter")  # the merged copy stands on the unquantised base
@@ -143,8 +142,8 @@ def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, 
         torch.testing.assert_close(
             token_logprobs(merged, batch)[0], token_logprobs(unquantised, batch)[0], atol=1e-4, rtol=0
         )
-    with pytest.raises(ValueError, match="leave out --merge"):
-        save_merged(base, tmp_path / "again", "float32")
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge_adapter(base, "float32")
 
 
 def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
@@ -169,7 +168,7 @@ def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
 
 
 def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
-    options = ["--quantise", "nf4", "--lora-rank", 4, "--optimizer", "adamw8bit", "--merge"]
+    options = ["--quantise", "nf4", "--lora-rank", 4, "--optimizer", "adamw8bit"]
     base = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     run(
         "train_grpo.py", *base, *options, "--steps", 2, "--prompts-per-step", 3, "--samples-per-prompt", 4,
@@ -177,7 +176,8 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
         "--divide-by", "batch", "--updates-per-batch", 2, "--layout", "packed", "--truncated", "exclude",
         "--out", tmp_path / "grpo",
     )  # fmt: skip
-    merged = tmp_path / "grpo" / "policy_merged"
+    merged = tmp_path / "merged"
+    run("-m", "mtsql.commands.merge", tmp_path / "grpo" / "policy", merged)
     assert (merged / "model.safetensors").is_file() and not (merged / "adapter_config.json").exists()
     out = run(
         "evaluate.py", *TOY, "--data", work / "benchmark", "--model", merged,
@@ -186,3 +186,5 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
     assert "EX %" in out
     out = run("train_grpo.py", *base, "--steps", 1, "--out", tmp_path / "full", "--quantise", "nf4", expect=2)
     assert "needs --lora-rank above 0" in out
+    out = run("-m", "mtsql.commands.merge", merged, tmp_path / "again", expect=2)
+    assert "holds no LoRA adapter" in out and not (tmp_path / "again").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import evaluate
 from mtsql.agent.env import Environment
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Stop, Trajectory
-from mtsql.config import load_config
+from mtsql.config import EvaluateConfig, read_options
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1_prompts import verdict
@@ -49,9 +48,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def spider() -> tuple[Dataset, list[Example]]:
-    config = load_config(
-        evaluate.EvaluateConfig, "evaluate", "", [*options("skyrl_sql"), "--model=", "--out="]
-    )
+    config = read_options(EvaluateConfig, "", [*options("skyrl_sql"), "--model=", "--out="])
     dataset = load_split(config, "dev")
     return dataset, random.Random(0).sample(examples(dataset.dialogues), QUESTIONS)
 
@@ -107,7 +104,7 @@ def rendered_again(
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     dataset, asked = spider
-    config = load_config(evaluate.EvaluateConfig, "evaluate", "", [*options(name), "--model=", "--out="])
+    config = read_options(EvaluateConfig, "", [*options(name), "--model=", "--out="])
     tokens = ChatTokens(tokenizer)
     environment = make_environment(config, dataset, tokens, config.tools)
     schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
@@ -155,8 +152,7 @@ def test_a_random_model_is_played_by_every_recipe(random_model, tmp_path, monkey
     for name in RECIPES[1:]:
         out = tmp_path / name
         words = [f"--{option}={value}" for option, value in (given | {"recipe": name, "out": out}).items()]
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *words])
-        evaluate.main()
+        evaluate.main(read_options(EvaluateConfig, "", words))
         assert json.loads((out / "summary.json").read_text())["questions"] == 4
         assert "EX" in capsys.readouterr().out
         records = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -15,15 +14,15 @@ from transformers import AutoTokenizer
 import evaluate
 import train_grpo
 import train_sft
-from evaluate import EvaluateConfig
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
-from mtsql.config import user_errors
+from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, user_errors
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.report.evaluation import answer_dialogues
 from mtsql.run import load_split, make_environment
 
+CONFIGS = {train_sft: SftConfig, train_grpo: GrpoConfig, evaluate: EvaluateConfig}
 SHARED = ROOT.parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
 
@@ -242,9 +241,8 @@ def test_groups_without_signal_are_replaced(work):
 
 def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, capsys):
     def refused(script, *options):
-        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *TOY, *map(str, options)])
         with pytest.raises(SystemExit) as stop:
-            user_errors(script.main)
+            user_errors(script.main, read_options(CONFIGS[script], "", [*TOY, *map(str, options)]))
         assert stop.value.code == 2
         return capsys.readouterr().err
 
@@ -272,7 +270,11 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (train_grpo, ["--held-out", 1000], "--held-out should be 1 to"),
         (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),
         (train_grpo, ["--curriculum", tmp_path / "none.jsonl"], "none.jsonl is not there; make it with"),
-        (train_sft, ["--history", "predicted"], "--history predicted is for evaluation"),
+        (
+            train_sft,
+            ["--history", "predicted"],
+            "--history predicted is unknown; choose from gold, questions",
+        ),
         (train_sft, ["--targets", "gold"], "--targets gold needs --tools none and --rounds 1"),
         (train_sft, ["--embedding", tmp_path / "none"], "no embedding model could be loaded from"),
         (evaluate, ["--split", "held_out"], "--held-out should be 1 to"),

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from mtsql.errors import UserError
+
 GROUPED = "sdpa_grouped_queries"
 BUCKET = 64  # Attention sees a multiple of this many positions,
 STATIC_BUCKET = 256  # or of this many where each multiple has a captured graph.
@@ -151,14 +153,14 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 def rows_within(model: PreTrainedModel, gib: float, longest: int) -> int:
     """How many rows of `longest` positions a cache of `gib` GiB holds.
 
-    Raises ValueError if it does not hold one.
+    Raises UserError if it does not hold one.
     """
     on_gpu = model.device.type == "cuda"
     bucket = STATIC_BUCKET if on_gpu else BUCKET
     held = int(gib * 2**30 / cache_bytes_per_token(model))
     rows = held // (-(-longest // bucket) * bucket)
     if rows < 1:
-        raise ValueError(
+        raise UserError(
             f"a cache of {gib:g} GiB holds {held} tokens, but a trajectory may take {longest}; "
             "raise --cache-gib or lower --max-response-tokens"
         )

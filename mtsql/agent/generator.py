@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from mtsql.agent.cache import BUCKET, DECODE_ROWS, GROUPED, STATIC_BUCKET, RowCache
 from mtsql.agent.graphs import DecodeGraphs
 from mtsql.agent.trajectory import Stop
+from mtsql.errors import UserError
 
 # Prompts and observations go through the model in chunks of rows with about so many tokens: many for a
 # GPU; few for a CPU, where padding costs more than another call.
@@ -59,8 +60,7 @@ class Generator:
     `rows[i]` lives in slot i of the cache. Each row draws its uniforms from its own generator, for
     its own tokens only, so a trajectory does not depend on the batch it is in (up to the rounding
     of matrix products of different sizes). At temperature 0 decoding is greedy. Log-probabilities
-    are those of softmax(logits / temperature), at temperature 1 when greedy; top_k and top_p (in
-    this order) narrow the choice but not the log-probability.
+    are those of softmax(logits / temperature), at temperature 1 when greedy.
 
     `stops(ids)` says whether a message that ends with `ids` is over, for stop strings. With
     `static_shapes` (the default on a GPU) the decode step has one of few shapes, and on a GPU each
@@ -72,8 +72,6 @@ class Generator:
         model: PreTrainedModel,
         end_of_turn_ids: Sequence[int],
         temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
         stops: Callable[[list[int]], bool] | None = None,
         longest: int | None = None,
         static_shapes: bool | None = None,
@@ -81,14 +79,12 @@ class Generator:
         attention = model.config._attn_implementation
         layer_types = set(getattr(model.config, "layer_types", None) or ())
         if not attention.startswith(("sdpa", "flash_attention_2")):
-            raise ValueError(f"The model uses {attention!r} attention; load it with 'sdpa'.")
+            raise UserError(f"The model uses {attention!r} attention; load it with 'sdpa'.")
         if layer_types - {"full_attention"}:
-            raise ValueError(f"The model has {sorted(layer_types)}, only full attention is known.")
+            raise UserError(f"The model has {sorted(layer_types)}, only full attention is known.")
         self.model = model
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature = temperature
-        self.top_p = top_p
-        self.top_k = top_k
         self.stops = stops
         on_gpu = model.device.type == "cuda"
         self.static_shapes = on_gpu if static_shapes is None else static_shapes
@@ -261,7 +257,7 @@ class Generator:
         logprobs = scores.log_softmax(-1)  # (rows, vocabulary)
         if self.temperature > 0:
             uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)
-            chosen = _inverse_cdf(logprobs.exp(), uniforms.to(logits.device), self.top_p, self.top_k)
+            chosen = _inverse_cdf(logprobs.exp(), uniforms.to(logits.device))
         else:
             chosen = logprobs.argmax(-1, keepdim=True)  # (rows, 1)
         picked = logprobs.gather(-1, chosen)[:, 0].tolist()
@@ -274,19 +270,8 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _inverse_cdf(probs: Tensor, uniforms: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Sample ids (rows, 1) from `probs` (rows, vocabulary) with one uniform (rows, 1) each.
-
-    With `top_k` above 0, only the `top_k` most probable tokens are drawn; with `top_p` below 1, of
-    these only the most probable that together reach `top_p` of their sum.
-    """
-    if top_p < 1 or top_k:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)  # (rows, vocabulary)
-        if top_k:
-            ordered[:, top_k:] = 0
-            ordered = ordered / ordered.sum(-1, keepdim=True)
-        before = ordered.cumsum(-1) - ordered  # (rows, vocabulary)
-        probs = probs.scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample ids (rows, 1) from `probs` (rows, vocabulary) with one uniform (rows, 1) each."""
     cdf = probs.cumsum(-1, dtype=torch.float64)  # (rows, vocabulary)
     # Uniforms are below 1, so a token with mass is found; only NaN leads past the end.
     return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp(max=cdf.shape[-1] - 1)

@@ -24,15 +24,13 @@ ANSWER_SHARE = 0.0625  # observations are appended when this share of the live r
 
 @dataclass(frozen=True)
 class Sampling:
-    """How messages are sampled. `temperature` 0 is greedy, `top_k` 0 is off.
+    """How messages are sampled. `temperature` 0 is greedy.
 
     A message is over after an end of turn, after one of the `stop_strings`, or at `max_turn_tokens`.
     """
 
     temperature: float = 1.0
-    top_p: float = 1.0
     max_turn_tokens: int = 512
-    top_k: int = 0
     stop_strings: tuple[str, ...] = ()
 
 
@@ -84,8 +82,6 @@ def rollout(
             model,
             tokens.end_of_turn_ids,
             sampling.temperature,
-            sampling.top_p,
-            sampling.top_k,
             _stops(tokens, sampling.stop_strings),
             longest,
         ) as generator,

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
+from mtsql.errors import UserError
+
 if TYPE_CHECKING:  # importing it takes seconds, which --help can do without
     from transformers import PreTrainedTokenizerBase
 
@@ -26,13 +28,13 @@ USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-
 class ChatTokens:
     """Everything the agent needs from a tokenizer.
 
-    `thinking` is handed to the chat template as `enable_thinking`. Raises ValueError for a
+    `thinking` is handed to the chat template as `enable_thinking`. Raises UserError for a
     tokenizer without a chat template or without an end-of-turn token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool = True) -> None:
         if not tokenizer.chat_template:
-            raise ValueError(f"The tokenizer in {tokenizer.name_or_path!r} has no chat template.")
+            raise UserError(f"The tokenizer in {tokenizer.name_or_path!r} has no chat template.")
         self.tokenizer = tokenizer
         self.thinking = thinking
         # Some tokenizers keep runs of blanks among their added tokens: those are ordinary text.
@@ -46,7 +48,7 @@ class ChatTokens:
         template_end = [i for i in closing if i in added_ids]
         default_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if not template_end and not default_end:
-            raise ValueError(f"The tokenizer in {tokenizer.name_or_path!r} has no end-of-turn token.")
+            raise UserError(f"The tokenizer in {tokenizer.name_or_path!r} has no end-of-turn token.")
         self._template_end = (template_end or default_end)[0]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(template_end + default_end))
         pad_id = tokenizer.pad_token_id
@@ -121,7 +123,7 @@ class ChatTokens:
             if tail.startswith(end) and tail.count(TOOL_TEXT) == 1:
                 before, after = tail[len(end) :].split(TOOL_TEXT)
                 return before, after
-        raise ValueError(
+        raise UserError(
             f"The chat template of {self.tokenizer.name_or_path!r} cannot follow a model message "
             f"with an observation as {' or '.join(roles)}."
         )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtsql.errors import UserError
 from mtsql.files import folder_atomically, recover_folder, temporary_sibling
 
 STATE_FILE = "training_state.pt"
@@ -91,7 +92,7 @@ def load_training_state(folder: Path) -> tuple[int, dict[str, Any], dict[str, An
     """
     path = folder / STATE_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {STATE_FILE}; nothing to resume")
+        raise UserError(f"{folder} holds no {STATE_FILE}; nothing to resume")
     state = torch.load(path, map_location="cpu", weights_only=True)
     random.setstate(state["python_rng"])
     np.random.set_state(("MT19937", np.array(state["numpy_rng"], dtype=np.uint32), *state["numpy_rng_rest"]))

@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
+from mtsql.errors import UserError
 from mtsql.learn.logprobs import row_batch
 
 MICRO_BATCH_POSITIONS = 8192  # in one forward pass, padding counted
@@ -33,7 +34,7 @@ def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folde
     each trajectory needs one). Weights sharded by FSDP2 must be whole (`whole_weights`).
     With the folder of a Qwen3-Embedding model: its L2-normalised embedding of all text after the prompt,
     on the policy's device and in its dtype. The model is loaded when it is first needed, its tokenizer at
-    once. Raises ValueError, at one of these times, if the folder does not hold a whole model.
+    once. Raises UserError, at one of these times, if the folder does not hold a whole model.
     """
     if not folder:
         return lambda trajectories: _embed_with_policy(policy, trajectories)
@@ -98,8 +99,8 @@ def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield order[start : start + rows]
 
 
-def _not_loadable(folder: str) -> ValueError:
-    return ValueError(
+def _not_loadable(folder: str) -> UserError:
+    return UserError(
         f"no embedding model could be loaded from {folder}; give a folder with config.json, weights and "
         "tokenizer, like that of Qwen3-Embedding-0.6B"
     )

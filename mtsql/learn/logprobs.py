@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mtsql.agent.trajectory import Trajectory
+from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
 
 SHARED_PROMPT = "sdpa_shared_prompt"
@@ -325,17 +326,17 @@ def token_logprobs(
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if getattr(inner.config, "final_logit_softcapping", None) is not None:
-        raise ValueError(f"{type(inner).__name__} caps its logits, which is not supported")
+        raise UserError(f"{type(inner).__name__} caps its logits, which is not supported")
     head = inner.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
-        raise ValueError(f"the head of {type(inner).__name__} is not one matrix, which is not supported")
+        raise UserError(f"the head of {type(inner).__name__} is not one matrix, which is not supported")
     options = {}
     if batch.layout is not None:
         attention = inner.config._attn_implementation
         if attention == "sdpa":
             inner.set_attn_implementation(SHARED_PROMPT)
         elif attention != SHARED_PROMPT:
-            raise ValueError(f"the shared-prompt layout needs SDPA attention, not {attention}")
+            raise UserError(f"the shared-prompt layout needs SDPA attention, not {attention}")
         # A model that ignored the layout would use this attention mask and return NaN everywhere.
         poison = torch.full((1, 1, 1, 1), torch.nan, dtype=inner.dtype, device=batch.ids.device)
         options = {"layout": batch.layout, "attention_mask": poison}

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
+from mtsql.errors import UserError
 from mtsql.files import folder_atomically, recover_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +29,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, adapter folder or hub name; ValueError if there is none."""
+    """The tokenizer of a model folder, adapter folder or hub name; UserError if there is none."""
     _check_exists(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
@@ -53,7 +54,7 @@ def load_policy(
     adapter weights always float32. `quantise` "nf4" keeps the base's linear layers, but not the head, in
     4-bit NormalFloat with doubly quantised constants (QLoRA, Dettmers et al. 2023); only adapters can be
     trained then. "flash_attention_2" falls back to "sdpa" where it is not installed or the device is not
-    CUDA; it cannot run shared-prompt batches. Raises ValueError if nothing can be loaded under that name,
+    CUDA; it cannot run shared-prompt batches. Raises UserError if nothing can be loaded under that name,
     for an unknown dtype, and for a `lora_rank` that would stack an adapter on an adapter.
     """
     if dtype not in DTYPES:
@@ -61,7 +62,7 @@ def load_policy(
     _check_exists(name_or_path)
     adapter = (Path(name_or_path) / ADAPTER_FILE).is_file()
     if adapter and lora_rank > 0:
-        raise ValueError(f"{name_or_path} is a LoRA adapter already and goes on as it is: set lora_rank to 0")
+        raise UserError(f"{name_or_path} is a LoRA adapter already and goes on as it is: set lora_rank to 0")
     transformers_logging.disable_progress_bar()
     on_cuda = torch.device(device).type == "cuda"
     if attention == "flash_attention_2" and not (on_cuda and is_flash_attn_2_available()):
@@ -109,20 +110,20 @@ def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:
 
 
 def _check_exists(name_or_path: str | Path) -> None:
-    """Raise ValueError for what can be neither a folder nor a hub name."""
+    """Raise UserError for what can be neither a folder nor a hub name."""
     recover_folder(Path(name_or_path))
     if Path(name_or_path).is_dir():
         return
     parts = str(name_or_path).split("/")
     if len(parts) > 2 or not all(parts) or parts[0] in (".", "..", "~"):
-        raise ValueError(
+        raise UserError(
             f"{name_or_path} is not a folder; give a folder with config.json and weights, "
             "a PEFT adapter folder, or a hub name like Qwen/Qwen3-4B"
         )
 
 
-def _not_loadable(name_or_path: str | Path, what: str) -> ValueError:
-    return ValueError(
+def _not_loadable(name_or_path: str | Path, what: str) -> UserError:
+    return UserError(
         f"no {what} could be loaded from {name_or_path}; give a folder with config.json, weights "
         "and tokenizer, a PEFT adapter folder, or a hub name like Qwen/Qwen3-4B"
     )
@@ -144,32 +145,32 @@ def save_policy(
         tokenizer.save_pretrained(temporary)
 
 
-def save_merged(policy: Path, folder: Path, dtype: str) -> None:
-    """Write the adapter folder `policy` merged into its base, an ordinary Hugging Face folder.
+def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
+    """The adapter folder `policy` merged into its base, which is loaded unquantised, on the CPU.
 
-    The base is loaded unquantised, on the CPU. Raises ValueError if `policy` holds no adapter.
+    Raises UserError if `policy` holds no adapter.
     """
     model = load_policy(policy, dtype)
     if not isinstance(model, PeftModel):
-        raise ValueError(f"{policy} holds no LoRA adapter, so there is nothing to merge; leave out --merge")
-    save_policy(model.merge_and_unload(), load_tokenizer(policy), folder)
+        raise UserError(f"{policy} holds no LoRA adapter, so there is nothing to merge")
+    return model.merge_and_unload()
 
 
 def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:
     """Put the weights that `save_policy` wrote to `folder` into a model of the same kind.
 
-    Raises ValueError if there is none.
+    Raises UserError if there is none.
     """
     _check_exists(folder)
     if isinstance(model, PeftModel):
         adapter = folder / "adapter_model.safetensors"
         if not adapter.is_file():
-            raise ValueError(f"{folder} holds no LoRA adapter; resume with the --lora-rank of the first run")
+            raise UserError(f"{folder} holds no LoRA adapter; resume with the --lora-rank of the first run")
         set_peft_model_state_dict(model, load_file(adapter))
         return
     saved = load_policy(folder, dtype)
     if isinstance(saved, PeftModel):
-        raise ValueError(f"{folder} holds a LoRA adapter; resume with the --lora-rank of the first run")
+        raise UserError(f"{folder} holds a LoRA adapter; resume with the --lora-rank of the first run")
     model.load_state_dict(saved.state_dict())
 
 

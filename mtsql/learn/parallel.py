@@ -28,6 +28,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from mtsql.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -92,7 +94,7 @@ def join_processes() -> Processes:
     if torch.cuda.is_available():
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= gpus:
-            raise ValueError(f"there are {gpus} GPUs; start at most so many processes with --nproc-per-node")
+            raise UserError(f"there are {gpus} GPUs; start at most so many processes with --nproc-per-node")
         torch.cuda.set_device(local)
     # A process may wait for hours until the others have played their share.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -103,12 +105,12 @@ def join_processes() -> Processes:
 def shard_policy(policy: PreTrainedModel, processes: Processes) -> None:
     """Shard weights, gradients and optimizer over the processes with torch's FSDP2, layer by layer.
 
-    Raises ValueError for a model with adapters or quantised weights, and for a single process.
+    Raises UserError for a model with adapters or quantised weights, and for a single process.
     """
     if processes.count == 1:
-        raise ValueError("--shard is for several processes; start them with torchrun")
+        raise UserError("--shard is for several processes; start them with torchrun")
     if not all(p.requires_grad for p in policy.parameters()):
-        raise ValueError("--shard is for full fine-tuning; leave out --lora-rank and --quantise")
+        raise UserError("--shard is for full fine-tuning; leave out --lora-rank and --quantise")
     mesh = init_device_mesh(policy.device.type, (processes.count,))
     for layer in policy.base_model.layers:
         fully_shard(layer, mesh=mesh)

@@ -1,0 +1,29 @@
+"""Merges a LoRA adapter into its base: an ordinary Hugging Face folder.
+
+python -m mtsql.commands.merge runs/sft/policy runs/sft/policy_merged
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mtsql.config import user_errors
+from mtsql.learn.model import DTYPES, load_tokenizer, merge_adapter, save_policy
+
+
+def main() -> None:
+    """Merge. The base is loaded unquantised, on the CPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("adapter", type=Path, help="folder of the adapter")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights [float32]")
+    chosen = parser.parse_args()
+    save_policy(merge_adapter(chosen.adapter, chosen.dtype), load_tokenizer(chosen.adapter), chosen.out)
+    print(f"merged policy: {chosen.out}")
+
+
+if __name__ == "__main__":
+    user_errors(main)
