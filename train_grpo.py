@@ -5,20 +5,18 @@
 
 One step: sample G trajectories for each of a batch of questions, reward each trajectory, normalise rewards
 within each question's group, and take one clipped policy-gradient step on the tokens that the model wrote.
-With --curriculum, questions that the policy sometimes fails come level by level, from easy to hard (section
-3.3.1); without, all come in a random order. The run folder gets policy/, checkpoints/ (for --resume),
-metrics.csv, trajectories.jsonl (one group a step) and, with --evaluate-every, dev.csv.
+With --curriculum, questions that the policy sometimes fails come from easy to hard (section 3.3.1). The run
+folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step) and dev.csv.
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
-- EM is the official exact set match, as in the authors' code; the paper's text says string match (--rewards
-  paper).
+- EM is the official exact set match, as in the authors' code; the paper's text (--rewards paper) compares
+  strings.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
   is 0 by definition) and stay in the denominator, as in the paper's formula.
-- KL off by default, as in the paper's listing (its formula has a beta); --beta turns on an estimate
-  (--kl) against the policy at the start of the run.
+- KL off by default, as in the paper's listing (its formula has a beta); --beta weighs an estimate (--kl).
 - One update a batch, so that the importance ratio is 1 and the clip does nothing; the clipped loss is
   the one that --updates-per-batch above 1 needs.
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99; LoRA with --lora-rank.
@@ -53,7 +51,7 @@ from mtsql.learn.loss import grpo_loss, loss_denominator
 from mtsql.learn.optimizer import optimizer_step
 from mtsql.learn.parallel import leave_processes, whole_weights
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, mean_divergence
-from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_options
+from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_variants
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records
@@ -81,7 +79,7 @@ def main(config: GrpoConfig) -> None:
     dev = load_dev(config, run) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, run.out)
-        for sentence in idle_options(config):
+        for sentence in idle_variants(config):
             print(sentence)
         if config.curriculum:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
@@ -102,21 +100,16 @@ def main(config: GrpoConfig) -> None:
             rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
             statistics = clipped_step(config, run, groups, informative, rate, step)
             trained = time.perf_counter()
-
             if processes.is_main:
                 row = {
                     "step": step,
                     "minutes": round((trained - started) / 60, 3),
                     "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
-                    **group_metrics(groups, informative, replaced),
+                    **group_metrics(groups, informative, replaced, sampled - began),
                     **statistics,
                     "learning_rate": rate,
-                    "rollout_seconds": round(sampled - began, 2),
                     "train_seconds": round(trained - sampled, 2),
                 }
-                row["sampled_tokens_per_second"] = round(
-                    row["sampled_tokens"] * sum(map(len, groups)) / (sampled - began)
-                )
                 log.append(row)
                 append_trajectories(run.out / "trajectories.jsonl", step, groups[0], run.tokens)
                 bar.set_postfix_str(

@@ -66,7 +66,7 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
-from mtsql.learn.warm_start import Collected, Progress, gold_answers, rejection
+from mtsql.learn.warm_start import Collected, Progress, gold_answers, idle_targets, rejection
 from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
 from mtsql.run import (
@@ -97,6 +97,8 @@ def main(config: SftConfig) -> None:
     log = None
     if processes.is_main:
         save_config(config, run.out)
+        for sentence in idle_targets(config):
+            print(sentence)
         log = MetricsLog(run.out / "metrics.csv", run.step)
     optimizer, stop = run.optimizer, False
     with finish_step_on_interrupt() as interrupted:
@@ -280,6 +282,8 @@ def write_collected(config: SftConfig, run: Training, progress: Progress, pool: 
     """Print and save Table 7, and save T as chat messages."""
     if config.targets == "self":
         print(format_coverage(len(pool), progress.coverage))
+        rejected = progress.coverage[-1]["rejected"]
+        print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     write_atomically(run.out / "coverage.json", json.dumps(progress.coverage, indent=1))
     example_of = {example.id: example for example in pool}
     records = (chat_record(t, example_of[t.example_id], run.environment) for t in progress.kept)

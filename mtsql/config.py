@@ -307,6 +307,16 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
     return values
 
 
+def idle_options(config: Any, reasons: dict[str, str | bool]) -> list[str]:
+    """A sentence for each option that is not its default and, for a reason, does nothing."""
+    defaults = {item.name: item.default for item in fields(config)}
+    return [
+        f"{_flag(name)} does nothing here: {reason}"
+        for name, reason in reasons.items()
+        if reason and getattr(config, name) != defaults[name]
+    ]
+
+
 def save_config(config: Any, folder: Path) -> None:
     """Write run.json: the options, the command, the git commit, and the versions in use."""
     names = ("torch", "transformers", "peft", "sqlglot", "numpy")

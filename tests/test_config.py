@@ -25,7 +25,7 @@ from mtsql.config import (
 )
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
-from mtsql.learn.variants import idle_options
+from mtsql.learn.variants import idle_variants
 from mtsql.run import find_split
 from mtsql.toy.imitation import ImitationConfig
 
@@ -150,7 +150,7 @@ def test_only_our_own_errors_become_a_sentence(capsys):
 def test_options_that_do_nothing_say_so():
     def said(*argv):
         config = read_options(GrpoConfig, "", ["--data", "d", "--out", "o", "--model", "m", *argv])
-        return [sentence.split()[0] for sentence in idle_options(config)]
+        return [sentence.split()[0] for sentence in idle_variants(config)]
 
     assert said() == []
     assert said("--clip-high", "0.3", "--dual-clip", "3") == ["--clip-high", "--dual-clip"]

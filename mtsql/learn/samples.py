@@ -29,14 +29,21 @@ class Sample:
     in_loss: bool = True
 
 
-def group_metrics(groups: Sequence[Sequence[Sample]], informative: Tensor, replaced: int) -> dict[str, float]:
-    """Means over the samples of a step; `informative` is (questions,) bool, `replaced` a number of groups."""
+def group_metrics(
+    groups: Sequence[Sequence[Sample]], informative: Tensor, replaced: int, seconds: float
+) -> dict[str, float]:
+    """Means over the samples of a step, which took `seconds`; `informative` is (questions,) bool.
+
+    `replaced` is the number of groups that dynamic sampling replaced.
+    """
     samples = [sample for group in groups for sample in group]
     return {
         **describe([s.trajectory for s in samples], [s.rewards for s in samples]),
         "informative_groups": informative.float().mean().item(),
         "left_out": fmean(not s.in_loss for s in samples),
         "dropped_groups": replaced / (replaced + len(groups)),
+        "rollout_seconds": round(seconds, 2),
+        "sampled_tokens_per_second": round(sum(s.trajectory.sampled_length for s in samples) / seconds),
     }
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mtsql.agent.trajectory import Status
-from mtsql.config import GrpoConfig
+from mtsql.config import GrpoConfig, idle_options
 from mtsql.learn.advantages import informative_groups
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
@@ -81,26 +81,21 @@ def add_divergences(config: GrpoConfig, samples: Sequence[Sample], reference: Re
                 by_seed[part[index][0].seed].divergence += value
 
 
-def idle_options(config: GrpoConfig) -> list[str]:
+def idle_variants(config: GrpoConfig) -> list[str]:
     """A sentence for each option that was set and does nothing beside the others."""
-    alone = "the importance ratio is 1 at one update a batch (--updates-per-batch 1)"
+    ratio = config.updates_per_batch == 1 and "the importance ratio is 1 at one update a batch"
     idle = {
-        "clip_low": config.updates_per_batch == 1 and alone,
-        "clip_high": config.updates_per_batch == 1 and alone,
-        "dual_clip": config.updates_per_batch == 1 and alone,
-        "ratio": config.updates_per_batch == 1 and alone,
+        "clip_low": ratio,
+        "clip_high": ratio,
+        "dual_clip": ratio,
+        "ratio": ratio,
         "kl": config.beta == 0 and "there is no KL penalty (--beta 0)",
         "truncation_penalty": config.truncated != "penalise" and "--truncated is not penalise",
         "filter_threshold": not config.filter_rollouts and "--filter-rollouts is not set",
         "level_size": not config.curriculum and "there is no --curriculum",
         "evaluate_dialogues": config.evaluate_every == 0 and "--evaluate-every is 0",
     }
-    defaults = {item.name: item.default for item in fields(config)}
-    return [
-        f"--{name.replace('_', '-')} does nothing here: {reason}"
-        for name, reason in idle.items()
-        if reason and getattr(config, name) != defaults[name]
-    ]
+    return idle_options(config, idle)
 
 
 def dual_clip_bound(objective: Tensor, advantage: Tensor, bound: float) -> Tensor:

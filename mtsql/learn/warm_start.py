@@ -11,8 +11,17 @@ from typing import Any
 
 from mtsql.agent.env import Environment
 from mtsql.agent.trajectory import Status, Stop, Trajectory
+from mtsql.config import SftConfig, idle_options
 from mtsql.data.datasets import Example
 from mtsql.recipes.rewards import Rewards, is_right
+
+
+def idle_targets(config: SftConfig) -> list[str]:
+    """A sentence for each option that was set and does nothing, since the policy collects nothing itself."""
+    why = config.targets != "self" and f"--targets {config.targets} samples nothing"
+    names = ("samples_per_question", "temperature", "embedding")
+    gold = config.targets == "gold" and "--targets gold takes every answer"
+    return idle_options(config, dict.fromkeys(names, why) | {"correct": gold})
 
 
 @dataclass(frozen=True)
