@@ -76,10 +76,11 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
-from mtsql.recipes.rewards import is_right
+from mtsql.recipes import load_recipe
+from mtsql.recipes.rewards import RewardFunction, is_right
 from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
-from mtsql.run import begin_training, make_sampling, raise_not_finite
+from mtsql.run import begin_training, make_sampling, raise_not_finite, wording_of
 from mtsql.sql.score import Scorer, scorable
 
 
@@ -128,6 +129,7 @@ def main() -> None:
         begin_training(config)
     )
     tokenizer = tokens.tokenizer
+    reward = load_recipe(config.recipe).make_reward("", "", scorer, tokenizer.decode, wording_of(config))
     embed = make_embedder(policy, tokens, config.embedding)
     if checkpoint is not None:
         restore_policy(policy, checkpoint / "policy", config.dtype)
@@ -166,11 +168,13 @@ def main() -> None:
                 if config.targets == "gold":
                     found = gold_answers(environment, share)
                 elif config.targets == "teacher":
-                    found = taught_answers(config, environment, scorer, taught, questions, pool, processes)
+                    found = taught_answers(
+                        config, environment, scorer, reward, taught, questions, pool, processes
+                    )
                 else:
                     with whole_weights(policy):
                         found = collect(
-                            config, policy, environment, scorer, embed, share, round_index, processes
+                            config, policy, environment, scorer, reward, embed, share, round_index, processes
                         )
                 found = processes.gather(found)
                 solved = {question.example_id for question in found if question.kept}
@@ -321,6 +325,7 @@ def collect(
     policy: torch.nn.Module,
     environment: Environment,
     scorer: Scorer,
+    reward: RewardFunction,
     embed: Embedder,
     numbered: Sequence[tuple[int, Example]],
     round_index: int,
@@ -345,7 +350,7 @@ def collect(
         processes.first,
         config.cache_gib,
     ):
-        right = [t for t in sampled if is_right(t, example, scorer, config.correct)]
+        right = [t for t in sampled if is_right(reward(t, example), config.correct)]
         valid = [t for t in right if t.off_protocol == 0]
         # S2: difficulty-aware choice among them.
         easy = scorer.hardness(example.db_id, example.gold_sql) == "easy"
@@ -373,6 +378,7 @@ def taught_answers(
     config: SftConfig,
     environment: Environment,
     scorer: Scorer,
+    reward: RewardFunction,
     taught: Sequence[TeacherLine | None],
     questions: Sequence[Example],
     pool: Sequence[Example],
@@ -382,7 +388,7 @@ def taught_answers(
     in_play = {example.id for example in pool}
     share = processes.share(taught)
     replays = processes.gather(
-        replay_lines(share, questions, in_play, environment, scorer, config.correct, processes.first)
+        replay_lines(share, questions, in_play, environment, reward, config.correct, processes.first)
     )
     if processes.first:
         print(format_replays(replays))

@@ -53,7 +53,7 @@ class Common:
     history: str = option("gold", "earlier turns in memory: gold, predicted (evaluation only), questions")
     thinking: bool = option(True, "enable_thinking of the chat template")
     result_characters: int = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
-    max_interactions: int = option(4, "model messages in an episode (paper: 4)")
+    max_interactions: int = option(4, "answered tool calls in an episode, then comes the answer (paper: 4)")
     max_prompt_tokens: int = option(4000, "longest prompt (paper: 4000)")
     max_response_tokens: int = option(8000, "longest response, observations counted (paper: 8000)")
     max_turn_tokens: int = option(4000, "longest model message")

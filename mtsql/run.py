@@ -13,7 +13,7 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtsql.agent.env import TOOL_SETS, Environment, Limits
+from mtsql.agent.env import Environment, Limits, make_tools
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory, trajectory_record
@@ -87,7 +87,7 @@ def make_environment(config: Common, dataset: Dataset, tokens: ChatTokens, tools
     )
     recipe = load_recipe(config.recipe).make_recipe(wording_of(config))
     executor = Executor(timeout_seconds=config.sql_timeout)
-    return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
+    return Environment(dataset.schemas, recipe, tokens, executor, limits, make_tools(tools))
 
 
 def wording_of(config: Common) -> Wording:
@@ -96,7 +96,7 @@ def wording_of(config: Common) -> Wording:
         config.wording == "compact",
         config.result_characters,
         config.schema,
-        config.max_interactions,
+        config.max_interactions + 1,  # messages: the answer is one more
         config.native_thinking,
     )
 

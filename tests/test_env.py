@@ -7,12 +7,12 @@ import json
 import pytest
 from conftest import QUESTION, make_episode, say
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, UNAVAILABLE, Limits
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, UNAVAILABLE, Limits, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Stop
 from mtsql.recipes.mtsql_r1 import next_action
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 
-BOTH = TOOL_SETS["both"]
+BOTH = make_tools("both")
 A = ActionType
 GOOD = "SELECT name FROM singer WHERE country = 'france'"
 EMPTY = "SELECT name FROM singer WHERE country = 'France'"
@@ -39,9 +39,9 @@ def test_equation_1(previous, passed, expected):
 
 def test_equation_1_without_tools_or_history():
     assert next_action(A.E_VERIFY, True, BOTH, has_history=False) is A.FINALIZE
-    assert next_action(A.E_VERIFY, True, TOOL_SETS["no_memory"], True) is A.FINALIZE
-    assert next_action(A.PROPOSE, None, TOOL_SETS["no_execution"], True) is A.M_VERIFY
-    assert next_action(A.PROPOSE, None, TOOL_SETS["none"], True) is A.FINALIZE
+    assert next_action(A.E_VERIFY, True, make_tools("no_memory"), True) is A.FINALIZE
+    assert next_action(A.PROPOSE, None, make_tools("no_execution"), True) is A.M_VERIFY
+    assert next_action(A.PROPOSE, None, make_tools("none"), True) is A.FINALIZE
     with pytest.raises(ValueError, match="FINALIZE ends"):
         next_action(A.FINALIZE, None, BOTH, True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mtsql.data.datasets import Example
@@ -30,10 +31,14 @@ def recall(example: Example, schema: Schema, executor: Executor) -> tuple[Memory
         if turn.sql is None:
             entries.append(MemoryEntry(turn.question, None, None, None))
             continue
-        try:
-            elements = parse_sql(turn.sql, SqlSchema.from_database(schema.path), mode="lenient")
-        except SqlParseError:
-            elements = None
         result = executor.execute(schema.path, turn.sql)
-        entries.append(MemoryEntry(turn.question, turn.sql, elements, result))
+        entries.append(MemoryEntry(turn.question, turn.sql, _elements(turn.sql, schema), result))
     return tuple(entries)
+
+
+def _elements(sql: str, schema: Schema) -> dict | None:
+    """By the official grammar with the numbers after LIMIT, as the paper's memory; else read leniently."""
+    for mode in ("authors", "lenient"):
+        with suppress(SqlParseError):
+            return parse_sql(sql, SqlSchema.from_database(schema.path), mode)
+    return None

@@ -45,11 +45,11 @@ class Action:
     """One action a_k. `sql` is the candidate it proposes, runs, checks or commits.
 
     `passed` is the verdict of E_VERIFY and M_VERIFY (None when the tag is missing: not a pass).
-    `interaction` counts model messages from 0.
+    `message` is the place of the model message that holds it, from 0.
     """
 
     type: ActionType
-    interaction: int
+    message: int
     sql: str | None = None
     passed: bool | None = None
 
@@ -102,8 +102,8 @@ class Segment:
 class Trajectory:
     """One episode, token in, token out.
 
-    `interactions` counts model messages, `off_protocol` the actions that the recipe's
-    protocol (in MTSQL-R1 Equation 1) did not call for and the messages that were not well formed.
+    `off_protocol` counts the actions that the recipe's protocol (in MTSQL-R1 Equation 1) did not call for
+    and the messages that were not well formed.
     """
 
     example_id: str
@@ -113,8 +113,17 @@ class Trajectory:
     observations: list[Observation] = field(default_factory=list)
     status: Status | None = None
     answer_sql: str | None = None
-    interactions: int = 0
     off_protocol: int = 0
+
+    @property
+    def interactions(self) -> int:
+        """Answered messages, the paper's interactions with tools: the answer itself is none."""
+        return len(self.observations)
+
+    @property
+    def messages(self) -> int:
+        """Messages that the model wrote."""
+        return sum(s.role == "model" for s in self.segments)
 
     def to_plain(self) -> dict:
         """All of it as dictionaries, lists, numbers and strings, for a checkpoint."""

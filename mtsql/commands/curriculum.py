@@ -23,8 +23,9 @@ from mtsql.files import write_atomically
 from mtsql.learn.curriculum import Count
 from mtsql.learn.model import load_policy, load_tokenizer
 from mtsql.learn.parallel import join_processes, leave_processes
+from mtsql.recipes import load_recipe
 from mtsql.recipes.rewards import is_right
-from mtsql.run import load_split, make_environment, make_sampling, make_scorer, pick_device
+from mtsql.run import load_split, make_environment, make_sampling, make_scorer, pick_device, wording_of
 from mtsql.sql.score import scorable
 
 
@@ -48,6 +49,9 @@ def main() -> None:
     dataset = load_split(config, "train")
     environment = make_environment(config, dataset, tokens, config.tools)
     scorer = make_scorer(environment)
+    reward = load_recipe(config.recipe).make_reward(
+        "", "", scorer, tokens.tokenizer.decode, wording_of(config)
+    )
     policy = load_policy(
         config.model, config.dtype, device, attention=config.attention, quantise=config.quantise
     )
@@ -68,7 +72,7 @@ def main() -> None:
         processes.first,
         config.cache_gib,
     ):
-        right = sum(is_right(t, example, scorer, config.correct) for t in sampled)
+        right = sum(is_right(reward(t, example), config.correct) for t in sampled)
         counts += [Count(example.id, right, len(sampled))] if sampled else []
     counts = processes.gather(counts)
     if processes.first:

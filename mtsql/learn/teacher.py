@@ -22,7 +22,7 @@ from tqdm import tqdm
 from mtsql.agent.env import Environment, Episode, Recipe
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.rewards import is_right
+from mtsql.recipes.rewards import RewardFunction, is_right
 from mtsql.sql.score import Scorer
 
 CLOSING_TAG = re.compile(r"</\w+>")
@@ -153,7 +153,7 @@ def replay_lines(
     questions: Sequence[Example],
     in_play: Collection[str],
     environment: Environment,
-    scorer: Scorer,
+    reward: RewardFunction,
     correct: str,
     progress: bool,
 ) -> list[Replay]:
@@ -170,12 +170,12 @@ def replay_lines(
         elif question is None or question.id not in in_play:
             replays.append(Replay(Outcome.UNKNOWN))
         else:
-            replays.append(replay_line(line, question, environment, scorer, correct))
+            replays.append(replay_line(line, question, environment, reward, correct))
     return replays
 
 
 def replay_line(
-    line: TeacherLine, question: Example, environment: Environment, scorer: Scorer, correct: str
+    line: TeacherLine, question: Example, environment: Environment, reward: RewardFunction, correct: str
 ) -> Replay:
     """Play the teacher's messages on a question; kept is what is right and follows the recipe throughout."""
     messages = [message_of(text, environment.recipe) for text in line.messages]
@@ -192,7 +192,7 @@ def replay_line(
         outcome = Outcome.UNFINISHED
     elif trajectory.status is not Status.ANSWERED or trajectory.off_protocol:
         outcome = Outcome.FORMAT
-    elif not is_right(trajectory, question, scorer, correct):
+    elif not is_right(reward(trajectory, question), correct):
         outcome = Outcome.WRONG
     else:
         pairs = zip(trajectory.observations, line.observed, strict=False)  # none follows the answer

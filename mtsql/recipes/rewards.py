@@ -47,10 +47,9 @@ def keeps_format(trajectory: Trajectory) -> bool:
     return trajectory.status is Status.ANSWERED and trajectory.off_protocol == 0
 
 
-def is_right(trajectory: Trajectory, example: Example, scorer: Scorer, correct: str) -> bool:
-    """Whether the answer is right by EX, and by EM where `correct` is "ex_em" (MTSQL-R1, section 3.2.1)."""
-    ex, em = outcome(trajectory, example, scorer)
-    return bool(ex and (em or correct == "ex"))
+def is_right(rewards: Rewards, correct: str) -> bool:
+    """Whether an answer is right by EX, and by EM where `correct` is "ex_em" (MTSQL-R1, Algorithm 1)."""
+    return bool(rewards.ex and (rewards.em or correct == "ex"))
 
 
 def choose_preset(presets: Mapping[str, Preset], name: str) -> Preset:

@@ -2,8 +2,8 @@
 
 What it shares with SQL-Trail, with the choices that hold for both, is in tagged.py. Choices of its own:
 
-- Turns: section 4 says 4 in training, section 5 says 5 in training and in evaluation. The default is 5: five
-  messages, or four queries and the solution after them.
+- Turns: section 4 says 4 in training, section 5 says 5 in training and in evaluation. The default is 5: four
+  queries, which --max-interactions counts, and the solution after them.
 - Format: section 4.1 asks for thoughts, for <sql> in each turn and for a <solution>. Here each message needs a
   thought and one action, and a solution at once is valid, as it has to be in the single-turn baseline. The
   released code looks at the joined text instead (github.com/NovaSky-AI/SkyRL, skyrl-gym: one solution, a thought
@@ -50,7 +50,7 @@ from mtsql.sql.score import Scorer
 
 __all__ = ["SETTINGS", "make_recipe", "make_reward"]
 
-SETTINGS = {"tools": "no_memory", "max_interactions": 5, "temperature": 0.6, "correct": "ex"}
+SETTINGS = {"tools": "no_memory", "max_interactions": 4, "temperature": 0.6, "correct": "ex"}
 
 INVALID = "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
 SCHEMA_NOTE = (

@@ -4,7 +4,8 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
 
 - Thoughts: the text and the rules of the prompt say <reasoning>, its example, A.3 and A.8 say <think>. The
   prompt stays as it is printed and both tags count.
-- Turns: t counts the messages of the episode, the solution included, and T is --max-interactions. Algorithm 1
+- Turns: t counts the messages of the episode, the solution included, and so does T, which is 10: one more than
+  --max-interactions, which counts what was answered. Algorithm 1
   lets the model write one more message after T turns, the solution; here the last of the T messages has to be
   it. Algorithm 1 also stops at </reasoning>: here a thought and its action are one message.
 - Algorithm 1 answers a query that fails like an action that cannot be read; section 3.1 says that error
@@ -67,7 +68,7 @@ __all__ = ["SETTINGS", "make_recipe", "make_reward"]
 
 SETTINGS = {
     "tools": "no_memory",
-    "max_interactions": 10,
+    "max_interactions": 9,
     "correct": "ex",
     "samples_per_prompt": 6,
     "prompts_per_step": 128,
@@ -225,7 +226,7 @@ def reward(
     if answer is not None:
         hardness, schema = scorer.hardness(db_id, gold), scorer.schemas[db_id]
         parts = {
-            "turns": turns_reward(hardness, trajectory.interactions, budget, ex),
+            "turns": turns_reward(hardness, trajectory.messages, budget, ex),
             "schema": jaccard(schema_items(answer, schema), schema_items(gold, schema)),
             "bigram": jaccard(bigrams(answer), bigrams(gold)),
             "syntax": float(scorer.runs(db_id, answer)),

@@ -20,11 +20,12 @@ message of the user. SQL-Trail took this protocol and most of its prompt from Sk
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from mtsql.agent.env import EXEC_SQL, ModelMessage, Recipe
+from mtsql.agent.tools import Tool
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
@@ -77,7 +78,7 @@ class TaggedRecipe(Recipe):
     stop_strings: ClassVar[tuple[str, ...]] = ("</sql>", "</solution>")
     verifies: ClassVar[bool] = False
 
-    def prompt(self, example: Example, schema: Schema, tools: tuple[str, ...]) -> tuple[list[dict], None]:
+    def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> tuple[list[dict], None]:
         """One message of the user; no tool schemas, since tools are called by tags."""
         multi_turn = EXEC_SQL in tools
         if self.wording.compact:
@@ -128,7 +129,7 @@ class TaggedRecipe(Recipe):
         """Any action may follow any other."""
 
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, history: int, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
     ) -> str:
         """A table of the first 50 rows or the error, and the messages that are left."""
         if self.wording.compact:
