@@ -1,16 +1,18 @@
 """MTSQL-R1: multi-level rewards (section 3.3.2), and what keeps them from paying for nothing.
 
-Process rewards are means over the actions of a type. In a trajectory that follows Equation 1 every action
-counts. Beyond it a mean invites padding, so here a candidate counts once, however often and in whatever layout it
-is proposed (`same_query`), and so do its first execution verdict and its first memory verdict; a candidate that
-replaces one that passed is no self-correction and earns nothing, nor do the verdicts on it; and the memory of a
-first question is empty, so that a verdict on it earns nothing.
+Process rewards are means over the actions of a type. In a trajectory that follows Equation 1 every action counts.
+Off it a mean invites padding, so:
+- A candidate counts once, however often and in whatever layout it is proposed (`query_words`), and so do its first
+  execution verdict and its first memory verdict.
+- A candidate that replaces one that passed, or that no tool has been asked about, is no self-correction: neither
+  it nor the verdicts on it count.
+- The memory of a first question is empty, and asking it is no verification.
 
 The paper's formula itself leaves gains that are kept (with the numbers of tests/test_reward_hacks.py):
-- Rejecting a right candidate to propose it again in other words raises the mean of the proposals more than it
-  lowers that of the verdicts, once the first proposal was wrong.
-- Where the gold result is empty, a pass on it earns 0 and a false alarm 0.1; so does, among the verdicts, a
-  first query that fails on purpose, in a clause that AVG F1 does not read (LIMIT, HAVING).
+- Once the first proposal was wrong, rejecting a right one (or not judging it) and proposing the same in other
+  words raises the mean of the proposals by more than the verdict costs.
+- Where the gold result is empty, a pass earns 0, so that a false alarm gains 0.1 of a verdict, and half a one a
+  first query that fails on purpose where AVG F1 does not look (a second statement).
 """
 
 from __future__ import annotations
@@ -94,21 +96,22 @@ def process_rewards(
     f1: dict[tuple[str, ...], float] = {}  # by candidate, as the other two
     e_verify: dict[tuple[str, ...], float] = {}
     m_verify: dict[tuple[str, ...], float] = {}
-    passed = None  # the last verdict
+    wanted = True  # whether Equation 1 asks for a candidate
     for action in trajectory.actions:
-        candidate = query_words(action.sql)
-        if action.type in (ActionType.PROPOSE, ActionType.SELF_CORRECT) and not passed:
-            f1.setdefault(candidate, scorer.clause_f1(example.db_id, example.gold_sql, action.sql))
+        candidate, passed = query_words(action.sql), action.passed
+        if action.type in (ActionType.PROPOSE, ActionType.SELF_CORRECT):
+            if wanted:
+                f1.setdefault(candidate, scorer.clause_f1(example.db_id, example.gold_sql, action.sql))
+            wanted = False
         elif action.type is ActionType.E_VERIFY:
-            passed = action.passed
+            wanted = not passed
             seen = trajectory.observations[action.message - 1]  # the call one message earlier
             earned = 0.0 if passed is None else E_VERIFY_TABLE[seen.outcome, passed]
             if candidate in f1:
                 e_verify.setdefault(candidate, earned)
-        elif action.type is ActionType.M_VERIFY:
-            passed = action.passed
-            if candidate in f1 and example.history:
-                agrees = f1[candidate]
-                earned = 0.0 if passed is None else agrees if passed else 1.0 - agrees
+        elif action.type is ActionType.M_VERIFY and example.history:
+            wanted = not passed
+            if candidate in f1:
+                earned = 0.0 if passed is None else f1[candidate] if passed else 1.0 - f1[candidate]
                 m_verify.setdefault(candidate, earned)
     return f1.values(), e_verify.values(), m_verify.values()
