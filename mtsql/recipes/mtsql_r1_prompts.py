@@ -11,7 +11,8 @@ listings differ from each other, or we from them:
   With --history questions the earlier turns have no SQL. External knowledge (BIRD) is our addition.
 - The results of earlier turns are cut to a quarter of the characters of a result, 50 of 200. B.0.1 says so; D.2
   shows 50 rows of them. A result is cut with its first words, as in D.2, where 200 characters hold both.
-- D.1 shows two results as [[0,]] and [[4,]], which in Python, as elsewhere in D, are [(0,)] and [(4,)].
+- D.1 shows two results as [[0,]] and [[4,]], which in Python, as elsewhere in D, are [(0,)] and [(4,)]; of the
+  parsed elements those of FROM end in a bracket, not in a brace; one full stop of the first task is missing.
 - The elements of an earlier SQL that the official grammar cannot read are those of our lenient reading.
 - What the paper does not show: an error as a result, the prompt without 'exec_sql', responses without the other tool.
 """
