@@ -13,9 +13,10 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtsql.agent.env import Environment, Limits, make_tools
+from mtsql.agent.env import Environment, Limits
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import Common
 from mtsql.data.datasets import Dataset, beside, load_dataset, split_names

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mtsql.agent.env import Environment, Episode, Limits, make_tools
+from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas

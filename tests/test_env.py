@@ -7,8 +7,8 @@ import json
 import pytest
 from conftest import QUESTION, make_episode, say
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, UNAVAILABLE, Environment, Limits, make_tools
-from mtsql.agent.tools import Tool, tool_schema
+from mtsql.agent.env import UNAVAILABLE, Environment, Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Tool, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Stop
 from mtsql.recipes.mtsql_r1 import next_action
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
@@ -162,7 +162,7 @@ def describe_table(episode, name, turns_left):
 @pytest.mark.parametrize("others", ["both", "none"])
 def test_a_third_tool_is_one_entry(tiny, compact, others):
     """It is prompted, called and answered; its argument is no candidate, and Equation 1 goes on."""
-    tool = Tool(tool_schema(DESCRIBE, "Names the columns of a table", "The table"), describe_table)
+    tool = Tool(DESCRIBE, "Names the columns of a table", "The table", describe_table)
     base = make_episode(tiny, history=True, compact=compact, tools=others)
     environment = Environment(
         {"music": tiny.schema}, base.recipe, tiny.tokens, tiny.executor, Limits(),

@@ -10,7 +10,8 @@ import torch
 from conftest import GOLD, make_episode
 from torch import nn
 
-from mtsql.agent.env import Environment, make_tools
+from mtsql.agent.env import Environment
+from mtsql.agent.tools import make_tools
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
 from mtsql.toy.exercises import copying_exercise, repair_exercise

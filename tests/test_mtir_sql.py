@@ -11,17 +11,9 @@ import pytest
 from conftest import GOLD, QUESTION, say
 from transformers import AutoTokenizer
 
-from mtsql.agent.env import (
-    EXEC_SQL,
-    MEMORY_RETRIEVE,
-    NO_TOOL,
-    TOOL_SETS,
-    UNAVAILABLE,
-    Environment,
-    Limits,
-    make_tools,
-)
+from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Environment, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status
 from mtsql.config import CHOICES
 from mtsql.data.datasets import Example, HistoryTurn

@@ -12,8 +12,8 @@ import sqlite3
 import pytest
 from conftest import ROOT
 
-from mtsql.agent.env import make_tools
 from mtsql.agent.memory import MemoryEntry, recall
+from mtsql.agent.tools import make_tools
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import load_schemas
 from mtsql.recipes.mtsql_r1 import MtsqlR1

@@ -12,8 +12,8 @@ from test_tokens import CHATML, QWEN3, character_tokenizer
 from transformers import AutoTokenizer
 
 from evaluate import EvaluateConfig
-from mtsql.agent.env import make_tools
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
 from mtsql.config import load_config, user_errors
 from mtsql.data.datasets import Dataset, examples, load_dataset
 from mtsql.experiments.prompt_lengths import main, measure_prompts, summarise_lengths, summarise_prompts

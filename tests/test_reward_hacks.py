@@ -9,7 +9,8 @@ import pytest
 from conftest import GOLD, Tiny, make_episode, say
 from test_rewards import ALL, BROKEN, NO_PASS, PASS, SPAIN, answer, call
 
-from mtsql.agent.env import MEMORY_RETRIEVE, Limits
+from mtsql.agent.env import Limits
+from mtsql.agent.tools import MEMORY_RETRIEVE
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.sql.score import Scorer

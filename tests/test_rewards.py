@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from conftest import GOLD, make_episode, say
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Limits
+from mtsql.agent.env import Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.recipes.mtsql_r1 import PRESETS, make_reward
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, reward
-from mtsql.recipes.rewards import choose_preset, is_right, with_weights
+from mtsql.recipes.rewards import chosen_weights, is_right
 from mtsql.recipes.wording import Wording
 from mtsql.report.abilities import abilities
 from mtsql.sql.score import Scorer
@@ -354,19 +355,17 @@ def test_newlines_to_blanks(tiny, scorer):
 
 
 def test_weights_that_are_given_replace_those_of_the_preset(tiny, scorer):
-    assert with_weights(choose_preset(PRESETS, "authors"), "verify=0.5, em=0") == RewardWeights(
-        1, 0, 0.8, 0.5
-    )
-    assert choose_preset(PRESETS, "") == RewardWeights(1.0, 1.0, 0.0, 0.0)
+    assert chosen_weights(PRESETS, "authors", "verify=0.5, em=0") == RewardWeights(1, 0, 0.8, 0.5)
+    assert chosen_weights(PRESETS, "", "") == RewardWeights(1.0, 1.0, 0.0, 0.0)
     episode = play(tiny, call(GOLD), PASS + answer(GOLD))
     for preset in PRESETS:
         rewards = make_reward(preset, "em=0,proposal=0,verify=3", scorer, tiny.tokens.decode, Wording())
         assert rewards(episode.trajectory, episode.example).total == 1 + 3
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
-        choose_preset(PRESETS, "best")
+        chosen_weights(PRESETS, "best", "")
     for wrong in ("proposals=1", "ex", "ex=", "ex=much", "ex=nan", "ex=inf", "=1"):
         with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
-            with_weights(RewardWeights(), wrong)
+            chosen_weights(PRESETS, "", wrong)
 
 
 def test_right_is_what_the_presets_rewards_say(tiny, scorer):

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
 from mtsql.learn import embedding
 from mtsql.learn.embedding import make_embedder

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from conftest import GOLD, QUESTION
 
-from mtsql.agent.env import EXEC_SQL, Environment, Limits, make_tools
+from mtsql.agent.env import Environment, Limits
+from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.recipes import skyrl_sql, sql_trail

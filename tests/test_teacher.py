@@ -11,8 +11,9 @@ import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, make_episode, say
 
 import train_sft
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Environment, Limits, make_tools
+from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.config import user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.learn.model import save_policy

@@ -13,27 +13,12 @@ from typing import Protocol
 
 from mtsql.agent.memory import MemoryEntry
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Tool, make_tools
+from mtsql.agent.tools import Tool
 from mtsql.agent.trajectory import Action, ActionType, Observation, Segment, Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult, Executor
 from mtsql.sql.text import same_query
-
-__all__ = [
-    "EXEC_SQL",
-    "MEMORY_RETRIEVE",
-    "NO_TOOL",
-    "TOOL_SETS",
-    "UNAVAILABLE",
-    "Environment",
-    "Episode",
-    "Limits",
-    "ModelMessage",
-    "Recipe",
-    "make_tools",
-    "outcome_of",
-]
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
 NO_TOOL = "none"  # of one that answers a message without an action
@@ -234,18 +219,11 @@ class Episode:
 
     def _cut(self, text: str) -> str:
         """The text within the limit on tool tokens: its middle is left out, and that is marked."""
-        limit = self.limits.max_tool_tokens
-        if self.tokens.count(text) <= limit:
-            return text
-        low, high = 0, len(text)
-        while low < high:
-            half = (low + high + 1) // 2
-            low, high = (half, high) if self.tokens.count(_shorten(text, half)) <= limit else (low, half - 1)
-        return _shorten(text, low)
-
-
-def _shorten(text: str, kept: int) -> str:
-    return text[: kept - kept // 2] + " ... " + text[len(text) - kept // 2 :]
+        kept, shown = len(text), text  # characters
+        while kept and self.tokens.count(shown) > self.limits.max_tool_tokens:
+            kept = kept * 9 // 10
+            shown = text[: kept - kept // 2] + " ... " + text[len(text) - kept // 2 :]
+        return shown
 
 
 @dataclass(frozen=True)

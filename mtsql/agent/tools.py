@@ -1,4 +1,4 @@
-"""The tools that an agent can call. A further tool is one more entry of TOOLS."""
+"""The tools that an agent can call. A further tool is one more `Tool` in TOOLS."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ MEMORY_RETRIEVE = "memory_retrieve"
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool with one text argument, `code`.
+    """A tool with one text argument, `code`; `description` and `argument` say to the model what they are.
 
-    `schema` is its JSON schema for the chat template. `answer(episode, argument, turns_left)` is the text
-    that it returns. `action` is the action of MTSQL-R1's section 3.1 that a call is, `verdict` the one that
-    judges what came back. The argument of a tool with either is a candidate SQL.
+    `answer(episode, code, turns_left)` is the text that it returns. `action` is the action of MTSQL-R1's
+    section 3.1 that a call is, `verdict` the one that judges what came back; with either, `code` is a
+    candidate SQL.
     """
 
-    schema: dict
+    name: str
+    description: str
+    argument: str
     answer: Callable[[Episode, str, int], str]
     action: ActionType | None = None
     verdict: ActionType | None = None
 
-
-def tool_schema(name: str, description: str, argument: str) -> dict:
-    """The JSON schema of a tool whose argument is described by `argument`."""
-    code = {"type": "object", "properties": {"code": {"type": "string", "description": argument}}}
-    parameters = code | {"required": ["code"]}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
-    }
+    @property
+    def schema(self) -> dict:
+        """The JSON schema for the chat template."""
+        code = {"type": "string", "description": self.argument}
+        parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
 
 def _execute(episode: Episode, sql: str, turns_left: int) -> str:
@@ -55,35 +55,32 @@ def _retrieve(episode: Episode, sql: str, turns_left: int) -> str:
 
 
 # The descriptions are those of MTSQL-R1, appendix B.0.1.
-TOOLS = {
-    EXEC_SQL: Tool(
-        tool_schema(
-            EXEC_SQL,
-            "A tool for executing sql and return the query results",
-            "The current generated SQL that will be executed",
-        ),
+TOOLS = (
+    Tool(
+        EXEC_SQL,
+        "A tool for executing sql and return the query results",
+        "The current generated SQL that will be executed",
         _execute,
         ActionType.EXECUTE,
         ActionType.E_VERIFY,
     ),
-    MEMORY_RETRIEVE: Tool(
-        tool_schema(
-            MEMORY_RETRIEVE,
-            "A tool for retrieving the historical questions and ground-truth SQL in this dialogue",
-            "The current generated SQL that needs to be verified coherence with the given historical memory",
-        ),
+    Tool(
+        MEMORY_RETRIEVE,
+        "A tool for retrieving the historical questions and ground-truth SQL in this dialogue",
+        "The current generated SQL that needs to be verified coherence with the given historical memory",
         _retrieve,
         verdict=ActionType.M_VERIFY,
     ),
-}
-TOOL_SETS = {  # by --tools; Table 4 of MTSQL-R1 switches its two off
-    "both": tuple(TOOLS),
-    "no_execution": tuple(name for name in TOOLS if name != EXEC_SQL),
-    "no_memory": tuple(name for name in TOOLS if name != MEMORY_RETRIEVE),
+)
+_NAMES = tuple(tool.name for tool in TOOLS)
+TOOL_SETS = {  # the names by --tools, which switches off what Table 4 of MTSQL-R1 does
+    "both": _NAMES,
+    "no_execution": tuple(name for name in _NAMES if name != EXEC_SQL),
+    "no_memory": tuple(name for name in _NAMES if name != MEMORY_RETRIEVE),
     "none": (),
 }
 
 
 def make_tools(choice: str) -> dict[str, Tool]:
     """The tools of one of TOOL_SETS, by name."""
-    return {name: TOOLS[name] for name in TOOL_SETS[choice]}
+    return {tool.name: tool for tool in TOOLS if tool.name in TOOL_SETS[choice]}

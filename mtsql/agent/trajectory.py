@@ -127,11 +127,7 @@ class Trajectory:
 
     def to_plain(self) -> dict:
         """All of it as dictionaries, lists, numbers and strings, for a checkpoint."""
-        plain = asdict(self)
-        plain["status"] = None if self.status is None else str(self.status)
-        for action in plain["actions"]:
-            action["type"] = str(action["type"])
-        return plain
+        return asdict(self, dict_factory=lambda pairs: {k: _plain(v) for k, v in pairs})
 
     @classmethod
     def from_plain(cls, plain: dict) -> Trajectory:
@@ -179,21 +175,14 @@ def trajectory_record(
     trajectory: Trajectory, decode: Callable[[Sequence[int]], str], reward: float | None = None
 ) -> dict:
     """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included."""
-    return {
-        "example_id": trajectory.example_id,
-        "seed": trajectory.seed,
-        "status": None if trajectory.status is None else str(trajectory.status),
-        "reward": reward,
-        "interactions": trajectory.interactions,
-        "off_protocol": trajectory.off_protocol,
-        "answer_sql": trajectory.answer_sql,
-        "segments": [
-            {
-                "role": segment.role,
-                "text": decode(segment.ids),
-                "loss_mask_sum": sum(segment.loss_mask),
-                "ids": list(segment.ids),
-            }
-            for segment in trajectory.segments
-        ],
-    }
+    names = ("example_id", "seed", "status", "interactions", "off_protocol", "answer_sql")
+    record = {name: _plain(getattr(trajectory, name)) for name in names}
+    segments = [
+        {"role": s.role, "text": decode(s.ids), "loss_mask_sum": sum(s.loss_mask), "ids": list(s.ids)}
+        for s in trajectory.segments
+    ]
+    return {**record, "reward": reward, "segments": segments}
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, StrEnum) else value

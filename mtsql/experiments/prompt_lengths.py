@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from mtsql.agent.env import Recipe, make_tools
+from mtsql.agent.env import Recipe
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import Tool
+from mtsql.agent.tools import Tool, make_tools
 from mtsql.config import CHOICES, user_errors
 from mtsql.data.datasets import Dataset, Example, examples, load_dataset
 from mtsql.files import write_atomically

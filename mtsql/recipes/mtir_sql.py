@@ -52,20 +52,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import EXEC_SQL, UNAVAILABLE, ModelMessage, Recipe
-from mtsql.agent.tools import Tool
+from mtsql.agent.env import UNAVAILABLE, ModelMessage, Recipe
+from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import (
-    Decode,
-    RewardFunction,
-    Rewards,
-    choose_preset,
-    keeps_format,
-    outcome,
-    with_weights,
-)
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
 from mtsql.recipes.tool_calls import read_call
 from mtsql.recipes.wording import Wording, compact_result, truncated
 from mtsql.sql.execute import ExecutionResult
@@ -286,5 +278,5 @@ def make_reward(
 
     Raises ValueError for an unknown preset or weight.
     """
-    given = with_weights(choose_preset(PRESETS, preset), weights)
+    given = chosen_weights(PRESETS, preset, weights)
     return lambda trajectory, example: reward(trajectory, example, scorer, given)

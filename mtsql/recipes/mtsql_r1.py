@@ -16,25 +16,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, ModelMessage, Recipe
+from mtsql.agent.env import ModelMessage, Recipe
 from mtsql.agent.memory import MemoryEntry
-from mtsql.agent.tools import Tool
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, Tool
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
+from mtsql.recipes import mtsql_r1_prompts as texts
 from mtsql.recipes.mtsql_r1_authors import authors_reward
-from mtsql.recipes.mtsql_r1_prompts import (
-    ANSWER,
-    VERDICT,
-    execution_text,
-    final_answer,
-    memory_text,
-    question_text,
-    system_text,
-    tool_call,
-)
 from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
-from mtsql.recipes.rewards import Decode, RewardFunction, choose_preset, with_weights
+from mtsql.recipes.rewards import Decode, RewardFunction, chosen_weights
 from mtsql.recipes.tool_calls import read_call
 from mtsql.recipes.wording import Wording, compact_result
 from mtsql.sql.execute import ExecutionResult
@@ -57,7 +48,7 @@ def make_reward(
     `process` is the paper's reward with EM as the official evaluation has it, `paper` with EM of strings as
     its text says, `authors` what the released code does. Raises ValueError for an unknown preset or weight.
     """
-    given = with_weights(choose_preset(PRESETS, preset), weights)
+    given = chosen_weights(PRESETS, preset, weights)
     if preset == "authors":
         return lambda trajectory, example: authors_reward(trajectory, example, scorer, given, decode)
     return lambda trajectory, example: reward(trajectory, example, scorer, given, preset == "paper")
@@ -117,8 +108,8 @@ class MtsqlR1(Recipe):
             lines = filter(None, [schema_text, earlier, example.knowledge, now])
             return [{"role": "user", "content": "\n".join(lines)}], None
         return [
-            {"role": "system", "content": system_text(tools)},
-            {"role": "user", "content": question_text(example, schema_text, tools)},
+            {"role": "system", "content": texts.system_text(tools)},
+            {"role": "user", "content": texts.question_text(example, schema_text, tools)},
         ], [tool.schema for tool in tools.values()] or None
 
     def read(self, text: str) -> ModelMessage:
@@ -130,23 +121,23 @@ class MtsqlR1(Recipe):
         if "<think>" in text:
             return ModelMessage(problem=Status.NO_ACTION)  # the thinking never ended
         before = ACTION.split(text)[0]
-        found = {tool: pattern.findall(before) for tool, pattern in VERDICT.items()}
+        found = {tool: pattern.findall(before) for tool, pattern in texts.VERDICT.items()}
         verdicts = {tool: said[-1] == "pass" for tool, said in found.items() if said}
         call = read_call(text, "code")
         if call is not None:
             return replace(call, verdicts=verdicts)
-        answers = ANSWER.findall(text)
+        answers = texts.ANSWER.findall(text)
         if not answers or not answers[-1].strip():
             return ModelMessage(verdicts, problem=Status.NO_ACTION)
         return ModelMessage(verdicts, answer=answers[-1].strip())
 
     def call(self, sql: str) -> str:
         """The message that runs a query."""
-        return tool_call(EXEC_SQL, sql)
+        return texts.tool_call(EXEC_SQL, sql)
 
     def answer(self, sql: str) -> str:
         """The message that ends the episode."""
-        return final_answer(sql)
+        return texts.final_answer(sql)
 
     def observe_execution(
         self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
@@ -155,7 +146,7 @@ class MtsqlR1(Recipe):
         limit = self.wording.result_characters
         if self.wording.compact:
             return compact_result(result, limit)
-        return execution_text(question, sql, result, check_memory, limit)
+        return texts.execution_text(question, sql, result, check_memory, limit)
 
     def observe_memory(
         self, question: str, sql: str, result: ExecutionResult | None, memory: tuple[MemoryEntry, ...]
@@ -165,7 +156,7 @@ class MtsqlR1(Recipe):
         if self.wording.compact:
             seen = [(entry.sql or "?", compact_result(entry.result, limit // 2)) for entry in memory]
             return "\n".join(f"{i}. {sql} -> {rows}" for i, (sql, rows) in enumerate(seen, 1)) or "empty"
-        return memory_text(question, sql, result, memory, limit)
+        return texts.memory_text(question, sql, result, memory, limit)
 
     def observe_problem(self, problem: Status, turns_left: int) -> None:
         """A message without a usable action ends the episode."""

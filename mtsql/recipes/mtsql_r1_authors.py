@@ -24,7 +24,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import ANSWER, VERDICT

@@ -23,8 +23,8 @@ import json
 import re
 from collections.abc import Collection
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.memory import MemoryEntry
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.data.datasets import Example
 from mtsql.sql.execute import ExecutionResult
 

@@ -11,7 +11,6 @@ from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.sql.score import Scorer
 
-Preset = TypeVar("Preset")
 Weights = TypeVar("Weights")
 
 
@@ -52,18 +51,14 @@ def is_right(rewards: Rewards, correct: str) -> bool:
     return bool(rewards.ex and (rewards.em or correct == "ex"))
 
 
-def choose_preset(presets: Mapping[str, Preset], name: str) -> Preset:
-    """The named preset, the first for "". Raises ValueError if there is none of that name."""
-    if name and name not in presets:
-        raise ValueError(f"--rewards {name} is unknown; choose from {', '.join(presets)}")
-    return presets[name or next(iter(presets))]
+def chosen_weights(presets: Mapping[str, Weights], preset: str, given: str) -> Weights:
+    """The weights of the preset, of the first for "", but for those `given` as in "ex=1,proposal=0.8".
 
-
-def with_weights(weights: Weights, given: str) -> Weights:
-    """A dataclass of weights with some replaced, `given` as in "ex=1,proposal=0.8".
-
-    Raises ValueError for what is not a field of the dataclass or not a number.
+    Raises ValueError for a preset that is not there, and for what is not a weight or not a number.
     """
+    if preset and preset not in presets:
+        raise ValueError(f"--rewards {preset} is unknown; choose from {', '.join(presets)}")
+    weights = presets[preset or next(iter(presets))]
     known = [field.name for field in fields(weights)]
     values = {}
     for item in filter(None, given.split(",")):

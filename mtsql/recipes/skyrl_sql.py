@@ -28,23 +28,8 @@ from dataclasses import dataclass
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import (
-    Decode,
-    RewardFunction,
-    Rewards,
-    choose_preset,
-    keeps_format,
-    outcome,
-    with_weights,
-)
-from mtsql.recipes.tagged import (
-    ONLY_WHAT_IS_ASKED,
-    TASK,
-    TOOL_RULES,
-    TaggedRecipe,
-    task_text,
-    without_thoughts,
-)
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, TaggedRecipe, task_text
 from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 
@@ -129,7 +114,7 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
         f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
         [f"- {line}" for line in (*ONLY_WHAT_IS_ASKED, THINK_FIRST)],
         [f"- {line}" for line in rules],
-        without_thoughts(blocks, wording),
+        blocks,
     )
 
 
@@ -169,5 +154,5 @@ def make_reward(
 
     Raises ValueError for an unknown preset or weight.
     """
-    given = with_weights(choose_preset(PRESETS, preset), weights)
+    given = chosen_weights(PRESETS, preset, weights)
     return lambda trajectory, example: reward(trajectory, example, scorer, given)

@@ -41,23 +41,8 @@ from sqlglot import exp
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import (
-    Decode,
-    RewardFunction,
-    Rewards,
-    choose_preset,
-    keeps_format,
-    outcome,
-    with_weights,
-)
-from mtsql.recipes.tagged import (
-    ONLY_WHAT_IS_ASKED,
-    TASK,
-    TOOL_RULES,
-    TaggedRecipe,
-    task_text,
-    without_thoughts,
-)
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, TaggedRecipe, task_text
 from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
@@ -147,7 +132,7 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
         ("Table names: " if names_only else "") + wording.schema_text(schema),
         [f"{i}. {line}" for i, line in enumerate(instructions, 1)],
         [f"{i}. {line}" for i, line in enumerate(rules, 1)],
-        without_thoughts(blocks, wording),
+        blocks,
     )
 
 
@@ -243,5 +228,5 @@ def make_reward(
 
     Raises ValueError for an unknown preset or weight.
     """
-    given = with_weights(choose_preset(PRESETS, preset), weights)
+    given = chosen_weights(PRESETS, preset, weights)
     return lambda trajectory, example: reward(trajectory, example, scorer, given, wording.turns)

@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from mtsql.agent.env import EXEC_SQL, ModelMessage, Recipe
-from mtsql.agent.tools import Tool
+from mtsql.agent.env import ModelMessage, Recipe
+from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
@@ -165,9 +165,13 @@ def task_text(
     schema_text: str,
     instructions: Sequence[str],
     rules: Sequence[str],
-    sample: str,
+    blocks: Sequence[str],
 ) -> str:
-    """The prompt in the sections of both papers; `instructions` and `rules` are lines with their bullets."""
+    """The prompt in the sections of both papers; `instructions` and `rules` are lines with their bullets.
+
+    `blocks` make the example; with native thinking its thoughts are left out.
+    """
+    sample = "\n".join(b for b in blocks if not (wording.native_thinking and b.startswith("<think>")))
     history = wording.history_text(example)
     sections = [
         f"Task Overview:\n{overview}",
@@ -181,8 +185,3 @@ def task_text(
         "\n".join((EXAMPLE_LINE.format("-" * 24, "START"), sample, EXAMPLE_LINE.format("-" * 24, "END"))),
     ]
     return "\n\n".join(sections)
-
-
-def without_thoughts(blocks: Sequence[str], wording: Wording) -> str:
-    """The blocks of an example, with native thinking those that are no thoughts."""
-    return "\n".join(b for b in blocks if not (wording.native_thinking and b.startswith("<think>")))

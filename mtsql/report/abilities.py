@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Episode, Recipe
+from mtsql.agent.env import Environment, Episode, Recipe
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import ActionType, Stop, Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example, examples
