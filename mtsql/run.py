@@ -14,9 +14,10 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtsql.agent.env import TOOL_SETS, Environment, Limits
+from mtsql.agent.env import Environment, Limits
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import (
     CurriculumConfig,
@@ -110,7 +111,7 @@ def make_environment(config: EpisodeOptions, dataset: Dataset, tokens: ChatToken
     )
     recipe = load_recipe(config.recipe).make_recipe(wording_of(config))
     executor = Executor(timeout_seconds=config.sql_timeout)
-    return Environment(dataset.schemas, recipe, tokens, executor, limits, TOOL_SETS[tools])
+    return Environment(dataset.schemas, recipe, tokens, executor, limits, make_tools(tools))
 
 
 def wording_of(config: EpisodeOptions) -> Wording:
@@ -119,7 +120,7 @@ def wording_of(config: EpisodeOptions) -> Wording:
         config.wording == "compact",
         config.result_characters,
         config.schema,
-        config.max_interactions,
+        config.max_interactions + 1,  # messages: the answer is one more
         config.native_thinking,
     )
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mtsql.agent.env import TOOL_SETS, Environment, Episode, Limits
+from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
@@ -84,7 +85,7 @@ def make_episode(
     example = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, (earlier,) if history else ())
     recipe = MtsqlR1(Wording(compact, result_characters))
     environment = Environment(
-        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, TOOL_SETS[tools]
+        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools)
     )
     return environment.episodes(example, [0])[0]
 

@@ -10,8 +10,9 @@ import pytest
 from conftest import GOLD, Tiny, make_episode, say
 from transformers import AutoTokenizer
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Environment, Episode, Limits
+from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.report.chat import chat_record

@@ -7,12 +7,15 @@ import json
 import pytest
 from conftest import QUESTION, make_episode, say
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, UNAVAILABLE, Limits
+from mtsql.agent.env import UNAVAILABLE, Environment, Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Tool, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Stop
 from mtsql.recipes.mtsql_r1 import next_action
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.sql.text import same_query
 
-BOTH = TOOL_SETS["both"]
+BOTH = make_tools("both")
+WIDE = Limits(max_prompt_tokens=20_000, max_response_tokens=40_000, max_tool_tokens=10_000)
 A = ActionType
 GOOD = "SELECT name FROM singer WHERE country = 'france'"
 EMPTY = "SELECT name FROM singer WHERE country = 'France'"
@@ -39,9 +42,9 @@ def test_equation_1(previous, passed, expected):
 
 def test_equation_1_without_tools_or_history():
     assert next_action(A.E_VERIFY, True, BOTH, has_history=False) is A.FINALIZE
-    assert next_action(A.E_VERIFY, True, TOOL_SETS["no_memory"], True) is A.FINALIZE
-    assert next_action(A.PROPOSE, None, TOOL_SETS["no_execution"], True) is A.M_VERIFY
-    assert next_action(A.PROPOSE, None, TOOL_SETS["none"], True) is A.FINALIZE
+    assert next_action(A.E_VERIFY, True, make_tools("no_memory"), True) is A.FINALIZE
+    assert next_action(A.PROPOSE, None, make_tools("no_execution"), True) is A.M_VERIFY
+    assert next_action(A.PROPOSE, None, make_tools("none"), True) is A.FINALIZE
     with pytest.raises(ValueError, match="FINALIZE ends"):
         next_action(A.FINALIZE, None, BOTH, True)
 
@@ -115,11 +118,148 @@ def test_a_tool_that_is_not_there_says_so_and_the_episode_goes_on(tiny, tool):
 
 
 def test_out_of_interactions(tiny):
-    episode = make_episode(tiny, limits=Limits(max_interactions=2))
+    for calls in range(3):
+        episode = make_episode(tiny, limits=Limits(max_interactions=calls))
+        for _ in range(calls):
+            assert say(episode, tool_call(EXEC_SQL, GOOD))
+        assert not say(episode, tool_call(EXEC_SQL, GOOD))
+        trajectory = episode.trajectory
+        assert trajectory.status is Status.OUT_OF_INTERACTIONS
+        assert (trajectory.interactions, trajectory.messages) == (calls, calls + 1)
+        episode = make_episode(tiny, limits=Limits(max_interactions=calls))
+        for _ in range(calls):
+            assert say(episode, tool_call(EXEC_SQL, GOOD))
+        assert not say(episode, final_answer(GOOD)) and episode.trajectory.status is Status.ANSWERED
+
+
+def test_a_query_corrected_after_the_memory_can_be_checked_again(tiny):
+    """Four interactions are enough for one failed M-VERIFY on protocol."""
+    wrong = "SELECT name FROM singer WHERE country = 'italy'"
+    episode = make_episode(tiny, history=True)
+    assert say(episode, tool_call(EXEC_SQL, wrong))
+    assert say(episode, verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, wrong))
+    assert say(episode, verdict(MEMORY_RETRIEVE, False) + tool_call(EXEC_SQL, GOOD))
+    assert say(episode, verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, GOOD))
+    assert not say(episode, verdict(MEMORY_RETRIEVE, True) + final_answer(GOOD))
+    trajectory = episode.trajectory
+    assert (trajectory.status, trajectory.off_protocol) == (Status.ANSWERED, 0)
+    assert [a.type for a in trajectory.actions] == [
+        A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.M_VERIFY,
+        A.SELF_CORRECT, A.EXECUTE, A.E_VERIFY, A.M_VERIFY, A.FINALIZE,
+    ]  # fmt: skip
+
+
+DESCRIBE = "describe_table"
+
+
+def describe_table(episode, name, turns_left):
+    tables = {table.name: table for table in episode.schema.tables}
+    columns = ", ".join(c for c, _ in tables[name].columns) if name in tables else "no such table"
+    return f"{name}: {columns}; {turns_left} left"
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("others", ["both", "none"])
+def test_a_third_tool_is_one_entry(tiny, compact, others):
+    """It is prompted, called and answered; its argument is no candidate, and Equation 1 goes on."""
+    tool = Tool(DESCRIBE, "Names the columns of a table", "The table", describe_table)
+    base = make_episode(tiny, history=True, compact=compact, tools=others)
+    environment = Environment(
+        {"music": tiny.schema}, base.recipe, tiny.tokens, tiny.executor, Limits(),
+        make_tools(others) | {DESCRIBE: tool},
+    )  # fmt: skip
+    (episode,) = environment.episodes(base.example, [0])
+    prompt = tiny.tokens.decode(episode.trajectory.segments[0].ids)
+    assert DESCRIBE in prompt and ("Names the columns of a table" in prompt) is not compact
+    assert say(episode, tool_call(DESCRIBE, "singer"))
+    (seen,) = episode.trajectory.observations
+    assert (seen.tool, seen.text) == (DESCRIBE, "singer: id, name, country, age, label_id; 4 left")
+    assert seen.text in tiny.tokens.decode(episode.trajectory.segments[-1].ids)
+    assert episode.trajectory.actions == []
+    if others == "both":
+        assert say(episode, tool_call(EXEC_SQL, EMPTY))
+        assert say(episode, verdict(EXEC_SQL, False) + tool_call(DESCRIBE, "label"))
+        assert say(episode, tool_call(EXEC_SQL, GOOD))
+        assert not say(episode, verdict(EXEC_SQL, True) + final_answer(GOOD))
+        types = [a.type for a in episode.trajectory.actions]
+        found = [A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.SELF_CORRECT, A.EXECUTE, A.E_VERIFY, A.FINALIZE]
+        assert types == found and episode.trajectory.off_protocol == 1  # the memory was not asked
+    else:
+        assert not say(episode, final_answer(GOOD))
+        assert [a.type for a in episode.trajectory.actions] == [A.PROPOSE, A.FINALIZE]
+        assert episode.trajectory.off_protocol == 0
+    assert episode.trajectory.status is Status.ANSWERED
+
+
+@pytest.mark.parametrize(
+    "layout", [GOOD + " ;", GOOD.lower().replace(" ", "\n") + " -- done", "/* all */ " + GOOD]
+)
+def test_the_same_query_in_another_layout_is_no_new_candidate(tiny, layout):
+    layout = layout.replace("'FRANCE'", "'france'")
+    episode = make_episode(tiny)
     assert say(episode, tool_call(EXEC_SQL, GOOD))
-    assert not say(episode, tool_call(EXEC_SQL, GOOD))
-    assert episode.trajectory.status is Status.OUT_OF_INTERACTIONS
-    assert len(episode.trajectory.observations) == 1
+    assert not say(episode, verdict(EXEC_SQL, True) + final_answer(layout))
+    assert [a.type for a in episode.trajectory.actions] == [A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.FINALIZE]
+    assert episode.trajectory.off_protocol == 0 and episode.trajectory.answer_sql == layout.strip()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("SELECT a FROM t", "select  A\nfrom T ;", True),
+        ("SELECT a FROM t", "SELECT a /* x */ FROM t -- y", True),
+        ("SELECT a FROM t", "SELECT a FROM t;;\n; -- end", True),
+        ("SELECT a>=1", "SELECT a >= 1", True),
+        ("", " ; -- nothing", True),
+        ("SELECT 'a'", "SELECT 'A'", False),
+        ("SELECT 'a b'", "SELECT 'a  b'", False),
+        ("SELECT 'a;'", "SELECT 'a'", False),
+        ("SELECT '--'", "SELECT ''", False),
+        ('SELECT "A" FROM t', 'SELECT "a" FROM t', False),
+        ("SELECT `A`", "SELECT `a`", False),
+        ("SELECT [A b]", "SELECT [A  b]", False),
+        ("SELECT 'it''s A'", "SELECT 'it''s a'", False),
+        ("SELECT a b", "SELECT ab", False),
+        ("SELECT 1; SELECT 2", "SELECT 1", False),
+        ("SELECT É", "SELECT é", False),  # SQLite folds ASCII only
+        ("SELECT -- 'a\n1", "SELECT 1", True),
+        ("SELECT /* 'a */ 'B'", "SELECT 'b'", False),
+        ("'" * 99_999, "'" * 99_998, False),
+        ("/* " * 50_000, "", True),
+        ("\x00", "\x01", False),
+    ],
+)
+def test_same_query(a, b, same):
+    assert same_query(a, b) is same_query(b, a) is same
+    assert same_query(a, a) and same_query(b, b)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize("tools", TOOL_SETS)
+def test_prompts_and_observations_name_the_tools_that_there_are(tiny, tools, history, compact):
+    episode = make_episode(tiny, history=history, tools=tools, compact=compact, limits=WIDE)
+    said = [tiny.tokens.decode(episode.trajectory.segments[0].ids)]
+    for tool in episode.tools:
+        say(episode, tool_call(tool, GOOD))
+        said.append(episode.trajectory.observations[-1].text)
+    missing = {EXEC_SQL: "exec_verify", MEMORY_RETRIEVE: "memory_verify"}
+    for name, tag in missing.items():
+        if name not in episode.tools:
+            assert not any(name in text or tag in text for text in said)
+    assert ("memory_retrieve" in said[0]) is (MEMORY_RETRIEVE in episode.tools)
+    if not compact and EXEC_SQL in episode.tools:
+        assert ("You have to call 'memory_retrieve'" in said[1]) is (history and tools == "both")
+    if not compact:
+        assert ("execution results" in "".join(said)) is (EXEC_SQL in episode.tools)
+
+
+@pytest.mark.parametrize("tools", TOOL_SETS)
+def test_compact_prompt_shows_earlier_sql_where_no_memory_can_be_asked(tiny, tools):
+    episode = make_episode(tiny, history=True, tools=tools)
+    prompt = tiny.tokens.decode(episode.trajectory.segments[0].ids)
+    assert "1. How many singers are there?\n" in prompt
+    assert ("SELECT count(*) FROM singer" in prompt) is (MEMORY_RETRIEVE not in episode.tools)
 
 
 def test_out_of_tokens_in_a_message_in_an_observation_and_in_the_prompt(tiny):
@@ -194,7 +334,7 @@ def test_paper_wording_has_the_papers_content(tiny):
     assert '"name": "exec_sql"' in prompt and '"name": "memory_retrieve"' in prompt
     say(episode, tool_call(EXEC_SQL, GOOD))
     text = episode.trajectory.observations[0].text
-    assert f"- Current question: {QUESTION}" in text and f"- Generated SQL: {GOOD}" in text
+    assert f"- Current question: Question: {QUESTION}" in text and f"- Generated SQL: {GOOD}" in text
     say(episode, verdict(EXEC_SQL, True) + "\n" + tool_call(MEMORY_RETRIEVE, GOOD))
     text = episode.trajectory.observations[1].text
     for part in ("How many singers are there?", "SELECT count(*) FROM singer", "Parsed Elements", "[(3,)]"):
@@ -205,7 +345,7 @@ def test_result_is_cut_to_the_characters_asked_for(tiny):
     episode = make_episode(tiny, compact=False, result_characters=20)
     say(episode, tool_call(EXEC_SQL, "SELECT name, country FROM singer"))
     line = next(x for x in episode.trajectory.observations[0].text.splitlines() if "truncated" in x)
-    assert len(line.split(": ", 1)[1]) == 20 + len("...")
+    assert len(line.split(": ", 1)[1]) == 20
 
 
 def test_tool_call_is_json(tiny):

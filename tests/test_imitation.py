@@ -10,7 +10,8 @@ import torch
 from conftest import GOLD, make_episode
 from torch import nn
 
-from mtsql.agent.env import TOOL_SETS, Environment
+from mtsql.agent.env import Environment
+from mtsql.agent.tools import make_tools
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
 from mtsql.toy.exercises import copying_exercise, repair_exercise
@@ -72,7 +73,7 @@ def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):
         tiny.tokens,
         tiny.executor,
         episode.limits,
-        TOOL_SETS["both"],
+        make_tools("both"),
     )
     wrong = [{"kind": "value_form", "query": GOLD.replace("france", "France")}]
     lessons = [

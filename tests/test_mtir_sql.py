@@ -11,8 +11,9 @@ import pytest
 from conftest import GOLD, QUESTION, say
 from transformers import AutoTokenizer
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, NO_TOOL, TOOL_SETS, UNAVAILABLE, Environment, Limits
+from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Environment, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status
 from mtsql.config import GrpoConfig, SftConfig
 from mtsql.data.datasets import Example, HistoryTurn
@@ -21,7 +22,9 @@ from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"
-LONG = Limits(max_interactions=6, max_prompt_tokens=20_000, max_response_tokens=40_000)
+LONG = Limits(
+    max_interactions=SETTINGS["max_interactions"], max_prompt_tokens=20_000, max_response_tokens=40_000
+)
 EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
 WRONG = "SELECT name FROM singer WHERE country = 'italy'"
 BROKEN = "SELECT nam FROM singer"
@@ -43,7 +46,7 @@ def play(tiny, *messages, tools="no_memory", limits=LONG, wording=PAPER, example
     """An episode after the messages; all but the last leave it open."""
     recipe = make_recipe(wording)
     environment = Environment(
-        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, TOOL_SETS[tools]
+        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools)
     )
     episode = environment.episodes(example, [0])[0]
     open_after = [say(episode, message) for message in messages]
@@ -124,7 +127,7 @@ def test_rethink_then_answered(tiny, bad):
 def test_rethink_until_the_interactions_are_spent(tiny):
     episode = play(tiny, *["no idea"] * 6)
     t = episode.trajectory
-    assert (t.status, t.interactions, t.answer_sql) == (Status.NO_ACTION, 6, None)
+    assert (t.status, t.messages, t.answer_sql) == (Status.NO_ACTION, 6, None)
     assert len(t.observations) == 5
     assert rewards(tiny, episode).total == -0.1
 
@@ -168,7 +171,7 @@ def test_result_has_ten_records_errors_their_message(tiny):
     assert error == "Error: no such column: nam"
     long = tiny.executor.execute(tiny.schema.path, "SELECT printf('%.9999c', 'a') AS a, * FROM singer")
     assert sum(len(row[0]) for row in long.rows) == 3 * 9999
-    shown = RECIPE.observe_execution(QUESTION, "", long, 0, 5)
+    shown = RECIPE.observe_execution(QUESTION, "", long, False, 5)
     assert shown.startswith('{"columns": ["a", "id", ') and len(shown) == MAX_CHARACTERS + len("...")
 
 
@@ -268,7 +271,7 @@ def test_what_the_recipe_writes_it_reads(sql):
 def test_paper_prompt(tiny):
     earlier = HistoryTurn("How many {singers}?", "SELECT count(*) FROM singer")
     example = replace(EXAMPLE, history=(earlier,), knowledge="France is 'france'")
-    ((message,), tools) = RECIPE.prompt(example, tiny.schema, TOOL_SETS["no_memory"])
+    ((message,), tools) = RECIPE.prompt(example, tiny.schema, make_tools("no_memory"))
     assert message["role"] == "user" and [t["function"]["name"] for t in tools] == [TOOL]
     content = message["content"]
     assert content.startswith("You are a helpful SQL expert assistant.\nYou should first think about how to")
@@ -287,7 +290,7 @@ def test_paper_prompt(tiny):
         "\n\nOption B (final answer):\n<think>\nYour final analysis...\n</think>\n<answer>\n```sql\n"
         "YOUR_SQL_QUERY\n```\n</answer>"
     )
-    ((native,), _) = make_recipe(NATIVE).prompt(example, tiny.schema, TOOL_SETS["no_memory"])
+    ((native,), _) = make_recipe(NATIVE).prompt(example, tiny.schema, make_tools("no_memory"))
     assert "<think>" not in native["content"] and "[Tool calls for validation]" in native["content"]
 
 
@@ -300,7 +303,7 @@ def test_compact_episode(tiny):
     assert "\n".join([tiny.schema.text(compact=True), *lines]) in prompt
     assert [o.text for o in episode.trajectory.observations] == ["Bruno"]
     assert rewards(tiny, episode).total == pytest.approx(1.2)
-    (alone, _) = make_recipe(COMPACT).prompt(EXAMPLE, tiny.schema, ())
+    (alone, _) = make_recipe(COMPACT).prompt(EXAMPLE, tiny.schema, {})
     assert alone[0]["content"].endswith(f"\nnow: {QUESTION}\ncalls: none")
 
 
@@ -308,7 +311,7 @@ def test_qwen3_template_writes_the_tools_of_c1(tiny):
     if not QWEN3.exists():
         pytest.skip(f"needs the real Qwen3 tokenizer in {QWEN3}")
     tokens = ChatTokens(AutoTokenizer.from_pretrained(QWEN3))
-    prompt = tokens.decode(tokens.prompt_ids(*RECIPE.prompt(EXAMPLE, tiny.schema, TOOL_SETS["no_memory"])))
+    prompt = tokens.decode(tokens.prompt_ids(*RECIPE.prompt(EXAMPLE, tiny.schema, make_tools("no_memory"))))
     system, _, user = prompt.partition("<|im_end|>\n<|im_start|>user\n")
     # Appendix C.1, but for "##Tools", "JSON object", and the broken last tag.
     for sentence in (

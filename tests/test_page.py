@@ -14,6 +14,7 @@ from mtsql.experiments.figures import level_starts
 from mtsql.experiments.findings import Difference, Finding
 from mtsql.experiments.page import write_page
 from mtsql.experiments.tables import with_seed_placeholder
+from mtsql.report.abilities import ABILITIES
 from mtsql.report.metrics import paired_difference, summarise
 from mtsql.sql.score import FURTHER_METRICS
 
@@ -48,7 +49,8 @@ def make_records(verdicts: str, ability: float) -> list[dict]:
             "tool_calls": {},
             "sampled_tokens": 10 + 5 * turn,
             "response_tokens": 20,
-            "abilities": {
+            "abilities": dict.fromkeys(ABILITIES)
+            | {
                 "call_execution": ability,
                 "call_memory": ability if turn else None,
                 "e_verify": 0.5,
@@ -236,6 +238,8 @@ def test_tables_by_hand(suite: Suite):
         "50.0",
         "50.0",
         "50.0",
+        "–",
+        "–",
         "–",
         "50.0 (40.0)",
         "0.0",

@@ -12,8 +12,8 @@ from test_tokens import CHATML, QWEN3, character_tokenizer
 from transformers import AutoTokenizer
 
 from evaluate import EvaluateConfig
-from mtsql.agent.env import TOOL_SETS
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
 from mtsql.config import load_config, user_errors
 from mtsql.data.datasets import Dataset, examples, load_dataset
 from mtsql.experiments.prompt_lengths import main, measure_prompts, summarise_lengths, summarise_prompts
@@ -29,7 +29,7 @@ now: How many?
 tools: exec_sql"""
 FRAME = 19  # <|im_start|>, "user\n", <|im_end|>, "\n", <|im_start|>, "assistant\n": 1 + 5 + 1 + 1 + 1 + 10
 FIRST = len(PROMPT) + FRAME
-SECOND = FIRST + len("1. How many?\n") + len("Who?") - len("How many?")
+SECOND = FIRST + len("1. How many?\nSELECT 1\n") + len("Who?") - len("How many?")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_lengths_by_hand(tiny, data):
     dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
     tokens = ChatTokens(character_tokenizer(CHATML))
     measured = measure_prompts(
-        dataset, MtsqlR1(Wording(compact=True)), tokens, TOOL_SETS["no_memory"], "gold"
+        dataset, MtsqlR1(Wording(compact=True)), tokens, make_tools("no_memory"), "gold"
     )
     assert [(e.id, n) for e, n in measured] == [
         ("00000/0", FIRST), ("00000/1", SECOND), ("00001/0", FIRST)
@@ -134,7 +134,7 @@ def test_no_prompt_of_sparc_is_cut():
     if not (REAL / "sparc").is_dir():
         pytest.skip(f"needs SParC's dev split in {REAL}")
     tokenizer = AutoTokenizer.from_pretrained(QWEN3)
-    recipe, tools = MtsqlR1(), TOOL_SETS["both"]
+    recipe, tools = MtsqlR1(), make_tools("both")
     dataset = load_dataset(REAL / "sparc/dev.json", REAL / "sparc/tables.json", REAL / "database")
     dialogues = tuple(random.Random(0).sample(dataset.dialogues, 20))
     chosen = Dataset(dialogues, dataset.schemas, 0)

@@ -18,7 +18,8 @@ from mtsql.learn.embedding import make_embedder
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.selection import select_trajectories
-from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
+from mtsql.recipes.mtsql_r1 import PRESETS
+from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.report.chat import chat_record
 from mtsql.run import load_split, make_environment, make_scorer
 from mtsql.toy.imitation import ATTENTIVE, demonstrate
@@ -70,10 +71,9 @@ def test_a_good_agent_is_paid_kept_exported_and_learned(dataset, random_model):
         trajectory = demonstrate(episode, [], ATTENTIVE, rng)
         assert trajectory.prompt_length <= config.max_prompt_tokens
         assert trajectory.status == "answered", example.id
-        weights, rules = PRESETS["process"]
-        rewards = reward(trajectory, example, scorer, weights, rules)
+        rewards = reward(trajectory, example, scorer, PRESETS["process"])
         assert (rewards.ex, rewards.em, rewards.parts["proposal"]) == (1, 1, 1), example.id
-        if trajectory.interactions <= 3:  # the agent suspects an empty result or a lone zero, and looks again
+        if trajectory.messages <= 3:  # the agent suspects an empty result or a lone zero, and looks again
             assert trajectory.off_protocol == 0 and rewards.parts["e_verify"] == 1
             assert rewards.parts["m_verify"] == (1 if example.history else 0)
         kept += select_trajectories([trajectory], False, embed, rng)

@@ -115,7 +115,7 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
         thought, messages = messages_of(name, environment, example.gold_sql)
         trajectory, said = play(environment, example, messages)
         assert (trajectory.status, trajectory.off_protocol) == (Status.ANSWERED, 0), example.id
-        assert trajectory.interactions == 2 and trajectory.answer_sql == example.gold_sql.strip()
+        assert trajectory.messages == 2 and trajectory.answer_sql == example.gold_sql.strip()
         reward = rewards(trajectory, example)
         assert (reward.ex, reward.total) == (1, pytest.approx(HIGHEST[name], abs=1e-12)), example.id
 

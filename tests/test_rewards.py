@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from conftest import GOLD, make_episode, say
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Limits
-from mtsql.agent.trajectory import Status
+from mtsql.agent.env import Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.recipes.mtsql_r1 import PRESETS, make_reward
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
-from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PRESETS, RewardRules, RewardWeights, reward
-from mtsql.recipes.rewards import choose_preset, with_weights
+from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, reward
+from mtsql.recipes.rewards import chosen_weights, is_right
+from mtsql.recipes.wording import Wording
+from mtsql.report.abilities import abilities
 from mtsql.sql.score import Scorer
 
 ALL = RewardWeights(ex=1.0, em=1.0, proposal=0.8, verify=0.1)
@@ -97,7 +100,8 @@ def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny, scorer):
         assert f1 == pytest.approx(2 / 3)  # SELECT and the tables of JOIN agree, WHERE does not
         r = reward(episode.trajectory, episode.example, scorer, ALL)
         assert r.parts["m_verify"] == pytest.approx(f1 if passed else 1 - f1)
-        assert r.parts["proposal"] == pytest.approx((2 / 3 + 1.0) / 2)  # the proposal and the correction
+        # What replaces a candidate that passed is no correction.
+        assert r.parts["proposal"] == pytest.approx(2 / 3 if passed else (2 / 3 + 1.0) / 2)
 
 
 def test_missing_verdict_earns_nothing(tiny, scorer):
@@ -117,61 +121,42 @@ def test_unanswered_question_is_never_right(tiny, scorer):
     assert reward(empty_gold.trajectory, empty_gold.example, scorer, ALL).total == 0
 
 
-def rewards_of(tiny, scorer, *messages, gold=GOLD, rules=(), **options):
-    """Rewards under the default rules, and with the named switches on."""
+def rewards_of(tiny, scorer, *messages, gold=GOLD, preset="authors", **options):
+    """Rewards by `process`, and by another preset."""
     episode = play(tiny, *messages, **options)
     example = replace(episode.example, gold_sql=gold)
-    switched = RewardRules(**dict.fromkeys(rules, True))
-    return (
-        reward(episode.trajectory, example, scorer, ALL),
-        reward(episode.trajectory, example, scorer, ALL, switched, tiny.tokens.decode),
+    return tuple(
+        make_reward(name, "", scorer, tiny.tokens.decode, Wording())(episode.trajectory, example)
+        for name in ("process", preset)
     )
 
 
-def test_default_rules_read_the_record_and_never_the_text(tiny, scorer):
+def test_rewards_read_the_record_and_never_the_text(tiny, scorer):
     episode = play(tiny, call(BROKEN), NO_PASS + call(GOLD), PASS + answer(GOLD))
     trajectory = episode.trajectory
     expected = reward(trajectory, episode.example, scorer, ALL)
     # Proposals: of BROKEN only the table is right, one of three clauses; both verdicts are right.
     assert expected.total == pytest.approx(1 + 1 + 0.8 * (1 / 3 + 1) / 2 + 0.1 * 1)
-
-    def forbidden(ids):
-        raise AssertionError("the text was read")
-
     trajectory.segments = trajectory.segments[:1]
     trajectory.observations = [
         replace(seen, sql="DROP TABLE singer", text=answer("SELECT 1")) for seen in trajectory.observations
     ]
-    assert reward(trajectory, episode.example, scorer, ALL, decode=forbidden) == expected
-
-
-@pytest.mark.parametrize("rule", ["all_calls_propose", "first_exec_tag", "last_answer_tag"])
-def test_rules_that_read_text_need_decode(tiny, scorer, rule):
-    episode = play(tiny, answer(GOLD))
-    with pytest.raises(ValueError, match=f"{rule}=True.*needs decode"):
-        reward(episode.trajectory, episode.example, scorer, ALL, RewardRules(**{rule: True}))
+    assert reward(trajectory, episode.example, scorer, ALL) == expected
 
 
 def test_presets(tiny, scorer):
-    names = {rule.name for rule in fields(RewardRules)}
-    switched = {
-        preset: {name for name in names if getattr(rules, name)} for preset, (_, rules) in PRESETS.items()
-    }
-    assert switched == {
-        "outcome": set(), "process": set(), "paper": {"string_em"}, "authors": names - {"string_em"},
-    }  # fmt: skip
-    assert {preset: weights for preset, (weights, _) in PRESETS.items()} == {
-        "outcome": RewardWeights(1, 1, 0, 0), "process": ALL, "paper": ALL, "authors": ALL,
-    }  # fmt: skip
+    assert {"outcome": RewardWeights(1, 1, 0, 0), "process": ALL, "paper": ALL, "authors": ALL} == PRESETS
     lower = GOLD.lower()
-    # Verdicts are missing. Authors: E 1, M 1; proposals (2/3 + 1) / 2 over the calls, and over the
-    # proposals (8/9 + 1 + 1) / 3 for the others: the answer in lower case is one more.
+    # Verdicts are missing. Authors: E 1, M 1; proposals (2/3 + 1) / 2 over the calls, (8/9 + 1) / 2 over the
+    # candidates for the others: the answer in lower case is none of its own.
     episode = play(tiny, call(MORE), call(GOLD, MEMORY_RETRIEVE), answer(lower), history=True)
     totals = {
-        preset: reward(episode.trajectory, episode.example, scorer, weights, rules, tiny.tokens.decode).total
-        for preset, (weights, rules) in PRESETS.items()
+        preset: make_reward(preset, "", scorer, tiny.tokens.decode, Wording())(
+            episode.trajectory, episode.example
+        ).total
+        for preset in PRESETS
     }
-    proposal = 0.8 * (8 / 9 + 1 + 1) / 3
+    proposal = 0.8 * (8 / 9 + 1) / 2
     assert totals == pytest.approx(
         {
             "outcome": 2,
@@ -182,10 +167,39 @@ def test_presets(tiny, scorer):
     )
 
 
+@pytest.mark.parametrize("history", [False, True])
+def test_an_empty_memory_is_nothing_to_verify(tiny, scorer, history):
+    """Nothing is earned or lost by asking it on a first question; the authors pay for it."""
+    said = (call(GOLD), PASS + call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(GOLD))
+    process, authors = rewards_of(tiny, scorer, *said, history=history)
+    assert process.total == pytest.approx(2 + 0.8 + 0.1 + 0.1 * history)
+    assert authors.parts["m_verify"] == 1
+    without, _ = rewards_of(tiny, scorer, call(GOLD), PASS + answer(GOLD), history=False)
+    assert process.total - 0.1 * history == pytest.approx(without.total)
+
+
+def test_abilities_of_those_that_called_are_counted_apart(tiny, scorer):
+    executed = (call(BROKEN), verdict(EXEC_SQL, True) + answer(GOLD))
+    checked = (call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(GOLD))
+    measured = []
+    for said, history in (((answer(GOLD),), True), (executed, True), (checked, True), (checked, False)):
+        episode = play(tiny, *said, history=history)
+        measured.append(abilities(episode.trajectory, episode.example, scorer))
+    assert [a["call_execution"] for a in measured] == [0, 1, 0, 0]
+    assert [a["e_verify"] for a in measured] == [0, 0, 0, 0]
+    assert [a["e_verify_called"] for a in measured] == [None, 0, None, None]
+    assert [a["call_memory"] for a in measured] == [0, 0, 1, None]
+    assert [a["m_verify"] for a in measured] == [0, 0, 1, None]
+    assert [a["m_verify_called"] for a in measured] == [None, None, 1, None]
+    episode = play(tiny, *executed)
+    others = abilities(episode.trajectory, episode.example, scorer, verifies=False)
+    assert {name: value for name, value in others.items() if value is not None} == {"call_execution": 1}
+
+
 def test_string_em(tiny, scorer):
-    default, strict = rewards_of(tiny, scorer, answer(GOLD.lower()), rules=["string_em"])
+    default, strict = rewards_of(tiny, scorer, answer(GOLD.lower()), preset="paper")
     assert (default.em, strict.em) == (1, 0)
-    default, strict = rewards_of(tiny, scorer, answer(GOLD.replace(" ", "\n ") + ";"), rules=["string_em"])
+    default, strict = rewards_of(tiny, scorer, answer(GOLD.replace(" ", "\n ") + ";"), preset="paper")
     assert (default.em, strict.em) == (1, 1)
 
 
@@ -193,14 +207,14 @@ def test_string_em(tiny, scorer):
 def test_nested_limit_em(tiny, scorer, limit, em):
     gold = "SELECT name FROM singer WHERE age > (SELECT age FROM singer ORDER BY age LIMIT 1)"
     pred = answer(gold.replace("LIMIT 1", f"LIMIT {limit}"))
-    default, limits = rewards_of(tiny, scorer, pred, gold=gold, rules=["nested_limit_em"])
+    default, limits = rewards_of(tiny, scorer, pred, gold=gold)
     assert (default.em, limits.em) == (1, em)
 
 
 def test_whole_clause_f1(tiny, scorer):
     # SELECT and tables agree; WHERE has precision 1/2 and recall 1.
     said = (call(MORE, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(MORE))
-    default, whole = rewards_of(tiny, scorer, *said, history=True, rules=["whole_clause_f1"])
+    default, whole = rewards_of(tiny, scorer, *said, history=True)
     assert default.parts["proposal"] == default.parts["m_verify"] == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert whole.parts["proposal"] == whole.parts["m_verify"] == pytest.approx(2 / 3)
     assert whole.ex == default.ex == 1
@@ -220,7 +234,7 @@ def test_whole_clause_f1(tiny, scorer):
     ],
 )
 def test_all_calls_propose(tiny, scorer, said, proposed, called):
-    default, all_calls = rewards_of(tiny, scorer, *said, history=True, rules=["all_calls_propose"])
+    default, all_calls = rewards_of(tiny, scorer, *said, history=True)
     assert default.parts["proposal"] == pytest.approx(proposed)
     assert all_calls.parts["proposal"] == pytest.approx(called)
 
@@ -229,7 +243,7 @@ def test_all_calls_propose(tiny, scorer, said, proposed, called):
     ("said", "default_verdicts", "tag_verdicts"),
     [
         # (E-verify, M-verify). The memory tool's own verdict is never read.
-        ((call(GOLD), PASS + call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True)), (1, 1), (1, 0)),
+        ((call(GOLD), PASS + call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True)), (1, 1), (1, 1)),
         # The verdict on memory is that on the execution after it: "no_pass" becomes "pass".
         (
             (call(SPAIN, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, False) + call(GOLD), PASS + answer(GOLD)),
@@ -244,36 +258,22 @@ def test_all_calls_propose(tiny, scorer, said, proposed, called):
     ],
 )
 def test_first_exec_tag(tiny, scorer, said, default_verdicts, tag_verdicts):
-    default, tag = rewards_of(tiny, scorer, *said, history=True, rules=["first_exec_tag"])
+    default, tag = rewards_of(tiny, scorer, *said, history=True)
     assert (default.parts["e_verify"], default.parts["m_verify"]) == pytest.approx(default_verdicts)
     assert (tag.parts["e_verify"], tag.parts["m_verify"]) == pytest.approx(tag_verdicts)
 
 
-def test_first_exec_tag_of_a_call_without_response(tiny, scorer):
-    options = {"limits": Limits(max_interactions=2)}
-    said = (call(BROKEN), NO_PASS + call(BROKEN))
-    default, tag = rewards_of(tiny, scorer, *said, rules=["first_exec_tag"], **options)
-    assert (default.parts["e_verify"], tag.parts["e_verify"]) == (1, 1 / 2)
-    rules = ["first_exec_tag", "missing_verdict_passes", "four_errors"]
-    assert (
-        rewards_of(tiny, scorer, *said, rules=rules, **options)[1].parts["e_verify"] == 1
-    )  # paid for no error at all
-
-
-def test_first_exec_tag_is_not_read_in_tool_texts(tiny, scorer):
-    episode = play(tiny, call(GOLD), answer(GOLD), compact=False, limits=LONG)
-    assert episode.trajectory.status is Status.ANSWERED
-    assert PASS in episode.trajectory.observations[0].text
-    rules = RewardRules(first_exec_tag=True)
-    assert (
-        reward(episode.trajectory, episode.example, scorer, ALL, rules, tiny.tokens.decode).parts["e_verify"]
-        == 0
-    )
+def test_a_call_without_response_is_paid_as_right(tiny, scorer):
+    said = (call(BROKEN), NO_PASS + call(WRONG_VALUE))
+    default, authors = rewards_of(tiny, scorer, *said, limits=Limits(max_interactions=1))
+    assert (default.parts["e_verify"], authors.parts["e_verify"]) == (1, 1)
+    said = (call(BROKEN), NO_PASS + call(WRONG_VALUE), NO_PASS)
+    assert rewards_of(tiny, scorer, *said)[1].parts["e_verify"] == pytest.approx((1 + 0.1) / 2)
 
 
 def test_missing_verdict_passes(tiny, scorer):
     said = (call(GOLD), call(BROKEN), call(SPAIN, MEMORY_RETRIEVE), answer(GOLD))
-    default, passes = rewards_of(tiny, scorer, *said, history=True, rules=["missing_verdict_passes"])
+    default, passes = rewards_of(tiny, scorer, *said, history=True)
     assert (default.parts["e_verify"], default.parts["m_verify"]) == (0, 0)
     assert (passes.parts["e_verify"], passes.parts["m_verify"]) == pytest.approx((1 / 2, 2 / 3))
 
@@ -294,7 +294,7 @@ def test_missing_verdict_passes(tiny, scorer):
 def test_four_errors(tiny, scorer, sql, known):
     for passed in (True, False):
         said = (call(sql), verdict(EXEC_SQL, passed) + answer(GOLD))
-        default, four = rewards_of(tiny, scorer, *said, rules=["four_errors"])
+        default, four = rewards_of(tiny, scorer, *said)
         assert default.parts["e_verify"] == (not passed)
         assert four.parts["e_verify"] == (passed is not known)
 
@@ -306,13 +306,13 @@ def test_four_errors(tiny, scorer, sql, known):
         ("SELECT country FROM singer WHERE id = 9", 0, 0, 0.1, 0.1),  # []
         ("SELECT count(*) FROM singer WHERE id = 9", 1, 1, 0, 0),  # [(0,)]
         (BROKEN, 0, 0, 1, 1),
-        ("SELECT shout(name) FROM singer", 0, 0, 1, 1),
+        ("SELECT shout(name) FROM singer", 0, 1, 1, 0),  # an error that they do not know
     ],
 )
 def test_null_rows_ok(tiny, scorer, sql, default_passed, passed, default_failed, failed):
-    default, nulls = rewards_of(tiny, scorer, call(sql), PASS, rules=["null_rows_ok"])
+    default, nulls = rewards_of(tiny, scorer, call(sql), PASS)
     assert (default.parts["e_verify"], nulls.parts["e_verify"]) == (default_passed, passed)
-    default, nulls = rewards_of(tiny, scorer, call(sql), NO_PASS, rules=["null_rows_ok"])
+    default, nulls = rewards_of(tiny, scorer, call(sql), NO_PASS)
     assert (default.parts["e_verify"], nulls.parts["e_verify"]) == (default_failed, failed)
 
 
@@ -334,34 +334,46 @@ def test_null_rows_ok(tiny, scorer, sql, default_passed, passed, default_failed,
     ],
 )
 def test_last_answer_tag(tiny, scorer, said, ex, tag_ex):
-    default, tag = rewards_of(tiny, scorer, *said, rules=["last_answer_tag"], result_characters=200)
+    default, tag = rewards_of(tiny, scorer, *said, result_characters=200)
     assert (default.ex, tag.ex) == (ex, tag_ex)
 
 
 def test_last_answer_tag_of_the_papers_tool_text(tiny, scorer):
     # The instructions hold <answer_sql>...</answer_sql>: the right SQL of the last call is not paid.
     said = (call(GOLD), "no idea")
-    options = {"rules": ["last_answer_tag"], "limits": LONG}
-    assert [r.ex for r in rewards_of(tiny, scorer, *said, **options)] == [0, 1]
-    assert [r.ex for r in rewards_of(tiny, scorer, *said, compact=False, **options)] == [0, 0]
+    assert [r.ex for r in rewards_of(tiny, scorer, *said, limits=LONG)] == [0, 1]
+    assert [r.ex for r in rewards_of(tiny, scorer, *said, compact=False, limits=LONG)] == [0, 0]
 
 
 def test_newlines_to_blanks(tiny, scorer):
     commented = "SELECT name FROM singer -- all\nWHERE country = 'france'"
-    default, blanks = rewards_of(tiny, scorer, answer(commented), rules=["newlines_to_blanks"])
+    default, blanks = rewards_of(tiny, scorer, answer(commented))
     assert (default.ex, blanks.ex) == (1, 0)
     hidden = GOLD + " -- or older\nAND age > 90"
-    default, blanks = rewards_of(tiny, scorer, answer(hidden), rules=["newlines_to_blanks"])
+    default, blanks = rewards_of(tiny, scorer, answer(hidden))
     assert (default.ex, blanks.ex) == (0, 1)
 
 
-def test_weights_that_are_given_replace_those_of_the_preset():
-    weights, rules = choose_preset(PRESETS, "authors")
-    weights = with_weights(weights, "verify=0.5, em=0")
-    assert weights == RewardWeights(1.0, 0.0, 0.8, 0.5) and rules.whole_clause_f1
-    assert choose_preset(PRESETS, "") == (RewardWeights(1.0, 1.0, 0.0, 0.0), RewardRules())
+def test_weights_that_are_given_replace_those_of_the_preset(tiny, scorer):
+    assert chosen_weights(PRESETS, "authors", "verify=0.5, em=0") == RewardWeights(1, 0, 0.8, 0.5)
+    assert chosen_weights(PRESETS, "", "") == RewardWeights(1.0, 1.0, 0.0, 0.0)
+    episode = play(tiny, call(GOLD), PASS + answer(GOLD))
+    for preset in PRESETS:
+        rewards = make_reward(preset, "em=0,proposal=0,verify=3", scorer, tiny.tokens.decode, Wording())
+        assert rewards(episode.trajectory, episode.example).total == 1 + 3
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
-        choose_preset(PRESETS, "best")
+        chosen_weights(PRESETS, "best", "")
     for wrong in ("proposals=1", "ex", "ex=", "ex=much", "ex=nan", "ex=inf", "=1"):
         with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
-            with_weights(weights, wrong)
+            chosen_weights(PRESETS, "", wrong)
+
+
+def test_right_is_what_the_presets_rewards_say(tiny, scorer):
+    episode = play(tiny, answer(GOLD.lower()))
+    other = play(tiny, answer(OTHER))
+    for preset, right in {"outcome": True, "paper": False, "authors": True}.items():
+        rewards = make_reward(preset, "", scorer, tiny.tokens.decode, Wording())
+        assert is_right(rewards(episode.trajectory, episode.example), "ex_em") is right
+        assert is_right(rewards(episode.trajectory, episode.example), "ex")
+        assert not is_right(rewards(other.trajectory, other.example), "ex_em")
+        assert is_right(rewards(other.trajectory, other.example), "ex")

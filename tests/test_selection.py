@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
 from mtsql.learn import embedding
 from mtsql.learn.embedding import make_embedder
-from mtsql.learn.selection import cluster, select_trajectories, tool_interactions
+from mtsql.learn.selection import cluster, select_trajectories
 from mtsql.recipes.mtsql_r1_prompts import tool_call
 
 OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
@@ -48,7 +48,7 @@ def on_axes(trajectories: list[Trajectory]) -> np.ndarray:
 def chosen(valid: list[Trajectory], simple: bool, embed: Embed, seed: int = 0) -> list[tuple[int, int]]:
     """(interactions, sampled token) of what is selected."""
     picked = select_trajectories(valid, simple, embed, random.Random(seed))
-    return [(tool_interactions(t), t.ids[-1]) for t in picked]
+    return [(t.interactions, t.ids[-1]) for t in picked]
 
 
 def test_simple_questions_keep_two_short_trajectories():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from conftest import GOLD, QUESTION
 
-from mtsql.agent.env import EXEC_SQL, TOOL_SETS, Environment, Limits
+from mtsql.agent.env import Environment, Limits
+from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.recipes import skyrl_sql, sql_trail
@@ -28,14 +29,14 @@ def example_of(history=False, knowledge="", gold=GOLD):
 
 
 def begin(tiny, module=skyrl_sql, wording=PAPER, tools="no_memory", turns=5, example=None):
-    limits = Limits(max_interactions=turns, **LONG)
+    limits = Limits(max_interactions=turns - 1, **LONG)
     environment = Environment(
         {"music": tiny.schema},
         module.make_recipe(wording),
         tiny.tokens,
         tiny.executor,
         limits,
-        TOOL_SETS[tools],
+        make_tools(tools),
     )
     return environment.episodes(example or example_of(), [0])[0]
 
@@ -63,7 +64,7 @@ def reward_of(tiny, episode, module=skyrl_sql, weights="", preset="", wording=PA
 
 def prompt_text(tiny, module, wording, tools="no_memory", **options):
     messages, schemas = module.make_recipe(wording).prompt(
-        example_of(**options), tiny.schema, TOOL_SETS[tools]
+        example_of(**options), tiny.schema, make_tools(tools)
     )
     assert schemas is None and [m["role"] for m in messages] == ["user"]
     return messages[0]["content"]
@@ -219,7 +220,7 @@ def test_whole_episode_keeps_the_sampled_ids(tiny, module):
     assert say(episode, last) is None
     trajectory, tokens = episode.trajectory, tiny.tokens
     assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOLD)
-    assert (trajectory.interactions, trajectory.off_protocol) == (2, 0)
+    assert (trajectory.messages, trajectory.interactions, trajectory.off_protocol) == (2, 1, 0)
     prompt, sampled, environment, answer = trajectory.segments
     assert list(sampled.ids) == tokens.message_ids(first)[:-1] and set(sampled.loss_mask) == {1}
     assert list(answer.ids) == tokens.message_ids(last)[:-1] and set(answer.loss_mask) == {1}
@@ -276,7 +277,7 @@ def test_schema_can_be_explored(tiny, module):
 def test_compact_observations(tiny, module):
     recipe = module.make_recipe(COMPACT)
     result = tiny.executor.execute(tiny.schema.path, "SELECT id, country FROM singer")
-    shown = recipe.observe_execution("", "", result, 0, 3)
+    shown = recipe.observe_execution("", "", result, False, 3)
     assert shown == "<observation>\n1|null ; 2|france ; 3|italy\n3\n</observation>"
     assert recipe.observe_problem(Status.NO_ACTION, 2) == "<observation>\ninvalid\n2\n</observation>"
 
@@ -284,7 +285,7 @@ def test_compact_observations(tiny, module):
 @pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
 def test_error_is_shown_as_in_appendix_c(tiny, module):
     result = tiny.executor.execute(tiny.schema.path, "SELECT nam FROM singer")
-    shown = module.make_recipe(PAPER).observe_execution("", "", result, 0, 3)
+    shown = module.make_recipe(PAPER).observe_execution("", "", result, False, 3)
     assert shown.startswith("<observation>\nOperationalError: no such column: nam\nYou have 3 turns left")
 
 
@@ -294,7 +295,7 @@ def test_fifty_rows_are_shown_and_no_endless_text(module):
 
     def shown(rows, columns=("n",), truncated=False):
         result = ExecutionResult("rows", columns, tuple(rows), truncated)
-        return recipe.observe_execution("", "", result, 0, 3)
+        return recipe.observe_execution("", "", result, False, 3)
 
     assert "Truncated" not in shown((f"r{i}.",) for i in range(50))
     text = shown((f"r{i}.",) for i in range(51))

@@ -11,8 +11,9 @@ import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, make_episode, say
 
 import train_sft
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, Environment, Limits
+from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.config import user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.learn.model import save_policy
@@ -26,7 +27,7 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
-from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.wording import Wording
 from mtsql.report.chat import chat_record
@@ -49,8 +50,8 @@ class StoppingRecipe(MtsqlR1):
 
 def environment_of(tiny: Tiny, recipe: MtsqlR1 | None = None, **limits: int) -> Environment:
     recipe = recipe or MtsqlR1(Wording(True, 40))
-    tools = (EXEC_SQL, MEMORY_RETRIEVE)
-    return Environment({"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, Limits(**limits), tools)
+    limit, tools = Limits(**limits), make_tools("both")
+    return Environment({"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limit, tools)
 
 
 def line_of(*messages: str | dict, **names: str) -> dict:
@@ -68,7 +69,8 @@ def replays_of(tiny: Tiny, folder, *lines: dict | str, environment: Environment 
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
     environment = environment or environment_of(tiny)
     asked = [ASKED, NOT_IN_PLAY]
-    return replay_lines(read_teacher(path), asked, {ASKED.id}, environment, scorer, "ex_em", False)
+    reward = make_reward("", "", scorer, tiny.tokens.decode, Wording())
+    return replay_lines(read_teacher(path), asked, {ASKED.id}, environment, reward, "ex_em", False)
 
 
 def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
@@ -177,7 +179,7 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
             json.dumps(line_of("\ud800", **name)),
         ],
     }  # fmt: skip
-    environment = environment_of(tiny, max_turn_tokens=300, max_interactions=4)
+    environment = environment_of(tiny, max_turn_tokens=300, max_interactions=3)
     flat = [line for group in lines.values() for line in group]
     replays = replays_of(tiny, tmp_path, *flat, environment=environment)
     expected = [outcome for outcome, group in lines.items() for _ in group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mtsql.data.datasets import Example
@@ -18,22 +19,26 @@ class MemoryEntry:
     """
 
     question: str
-    sql: str | None
-    elements: dict | None
-    result: ExecutionResult | None
+    sql: str | None = None
+    elements: dict | None = None
+    result: ExecutionResult | None = None
 
 
 def recall(example: Example, schema: Schema, executor: Executor) -> tuple[MemoryEntry, ...]:
     """The memory that `memory_retrieve` reads, in the order of the turns."""
-    entries = []
-    for turn in example.history:
-        if turn.sql is None:
-            entries.append(MemoryEntry(turn.question, None, None, None))
-            continue
-        try:
-            elements = parse_sql(turn.sql, SqlSchema.from_database(schema.path), mode="lenient")
-        except SqlParseError:
-            elements = None
-        result = executor.execute(schema.path, turn.sql)
-        entries.append(MemoryEntry(turn.question, turn.sql, elements, result))
-    return tuple(entries)
+    return tuple(
+        MemoryEntry(turn.question)
+        if turn.sql is None
+        else MemoryEntry(
+            turn.question, turn.sql, _elements(turn.sql, schema), executor.execute(schema.path, turn.sql)
+        )
+        for turn in example.history
+    )
+
+
+def _elements(sql: str, schema: Schema) -> dict | None:
+    """By the official grammar with the numbers after LIMIT, as in the paper's memory; else read leniently."""
+    for mode in ("authors", "lenient"):
+        with suppress(SqlParseError):
+            return parse_sql(sql, SqlSchema.from_database(schema.path), mode)
+    return None

@@ -102,7 +102,6 @@ def rollout(
             busy += len(playing) - len(waiting)
             for row in generator.step():
                 sampled += len(row.ids)
-                interactions += 1
                 step = playing[row].step
                 waiting.append((row, pool.submit(step, row.ids, row.logprobs, row.stop)))
 
@@ -111,6 +110,7 @@ def rollout(
                 waiting = []
                 finished = [row for row, ids in answers if ids is None]
                 going_on = [(row, ids) for row, ids in answers if ids is not None]
+                interactions += len(going_on)
                 generator.append(
                     [row for row, _ in going_on],
                     [ids for _, ids in going_on],

@@ -45,11 +45,11 @@ class Action:
     """One action a_k. `sql` is the candidate it proposes, runs, checks or commits.
 
     `passed` is the verdict of E_VERIFY and M_VERIFY (None when the tag is missing: not a pass).
-    `interaction` counts model messages from 0.
+    `message` is the place of the model message that holds it, from 0.
     """
 
     type: ActionType
-    interaction: int
+    message: int
     sql: str | None = None
     passed: bool | None = None
 
@@ -102,8 +102,8 @@ class Segment:
 class Trajectory:
     """One episode, token in, token out. `advantage` is A_i of section 3.3.3, once its group is rewarded.
 
-    `interactions` counts model messages, `off_protocol` the actions that the recipe's
-    protocol (in MTSQL-R1 Equation 1) did not call for and the messages that were not well formed.
+    `off_protocol` counts the actions that the recipe's protocol (in MTSQL-R1 Equation 1) did not call for
+    and the messages that were not well formed.
     """
 
     example_id: str
@@ -113,17 +113,22 @@ class Trajectory:
     observations: list[Observation] = field(default_factory=list)
     status: Status | None = None
     answer_sql: str | None = None
-    interactions: int = 0
     off_protocol: int = 0
     advantage: float = 0.0
 
+    @property
+    def interactions(self) -> int:
+        """Answered messages, the paper's interactions with tools: the answer itself is none."""
+        return len(self.observations)
+
+    @property
+    def messages(self) -> int:
+        """Messages that the model wrote."""
+        return sum(s.role == "model" for s in self.segments)
+
     def to_plain(self) -> dict:
         """All of it as dictionaries, lists, numbers and strings, for a checkpoint."""
-        plain = asdict(self)
-        plain["status"] = None if self.status is None else str(self.status)
-        for action in plain["actions"]:
-            action["type"] = str(action["type"])
-        return plain
+        return asdict(self, dict_factory=lambda pairs: {k: _plain(v) for k, v in pairs})
 
     @classmethod
     def from_plain(cls, plain: dict) -> Trajectory:
@@ -171,21 +176,14 @@ def trajectory_record(
     trajectory: Trajectory, decode: Callable[[Sequence[int]], str], reward: float | None = None
 ) -> dict:
     """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included."""
-    return {
-        "example_id": trajectory.example_id,
-        "seed": trajectory.seed,
-        "status": None if trajectory.status is None else str(trajectory.status),
-        "reward": reward,
-        "interactions": trajectory.interactions,
-        "off_protocol": trajectory.off_protocol,
-        "answer_sql": trajectory.answer_sql,
-        "segments": [
-            {
-                "role": segment.role,
-                "text": decode(segment.ids),
-                "loss_mask_sum": sum(segment.loss_mask),
-                "ids": list(segment.ids),
-            }
-            for segment in trajectory.segments
-        ],
-    }
+    names = ("example_id", "seed", "status", "interactions", "off_protocol", "answer_sql")
+    record = {name: _plain(getattr(trajectory, name)) for name in names}
+    segments = [
+        {"role": s.role, "text": decode(s.ids), "loss_mask_sum": sum(s.loss_mask), "ids": list(s.ids)}
+        for s in trajectory.segments
+    ]
+    return {**record, "reward": reward, "segments": segments}
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, StrEnum) else value

@@ -23,7 +23,7 @@ from mtsql.parts import Part, hardware, run_part
 from mtsql.recipes import RECIPES
 
 CONFIG = "configs/recipes.toml"
-SINGLE_TURN = ("--tools", "none", "--max-interactions", "1")
+SINGLE_TURN = ("--tools", "none", "--max-interactions", "0")
 ABLATIONS = {  # arm: (recipe, options of its training, of its training and its evaluation)
     "skyrl_sql_single": ("skyrl_sql", (), SINGLE_TURN),
     "sql_trail_single": ("sql_trail", ("--weights", "turns=0"), SINGLE_TURN),

@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from mtsql.agent.env import TOOL_SETS, Recipe
+from mtsql.agent.env import Recipe
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import Tool, make_tools
 from mtsql.config import CHOICES, user_errors
 from mtsql.data.datasets import Dataset, Example, examples, load_dataset
 from mtsql.files import write_atomically
@@ -32,7 +33,7 @@ COLUMNS = ("questions", "mean", "median", "p90", "p95", "p99", "longest", "over"
 
 
 def measure_prompts(
-    dataset: Dataset, recipe: Recipe, tokens: ChatTokens, tools: tuple[str, ...], history: str
+    dataset: Dataset, recipe: Recipe, tokens: ChatTokens, tools: Mapping[str, Tool], history: str
 ) -> list[tuple[Example, int]]:
     """Every question with the tokens of its prompt, generation prompt included."""
     measured = []
@@ -104,7 +105,7 @@ def main() -> None:
     dataset = load_dataset(chosen.data, chosen.tables, chosen.databases, allow_missing=True)
     paper = load_recipe(chosen.recipe)
     recipe = paper.make_recipe(Wording(chosen.wording == "compact"))
-    tools = TOOL_SETS[chosen.tools or paper.SETTINGS.get("tools", "both")]
+    tools = make_tools(chosen.tools or paper.SETTINGS.get("tools", "both"))
     measured = measure_prompts(dataset, recipe, tokens, tools, chosen.history)
     summary = summarise_prompts(measured, chosen.max_prompt_tokens)
     print(format_prompts(summary, chosen.max_prompt_tokens))

@@ -22,11 +22,6 @@ CLUSTERS = 3  # of a hard question's trajectories; one of each is kept
 LLOYD_STEPS = 100  # far more than a few dozen vectors need
 
 
-def tool_interactions(trajectory: Trajectory) -> int:
-    """Tool calls that were answered."""
-    return len(trajectory.observations)
-
-
 def select_trajectories(
     valid: Sequence[Trajectory],
     simple: bool,
@@ -41,7 +36,7 @@ def select_trajectories(
     within the bound, those nearest to it are the candidates. What the model wrote is different in each.
     """
     distinct = list({_written(t): t for t in valid}.values())
-    counts = [tool_interactions(t) for t in distinct]
+    counts = [t.interactions for t in distinct]
     if simple:
         most = max(SHORT, min(counts))
         candidates = [t for t, count in zip(distinct, counts, strict=True) if count <= most]

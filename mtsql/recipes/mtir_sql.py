@@ -21,7 +21,8 @@ Protocol (section 3.2, Algorithm 1):
 - Section 3.2 ends the episode at a message without a call, Algorithm 1 asks to rethink; it does so here, and
   after a malformed call, of which the paper says nothing. The model gets the sentence as a tool's
   response; Algorithm 1 writes it into the model's own turn.
-- N = 6 counts model messages with the answer, as Algorithm 1's B; the ablation counts "tool calling turns".
+- N = 6 counts model messages with the answer, as Algorithm 1's B (the ablation counts "tool calling turns"):
+  --max-interactions, which counts answered calls, is 5.
 - The tool runs on the question's database whatever `db_name` says; `call` leaves it out.
 - Results are {"columns": [...], "data": [row, ...]}. C.1 has a list of dictionaries, which would lose one of
   two columns of the same name. Beyond MAX_CHARACTERS they are cut.
@@ -47,22 +48,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import EXEC_SQL, UNAVAILABLE, ModelMessage, Recipe
+from mtsql.agent.env import UNAVAILABLE, ModelMessage, Recipe
+from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import (
-    Decode,
-    RewardFunction,
-    Rewards,
-    choose_preset,
-    keeps_format,
-    outcome,
-    with_weights,
-)
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
 from mtsql.recipes.tool_calls import read_call
 from mtsql.recipes.wording import Wording, compact_result, truncated
 from mtsql.sql.execute import ExecutionResult
@@ -70,7 +65,7 @@ from mtsql.sql.score import Scorer
 
 SETTINGS = {
     "tools": "no_memory",
-    "max_interactions": 6,
+    "max_interactions": 5,
     "max_sequence_tokens": 8192,
     "prompts_per_step": 64,
     "samples_per_prompt": 5,
@@ -172,7 +167,7 @@ class MtirSql(Recipe):
     verifies: ClassVar[bool] = False
 
     def prompt(
-        self, example: Example, schema: Schema, tools: tuple[str, ...]
+        self, example: Example, schema: Schema, tools: Mapping[str, Tool]
     ) -> tuple[list[dict], list[dict] | None]:
         """One user message, and the tool's schema for the chat template."""
         executes = EXEC_SQL in tools
@@ -231,12 +226,12 @@ class MtirSql(Recipe):
         return ModelMessage(answer=sql, well_formed=well_formed)
 
     def next_action(
-        self, previous: ActionType | None, passed: bool | None, tools: tuple[str, ...], has_history: bool
+        self, previous: ActionType | None, passed: bool | None, tools: Collection[str], has_history: bool
     ) -> None:
         """Any action is fine at any time."""
 
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, history: int, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
     ) -> str:
         """What the tool returns: column names and at most MAX_RECORDS rows as JSON, or the error."""
         if self.wording.compact:
@@ -283,5 +278,5 @@ def make_reward(
 
     Raises ValueError for an unknown preset or weight.
     """
-    given = with_weights(choose_preset(PRESETS, preset), weights)
+    given = chosen_weights(PRESETS, preset, weights)
     return lambda trajectory, example: reward(trajectory, example, scorer, given)

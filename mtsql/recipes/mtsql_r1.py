@@ -1,42 +1,57 @@
-"""MTSQL-R1, the recipe: what it asks, reads and shows (appendix B.0.1 and D), and Equation 1.
+"""MTSQL-R1, the recipe: what it asks, reads and shows, Equation 1, and the presets of its rewards.
 
-Its texts are in mtsql_r1_prompts.py, its rewards in mtsql_r1_rewards.py. Two wordings of the same prompts:
-`paper`, and `compact` for the tiny model, for which the paper's are ten times too long. The compact prompt
-names the earlier questions and leaves their SQL to the memory tool; its tool responses do not repeat the
-question and the SQL that stand right before them.
+Two wordings of the same prompts: `paper`, and `compact` for the tiny model, for which the paper's are ten times
+too long. The compact prompt names the earlier questions and leaves their SQL to the memory tool, where there is
+one; its tool responses do not repeat the question and the SQL that stand right before them.
+
+The paper's "maximum interaction between agent and tools" of 4 are answered tool calls, and the message after
+them has to be the answer. The authors' code ends the episode at the fourth message, so that no query that was
+corrected after a failed M-VERIFY can be executed, checked again and committed, as Equation 1 asks.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, ModelMessage, Recipe
+from mtsql.agent.env import ModelMessage, Recipe
 from mtsql.agent.memory import MemoryEntry
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, Tool
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.mtsql_r1_prompts import (
-    ANSWER,
-    EXEC_TASKS,
-    EXEC_THEN_ANSWER,
-    EXEC_THEN_MEMORY,
-    MEMORY_TASKS,
-    SYSTEM,
-    VERDICT,
-    final_answer,
-    result_text,
-    tool_call,
-    tool_schemas,
-)
-from mtsql.recipes.mtsql_r1_rewards import make_reward
+from mtsql.recipes import mtsql_r1_prompts as texts
+from mtsql.recipes.mtsql_r1_authors import authors_reward
+from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
+from mtsql.recipes.rewards import Decode, RewardFunction, chosen_weights
 from mtsql.recipes.tool_calls import read_call
-from mtsql.recipes.wording import Wording, compact_result, truncated
+from mtsql.recipes.wording import Wording, compact_result
 from mtsql.sql.execute import ExecutionResult
-
-__all__ = ["SETTINGS", "make_recipe", "make_reward"]
+from mtsql.sql.score import Scorer
 
 SETTINGS = {"max_interactions": 4}  # every other option's default is this paper's already
+
+ACTION = re.compile("<tool_call>|<answer_sql>")
+
+# The paper gives no weights (it chose them by grid search): those of the released code stand in.
+PROCESS = RewardWeights(1.0, 1.0, 0.8, 0.1)
+PRESETS = {"outcome": RewardWeights(), "process": PROCESS, "paper": PROCESS, "authors": PROCESS}
+
+
+def make_reward(
+    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+) -> RewardFunction:
+    """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
+
+    `process` is the paper's reward with EM as the official evaluation has it, `paper` with EM of strings as
+    its text says, `authors` what the released code does. Raises ValueError for an unknown preset or weight.
+    """
+    given = chosen_weights(PRESETS, preset, weights)
+    if preset == "authors":
+        return lambda trajectory, example: authors_reward(trajectory, example, scorer, given, decode)
+    return lambda trajectory, example: reward(trajectory, example, scorer, given, preset == "paper")
 
 
 def make_recipe(wording: Wording) -> MtsqlR1:
@@ -45,7 +60,7 @@ def make_recipe(wording: Wording) -> MtsqlR1:
 
 
 def next_action(
-    previous: ActionType | None, passed: bool | None, tools: tuple[str, ...], has_history: bool
+    previous: ActionType | None, passed: bool | None, tools: Collection[str], has_history: bool
 ) -> ActionType:
     """Equation 1: the type of a_{k+1} from the type of a_k and the verdict on y_k.
 
@@ -82,126 +97,66 @@ class MtsqlR1(Recipe):
     next_action = staticmethod(next_action)
 
     def prompt(
-        self, example: Example, schema: Schema, tools: tuple[str, ...]
+        self, example: Example, schema: Schema, tools: Mapping[str, Tool]
     ) -> tuple[list[dict], list[dict] | None]:
         """System and user message, and the tool schemas for the chat template."""
+        schema_text = self.wording.schema_text(schema)
         if self.wording.compact:
             # The schema comes first: prompts over one database share it as a prefix.
-            lines = [self.wording.schema_text(schema)]
-            lines += [f"{i}. {turn.question}" for i, turn in enumerate(example.history, 1)]
-            lines += [example.knowledge] if example.knowledge else []
-            lines += [f"now: {example.question}", "tools: " + (" ".join(tools) or "none")]
-            return [_message("user", "\n".join(lines))], None
-        name = next(name for name, choice in TOOL_SETS.items() if choice == tools)
+            earlier = self.wording.history_text(example, with_sql=MEMORY_RETRIEVE not in tools)
+            now = f"now: {example.question}\ntools: {' '.join(tools) or 'none'}"
+            lines = filter(None, [schema_text, earlier, example.knowledge, now])
+            return [{"role": "user", "content": "\n".join(lines)}], None
         return [
-            _message("system", SYSTEM[name]),
-            _message("user", self._paper_question(example, schema, tools)),
-        ], tool_schemas(tools)
-
-    def _paper_question(self, example: Example, schema: Schema, tools: tuple[str, ...]) -> str:
-        lines = []
-        schema_text = f"Database schema:\n{self.wording.schema_text(schema)}\n"
-        if example.history:
-            lines.append("Here are previous question and corresponding correct SQL in this dialogue:")
-            if example.history[0].sql is None:
-                lines[0] = "Here are the previous questions in this dialogue:"
-            for i, turn in enumerate(example.history, 1):
-                lines.append(f'## Turn {i} ##\n"{schema_text if i == 1 else ""}Question: {turn.question}"')
-                if turn.sql is not None:
-                    lines.append(f'Corresponding Correct SQL: "{turn.sql}"')
-            lines.append("")
-        else:
-            lines.append(schema_text)
-        if example.knowledge:
-            lines.append(f"External Knowledge: {example.knowledge}")
-        lines.append("Now please translate the following question to SQL step by step")
-        note = "Note please call 'exec_sql' tool at least once" if EXEC_SQL in tools else ""
-        lines.append(
-            f"Question: {example.question} (Note you only need to translate the question to SQL instead "
-            "answer the question. Once you feel you are ready for the final SQL, directly return the SQL "
-            f"inside <answer_sql> and </answer_sql> at the end of your response. {note})"
-        )
-        return "\n".join(lines)
+            {"role": "system", "content": texts.system_text(tools)},
+            {"role": "user", "content": texts.question_text(example, schema_text, tools)},
+        ], [tool.schema for tool in tools.values()] or None
 
     def read(self, text: str) -> ModelMessage:
-        """Verdicts, and a tool call or an answer; thinking is not read.
+        """Verdicts, and a tool call or an answer; thinking is not read, nor a verdict behind the action.
 
-        Of several calls the first counts; a call beside an answer counts before it.
+        Of several verdicts the last counts, of several calls the first; a call counts before an answer.
         """
-        if "<think>" in text.rpartition("</think>")[2]:
-            return ModelMessage(problem=Status.NO_ACTION)  # the thinking never ended
         text = text.rpartition("</think>")[2]
-        verdicts = {
-            tool: (found[-1] == "pass") if (found := pattern.findall(text)) else None
-            for tool, pattern in VERDICT.items()
-        }
-        seen = {"exec_verdict": verdicts[EXEC_SQL], "memory_verdict": verdicts[MEMORY_RETRIEVE]}
+        if "<think>" in text:
+            return ModelMessage(problem=Status.NO_ACTION)  # the thinking never ended
+        before = ACTION.split(text)[0]
+        found = {tool: pattern.findall(before) for tool, pattern in texts.VERDICT.items()}
+        verdicts = {tool: said[-1] == "pass" for tool, said in found.items() if said}
         call = read_call(text, "code")
         if call is not None:
-            return replace(call, **seen)
-        answers = ANSWER.findall(text)
+            return replace(call, verdicts=verdicts)
+        answers = texts.ANSWER.findall(text)
         if not answers or not answers[-1].strip():
-            return ModelMessage(**seen, problem=Status.NO_ACTION)
-        return ModelMessage(**seen, answer=answers[-1].strip())
+            return ModelMessage(verdicts, problem=Status.NO_ACTION)
+        return ModelMessage(verdicts, answer=answers[-1].strip())
 
     def call(self, sql: str) -> str:
         """The message that runs a query."""
-        return tool_call(EXEC_SQL, sql)
+        return texts.tool_call(EXEC_SQL, sql)
 
     def answer(self, sql: str) -> str:
         """The message that ends the episode."""
-        return final_answer(sql)
+        return texts.final_answer(sql)
 
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, history: int, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
     ) -> str:
-        """What `exec_sql` returns: a recap and the next tasks (appendix B.0.1)."""
+        """What `exec_sql` returns."""
+        limit = self.wording.result_characters
         if self.wording.compact:
-            return compact_result(result, self.wording.result_characters)
-        shown = truncated(result_text(result), self.wording.result_characters)
-        recap = (
-            f"Recap:\n- Current question: {question}\n- Generated SQL: {sql}\n"
-            f"- SQL execution results (truncated to {self.wording.result_characters} characters): {shown}\n"
-        )
-        return recap + EXEC_TASKS + (EXEC_THEN_MEMORY if history else EXEC_THEN_ANSWER)
+            return compact_result(result, limit)
+        return texts.execution_text(question, sql, result, check_memory, limit)
 
     def observe_memory(
-        self,
-        question: str,
-        sql: str,
-        result: ExecutionResult | None,
-        memory: tuple[MemoryEntry, ...],
+        self, question: str, sql: str, result: ExecutionResult | None, memory: tuple[MemoryEntry, ...]
     ) -> str:
-        """What `memory_retrieve` returns: every earlier turn, and the checklist (appendix B.0.1)."""
+        """What `memory_retrieve` returns."""
+        limit = self.wording.result_characters
         if self.wording.compact:
-            lines = [
-                f"{i}. {entry.sql or '?'} -> {compact_result(entry.result, self.wording.result_characters // 2)}"
-                for i, entry in enumerate(memory, 1)
-            ]
-            return "\n".join(lines) or "empty"
-        lines = [
-            "You are a coherence verifier for Multi-turn Text2SQL.",
-            f"Current Question: {question}",
-            f"Proposed SQL: {sql}",
-            "The execution results of the proposed SQL: "
-            + truncated(result_text(result), self.wording.result_characters),
-            "Memory (historical information in order):",
-        ]
-        for i, entry in enumerate(memory):
-            lines.append(f"== Turn {i} ==\nQuestion: {entry.question}")
-            if entry.sql is not None:
-                lines.append(f"SQL: {entry.sql}")
-                lines.append(f"Parsed Elements for each term: {entry.elements}")
-                shown = truncated(result_text(entry.result), self.wording.result_characters)
-                lines.append(
-                    f"SQL Results (truncated to {self.wording.result_characters} characters): {shown}"
-                )
-        recheck = ", and then please call 'exec_sql' tool again via <tool_call> to check the corrected SQL"
-        return "\n".join(lines) + "\n" + MEMORY_TASKS.format(recheck=recheck if result else "")
+            seen = [(entry.sql or "?", compact_result(entry.result, limit // 2)) for entry in memory]
+            return "\n".join(f"{i}. {sql} -> {rows}" for i, (sql, rows) in enumerate(seen, 1)) or "empty"
+        return texts.memory_text(question, sql, result, memory, limit)
 
     def observe_problem(self, problem: Status, turns_left: int) -> None:
         """A message without a usable action ends the episode."""
-
-
-def _message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}

@@ -9,9 +9,9 @@ from typing import TypeAlias, TypeVar
 
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
+from mtsql.errors import UserError
 from mtsql.sql.score import Scorer
 
-Preset = TypeVar("Preset")
 Weights = TypeVar("Weights")
 
 
@@ -48,22 +48,18 @@ def keeps_format(trajectory: Trajectory) -> bool:
 
 
 def is_right(rewards: Rewards, correct: str) -> bool:
-    """Whether the answer is right by EX, and by EM where `correct` is "ex_em" (MTSQL-R1, section 3.2.1)."""
+    """Whether an answer is right by EX, and by EM where `correct` is "ex_em" (MTSQL-R1, Algorithm 1)."""
     return bool(rewards.ex and (rewards.em or correct == "ex"))
 
 
-def choose_preset(presets: Mapping[str, Preset], name: str) -> Preset:
-    """The named preset, the first for "". Raises ValueError if there is none of that name."""
-    if name and name not in presets:
-        raise ValueError(f"--rewards {name} is unknown; choose from {', '.join(presets)}")
-    return presets[name or next(iter(presets))]
+def chosen_weights(presets: Mapping[str, Weights], preset: str, given: str) -> Weights:
+    """The weights of the preset, of the first for "", but for those `given` as in "ex=1,proposal=0.8".
 
-
-def with_weights(weights: Weights, given: str) -> Weights:
-    """A dataclass of weights with some replaced, `given` as in "ex=1,proposal=0.8".
-
-    Raises ValueError for what is not a field of the dataclass or not a number.
+    Raises UserError for a preset that is not there, and for what is not a weight or not a number.
     """
+    if preset and preset not in presets:
+        raise UserError(f"--rewards {preset} is unknown; choose from {', '.join(presets)}")
+    weights = presets[preset or next(iter(presets))]
     known = [field.name for field in fields(weights)]
     values = {}
     for item in filter(None, given.split(",")):
@@ -73,7 +69,7 @@ def with_weights(weights: Weights, given: str) -> Weights:
         except ValueError:
             values[name] = math.nan
         if name not in known or not math.isfinite(values[name]):
-            raise ValueError(
+            raise UserError(
                 f"--weights {given}: {item.strip()!r} should be one of {', '.join(known)}, =, and a number"
             )
     return replace(weights, **values)

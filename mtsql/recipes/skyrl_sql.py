@@ -2,8 +2,8 @@
 
 What it shares with SQL-Trail, with the choices that hold for both, is in tagged.py. Choices of its own:
 
-- Turns: section 4 says 4 in training, section 5 says 5 in training and in evaluation. The default is 5: five
-  messages, or four queries and the solution after them.
+- Turns: section 4 says 4 in training, section 5 says 5 in training and in evaluation. The default is 5: four
+  queries, which --max-interactions counts, and the solution after them.
 - Format: section 4.1 asks for thoughts, for <sql> in each turn and for a <solution>. Here each message needs a
   thought and one action, and a solution at once is valid, as it has to be in the single-turn baseline. The
   released code looks at the joined text instead (github.com/NovaSky-AI/SkyRL, skyrl-gym: one solution, a thought
@@ -28,29 +28,14 @@ from dataclasses import dataclass
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import (
-    Decode,
-    RewardFunction,
-    Rewards,
-    choose_preset,
-    keeps_format,
-    outcome,
-    with_weights,
-)
-from mtsql.recipes.tagged import (
-    ONLY_WHAT_IS_ASKED,
-    TASK,
-    TOOL_RULES,
-    TaggedRecipe,
-    task_text,
-    without_thoughts,
-)
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, TaggedRecipe, task_text
 from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 
 __all__ = ["SETTINGS", "make_recipe", "make_reward"]
 
-SETTINGS = {"tools": "no_memory", "max_interactions": 5, "temperature": 0.6, "correct": "ex"}
+SETTINGS = {"tools": "no_memory", "max_interactions": 4, "temperature": 0.6, "correct": "ex"}
 
 INVALID = "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
 SCHEMA_NOTE = (
@@ -129,7 +114,7 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
         f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
         [f"- {line}" for line in (*ONLY_WHAT_IS_ASKED, THINK_FIRST)],
         [f"- {line}" for line in rules],
-        without_thoughts(blocks, wording),
+        blocks,
     )
 
 
@@ -169,5 +154,5 @@ def make_reward(
 
     Raises ValueError for an unknown preset or weight.
     """
-    given = with_weights(choose_preset(PRESETS, preset), weights)
+    given = chosen_weights(PRESETS, preset, weights)
     return lambda trajectory, example: reward(trajectory, example, scorer, given)

@@ -4,7 +4,8 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
 
 - Thoughts: the text and the rules of the prompt say <reasoning>, its example, A.3 and A.8 say <think>. The
   prompt stays as it is printed and both tags count.
-- Turns: t counts the messages of the episode, the solution included, and T is --max-interactions. Algorithm 1
+- Turns: t counts the messages of the episode, the solution included, and so does T, which is 10: one more than
+  --max-interactions, which counts what was answered. Algorithm 1
   lets the model write one more message after T turns, the solution; here the last of the T messages has to be
   it. Algorithm 1 also stops at </reasoning>: here a thought and its action are one message.
 - Algorithm 1 answers a query that fails like an action that cannot be read; section 3.1 says that error
@@ -40,23 +41,8 @@ from sqlglot import exp
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.rewards import (
-    Decode,
-    RewardFunction,
-    Rewards,
-    choose_preset,
-    keeps_format,
-    outcome,
-    with_weights,
-)
-from mtsql.recipes.tagged import (
-    ONLY_WHAT_IS_ASKED,
-    TASK,
-    TOOL_RULES,
-    TaggedRecipe,
-    task_text,
-    without_thoughts,
-)
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, TaggedRecipe, task_text
 from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
@@ -67,7 +53,7 @@ __all__ = ["SETTINGS", "make_recipe", "make_reward"]
 
 SETTINGS = {
     "tools": "no_memory",
-    "max_interactions": 10,
+    "max_interactions": 9,
     "correct": "ex",
     "samples_per_prompt": 6,
     "prompts_per_step": 128,
@@ -146,7 +132,7 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
         ("Table names: " if names_only else "") + wording.schema_text(schema),
         [f"{i}. {line}" for i, line in enumerate(instructions, 1)],
         [f"{i}. {line}" for i, line in enumerate(rules, 1)],
-        without_thoughts(blocks, wording),
+        blocks,
     )
 
 
@@ -225,7 +211,7 @@ def reward(
     if answer is not None:
         hardness, schema = scorer.hardness(db_id, gold), scorer.schemas[db_id]
         parts = {
-            "turns": turns_reward(hardness, trajectory.interactions, budget, ex),
+            "turns": turns_reward(hardness, trajectory.messages, budget, ex),
             "schema": jaccard(schema_items(answer, schema), schema_items(gold, schema)),
             "bigram": jaccard(bigrams(answer), bigrams(gold)),
             "syntax": float(scorer.runs(db_id, answer)),
@@ -242,5 +228,5 @@ def make_reward(
 
     Raises ValueError for an unknown preset or weight.
     """
-    given = with_weights(choose_preset(PRESETS, preset), weights)
+    given = chosen_weights(PRESETS, preset, weights)
     return lambda trajectory, example: reward(trajectory, example, scorer, given, wording.turns)

@@ -20,11 +20,12 @@ message of the user. SQL-Trail took this protocol and most of its prompt from Sk
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from mtsql.agent.env import EXEC_SQL, ModelMessage, Recipe
+from mtsql.agent.env import ModelMessage, Recipe
+from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
@@ -77,7 +78,7 @@ class TaggedRecipe(Recipe):
     stop_strings: ClassVar[tuple[str, ...]] = ("</sql>", "</solution>")
     verifies: ClassVar[bool] = False
 
-    def prompt(self, example: Example, schema: Schema, tools: tuple[str, ...]) -> tuple[list[dict], None]:
+    def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> tuple[list[dict], None]:
         """One message of the user; no tool schemas, since tools are called by tags."""
         multi_turn = EXEC_SQL in tools
         if self.wording.compact:
@@ -128,7 +129,7 @@ class TaggedRecipe(Recipe):
         """Any action may follow any other."""
 
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, history: int, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
     ) -> str:
         """A table of the first 50 rows or the error, and the messages that are left."""
         if self.wording.compact:
@@ -164,9 +165,13 @@ def task_text(
     schema_text: str,
     instructions: Sequence[str],
     rules: Sequence[str],
-    sample: str,
+    blocks: Sequence[str],
 ) -> str:
-    """The prompt in the sections of both papers; `instructions` and `rules` are lines with their bullets."""
+    """The prompt in the sections of both papers; `instructions` and `rules` are lines with their bullets.
+
+    `blocks` make the example; with native thinking its thoughts are left out.
+    """
+    sample = "\n".join(b for b in blocks if not (wording.native_thinking and b.startswith("<think>")))
     history = wording.history_text(example)
     sections = [
         f"Task Overview:\n{overview}",
@@ -180,8 +185,3 @@ def task_text(
         "\n".join((EXAMPLE_LINE.format("-" * 24, "START"), sample, EXAMPLE_LINE.format("-" * 24, "END"))),
     ]
     return "\n\n".join(sections)
-
-
-def without_thoughts(blocks: Sequence[str], wording: Wording) -> str:
-    """The blocks of an example, with native thinking those that are no thoughts."""
-    return "\n".join(b for b in blocks if not (wording.native_thinking and b.startswith("<think>")))

@@ -13,14 +13,14 @@ from mtsql.sql.execute import ExecutionResult
 class Wording:
     """`compact` for the tiny model, else the paper's; `result_characters` is MTSQL-R1's cut of results.
 
-    `schema` is "full" or "names" (table names only); `turns` the model messages of an episode; `native_thinking`
-    drops the instructions to think for a model that thinks by itself.
+    `schema` is "full" or "names" (table names only); `turns` the model messages of an episode, its answer
+    included; `native_thinking` drops the instructions to think for a model that thinks by itself.
     """
 
     compact: bool = False
     result_characters: int = 200
     schema: str = "full"
-    turns: int = 4
+    turns: int = 5
     native_thinking: bool = False
 
     def schema_text(self, schema: Schema) -> str:
@@ -29,15 +29,15 @@ class Wording:
             return ", ".join(table.name for table in schema.tables)
         return schema.text(self.compact)
 
-    def history_text(self, example: Example) -> str:
+    def history_text(self, example: Example, with_sql: bool = True) -> str:
         """The earlier questions of the dialogue, with their SQL where it is known; "" without any.
 
-        For the recipes of single questions, which have no memory to ask.
+        Without their SQL for an agent that can ask a memory for it.
         """
         lines = []
         for number, turn in enumerate(example.history, 1):
             lines.append(f"{number}. {turn.question}")
-            if turn.sql is not None:
+            if with_sql and turn.sql is not None:
                 lines.append(turn.sql if self.compact else f"   SQL: {turn.sql}")
         heading = "" if self.compact or not lines else "Earlier questions of this dialogue:\n"
         return heading + "\n".join(lines)

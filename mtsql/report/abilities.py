@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
@@ -12,7 +12,9 @@ ABILITIES = {
     "call_execution": "calls EXECUTE",
     "call_memory": "calls MEMORY-VERIFY",
     "e_verify": "execution verification",
+    "e_verify_called": "E-VERIFY where called",
     "m_verify": "memory verification",
+    "m_verify_called": "M-VERIFY where called",
     "generation": "generation, self-correction",
 }
 
@@ -22,19 +24,21 @@ def abilities(
 ) -> dict[str, float | None]:
     """Each ability from 0 to 1: a prescribed tool was called or not; the process rewards for the others.
 
-    The memory's two are None for a first question, which has nothing to check against. Of recipes that
-    do not verify only the first is measured.
+    A verification is 0 where its tool was not called, and so says as much about calling as about judging:
+    "..._called" leaves such answers out (None). The memory's abilities are None for a first question, which
+    has nothing to check against. Of recipes that do not verify only the first is measured.
     """
-    if not verifies:
-        called = any(o.tool == EXEC_SQL for o in trajectory.observations)
-        return dict.fromkeys(ABILITIES) | {"call_execution": float(called)}
     called = {observation.tool for observation in trajectory.observations}
+    measured: dict[str, float | None] = dict.fromkeys(ABILITIES)
+    measured["call_execution"] = float(EXEC_SQL in called)
+    if not verifies:
+        return measured
     parts = reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1)).parts
-    later = bool(example.history)
-    return {
-        "call_execution": float(EXEC_SQL in called),
-        "call_memory": float(MEMORY_RETRIEVE in called) if later else None,
-        "e_verify": parts["e_verify"],
-        "m_verify": parts["m_verify"] if later else None,
-        "generation": parts["proposal"],
-    }
+    measured["generation"] = parts["proposal"]
+    measured["e_verify"] = parts["e_verify"]
+    measured["e_verify_called"] = parts["e_verify"] if EXEC_SQL in called else None
+    if example.history:
+        measured["call_memory"] = float(MEMORY_RETRIEVE in called)
+        measured["m_verify"] = parts["m_verify"]
+        measured["m_verify_called"] = parts["m_verify"] if MEMORY_RETRIEVE in called else None
+    return measured

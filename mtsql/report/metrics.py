@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.files import write_atomically
 from mtsql.recipes.rewards import Rewards

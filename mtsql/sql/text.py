@@ -23,6 +23,27 @@ def first_statement(sql: str) -> list[str]:
     return pieces[: pieces.index(";")] if ";" in pieces else pieces
 
 
+def same_query(a: str, b: str) -> bool:
+    """Whether two texts differ only in white space, comments, final semicolons and letter case.
+
+    Quoted names and texts have to be the same to the letter, and so have words beyond ASCII, whose case
+    SQLite does not fold.
+    """
+    return query_words(a) == query_words(b)
+
+
+def query_words(sql: str) -> tuple[str, ...]:
+    """The words and signs of a query, those in quotes whole: equal for what is the same query."""
+    words = [
+        piece.lower() if piece.isascii() and piece[0] not in "'\"`[" else piece
+        for piece in PIECE.findall(sql)
+        if not piece.isspace() and not piece.startswith(("--", "/*"))
+    ]
+    while words and words[-1] == ";":
+        words.pop()
+    return tuple(words)
+
+
 def without_distinct(sql: str) -> str:
     """The first statement of `sql` without any word DISTINCT."""
     return "".join(piece for piece in first_statement(sql) if piece.lower() != "distinct")

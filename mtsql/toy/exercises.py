@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 

@@ -20,8 +20,9 @@ from typing import ClassVar
 import torch
 from tqdm import tqdm
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Episode, Recipe
+from mtsql.agent.env import Environment, Episode, Recipe
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import ActionType, Stop, Trajectory
 from mtsql.config import EpisodeOptions, option, read_options, save_config, user_errors
 from mtsql.data.datasets import Example, examples
@@ -91,7 +92,7 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
     executed = " WHERE " not in sql and rng.random() < habits.skips_execution
     checked_memory = rng.random() < habits.skips_memory
     while True:
-        last = episode.trajectory.interactions == episode.limits.max_interactions - 1
+        last = episode.trajectory.interactions == episode.limits.max_interactions
         if last or ((executed or EXEC_SQL not in tools) and (checked_memory or not has_memory)):
             say(verdicts + recipe.answer(sql))
             return episode.trajectory
@@ -131,7 +132,7 @@ def repair_lesson(
     kind = rng.choice(sorted({m["kind"] for m in wrong}) or [""])
     demonstration = demonstrate(episode, [m for m in wrong if m["kind"] == kind], ATTENTIVE, rng)
     repairs = [
-        a.interaction
+        a.message
         for a in demonstration.actions
         if (a.passed is False if verifies else a.type is ActionType.SELF_CORRECT)
     ]

@@ -1,0 +1,86 @@
+"""The tools that an agent can call. A further tool is one more `Tool` in TOOLS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mtsql.agent.memory import recall
+from mtsql.agent.trajectory import ActionType
+
+if TYPE_CHECKING:
+    from mtsql.agent.env import Episode
+
+EXEC_SQL = "exec_sql"
+MEMORY_RETRIEVE = "memory_retrieve"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool with one text argument, `code`; `description` and `argument` say to the model what they are.
+
+    `answer(episode, code, turns_left)` is the text that it returns. `action` is the action of MTSQL-R1's
+    section 3.1 that a call is, `verdict` the one that judges what came back; with either, `code` is a
+    candidate SQL.
+    """
+
+    name: str
+    description: str
+    argument: str
+    answer: Callable[[Episode, str, int], str]
+    action: ActionType | None = None
+    verdict: ActionType | None = None
+
+    @property
+    def schema(self) -> dict:
+        """The JSON schema for the chat template."""
+        code = {"type": "string", "description": self.argument}
+        parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+def _execute(episode: Episode, sql: str, turns_left: int) -> str:
+    check_memory = MEMORY_RETRIEVE in episode.tools and bool(episode.example.history)
+    return episode.recipe.observe_execution(
+        episode.example.question, sql, episode.execute(sql), check_memory, turns_left
+    )
+
+
+def _retrieve(episode: Episode, sql: str, turns_left: int) -> str:
+    result = episode.execute(sql) if EXEC_SQL in episode.tools else None
+    memory = recall(episode.example, episode.schema, episode.executor)
+    return episode.recipe.observe_memory(episode.example.question, sql, result, memory)
+
+
+# The descriptions are those of MTSQL-R1, appendix B.0.1.
+TOOLS = (
+    Tool(
+        EXEC_SQL,
+        "A tool for executing sql and return the query results",
+        "The current generated SQL that will be executed",
+        _execute,
+        ActionType.EXECUTE,
+        ActionType.E_VERIFY,
+    ),
+    Tool(
+        MEMORY_RETRIEVE,
+        "A tool for retrieving the historical questions and ground-truth SQL in this dialogue",
+        "The current generated SQL that needs to be verified coherence with the given historical memory",
+        _retrieve,
+        verdict=ActionType.M_VERIFY,
+    ),
+)
+_NAMES = tuple(tool.name for tool in TOOLS)
+TOOL_SETS = {  # the names by --tools, which switches off what Table 4 of MTSQL-R1 does
+    "both": _NAMES,
+    "no_execution": tuple(name for name in _NAMES if name != EXEC_SQL),
+    "no_memory": tuple(name for name in _NAMES if name != MEMORY_RETRIEVE),
+    "none": (),
+}
+
+
+def make_tools(choice: str) -> dict[str, Tool]:
+    """The tools of one of TOOL_SETS, by name."""
+    return {tool.name: tool for tool in TOOLS if tool.name in TOOL_SETS[choice]}

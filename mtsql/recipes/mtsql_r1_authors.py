@@ -1,0 +1,100 @@
+"""MTSQL-R1's reward as the authors' released code has it (github.com/taichengguo/MTSQL-R1, a720f97).
+
+It reads raw text where the paper's reads actions:
+- The answer is the last <answer_sql> of the whole response, tool texts included: of an unfinished trajectory the
+  "..." of a tool's instructions. Without any it is the SQL of the last tool call, without a call the last thought
+  or all of the text. Line breaks in it become blanks, so that "--" hides the rest.
+- EM compares the numbers after LIMIT in sub-queries.
+- A clause is right or wrong as a whole: no F1 of its elements.
+- Proposals are the SQL of all tool calls, repeated or not, without the final answer.
+- Every tool call is verified, whichever the tool, by the first <exec_verify> after it, in whatever message or
+  thought; without any it has passed. <memory_verify> is never read.
+- An error that is none of FOUR_ERRORS is "ok", and so are a call without a response and rows of nothing but NULLs.
+
+Some of its quirks are not here. It runs SQL without limits of time and memory and lets an empty answer equal an
+empty result, which `mtsql.sql.execute` does not allow. It reads outcomes from the tool's text, so that a question
+with the words "no data" is a null result; we run the SQL again. It gives 0 where the gold query fails; such
+questions are left out before training. That it takes the schema from CoSQL's folder and that a wrong format
+costs nothing changes no number here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Trajectory
+from mtsql.data.datasets import Example
+from mtsql.recipes.mtsql_r1_prompts import ANSWER, VERDICT
+from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, r_all
+from mtsql.recipes.rewards import Decode, Rewards
+from mtsql.sql.execute import ExecutionResult
+from mtsql.sql.score import Scorer
+
+FOUR_ERRORS = ("no such table", "no such column", "ambiguous column name", "syntax error")
+CALL = re.compile(r"<tool_call>\s*(?={)(.*?)</tool_call>", re.DOTALL)  # in a thought as well
+THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call: its message, counted from 0, and all that the model wrote after it."""
+
+    tool: str
+    sql: str
+    message: int
+    after: str
+
+
+def authors_reward(
+    trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights, decode: Decode
+) -> Rewards:
+    """R_all with the quirks above; `decode` gives the text of token ids, control tokens included."""
+    db_id, gold = example.db_id, example.gold_sql
+    parts = [(segment.role, decode(segment.ids)) for segment in trajectory.segments[1:]]
+    calls = _calls([text for role, text in parts if role == "model"])
+    answer = _answer("".join(text for _, text in parts), calls).replace("\n", " ")
+    ex, em = scorer.ex(db_id, gold, answer), scorer.em(db_id, gold, answer, "authors")
+    proposals, e_verify, m_verify = [], [], []
+    for call in calls:
+        f1 = scorer.whole_clause_f1(db_id, gold, call.sql)
+        proposals.append(f1)
+        found = VERDICT[EXEC_SQL].search(call.after)
+        passed = found is None or found[1] == "pass"
+        if call.tool == EXEC_SQL:
+            outcome = "ok"
+            if call.message < len(trajectory.observations):
+                ran = trajectory.observations[call.message].sql
+                outcome = _outcome(scorer.executor.execute(scorer.paths[db_id], ran))
+            e_verify.append(E_VERIFY_TABLE[outcome, passed])
+        elif call.tool == MEMORY_RETRIEVE:
+            m_verify.append(f1 if passed else 1.0 - f1)
+    return r_all(weights, float(ex), float(em), proposals, e_verify, m_verify)
+
+
+def _calls(messages: list[str]) -> list[Call]:
+    calls = []
+    for message, text in enumerate(messages):
+        later = "".join(messages[message + 1 :])
+        for found in CALL.finditer(text):
+            try:
+                content = json.loads(found[1])
+                tool, sql = content["name"], content["arguments"]["code"]
+            except (ValueError, RecursionError, KeyError, TypeError):
+                continue
+            if isinstance(sql, str):
+                calls.append(Call(tool, sql, message, text[found.end() :] + later))
+    return calls
+
+
+def _answer(text: str, calls: list[Call]) -> str:
+    found = ANSWER.findall(text) or [c.sql for c in calls] or THOUGHT.findall(text) or [text]
+    return found[-1].strip()
+
+
+def _outcome(result: ExecutionResult) -> str:
+    if not result.ok:
+        return "error" if any(error in result.message for error in FOUR_ERRORS) else "ok"
+    return "ok" if result.rows else "null"
