@@ -8,10 +8,12 @@ from hostile import STATEMENTS, make_database, resident_bytes, run_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mtsql.sql.clauses import clause_f1, whole_clause_f1
 from mtsql.sql.execute import Executor, execution_match, set_match
-from mtsql.sql.match import clause_f1, exact_set_match, partial_f1, whole_clause_f1
-from mtsql.sql.parse import SqlParseError, SqlSchema, parse_sql
+from mtsql.sql.match import exact_set_match, partial_f1
+from mtsql.sql.parse import parse_sql
 from mtsql.sql.plug import with_gold_values
+from mtsql.sql.structure import SqlParseError, SqlSchema
 
 SECONDS = 0.2
 GOLD = "SELECT name FROM singer WHERE age > 20 ORDER BY name LIMIT 3"

@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mtsql.sql.execute import Executor, execution_match, results_equal
-from mtsql.sql.parse import SqlSchema
+from mtsql.errors import UserError
+from mtsql.sql.compare import results_equal
+from mtsql.sql.execute import Executor, execution_match
+from mtsql.sql.structure import SqlSchema
 
 
 @pytest.fixture
@@ -295,7 +297,7 @@ def test_a_file_that_is_no_database_is_an_error_not_an_exception(tmp_path):
     assert Executor().execute(path, "SELECT 1 FROM t").status == "error"
     with pytest.raises(ValueError, match="gold query failed"):
         execution_match(Executor(), path, "SELECT 1 FROM t", "SELECT 1")
-    with pytest.raises(ValueError, match="not a usable SQLite database"):
+    with pytest.raises(UserError, match="not a usable SQLite database"):
         SqlSchema.from_database(path)
 
 

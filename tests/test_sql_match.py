@@ -5,15 +5,12 @@ import sqlite3
 
 import pytest
 
+from mtsql.errors import UserError
+from mtsql.sql.clauses import clause_f1
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import clause_f1, exact_set_match, partial_f1, string_match
-from mtsql.sql.parse import (
-    SqlParseError,
-    SqlSchema,
-    foreign_key_map,
-    official_prediction,
-    parse_sql,
-)
+from mtsql.sql.match import exact_set_match, partial_f1, string_match
+from mtsql.sql.parse import official_prediction, parse_sql
+from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 ENTRY = {
     "table_names_original": ["Singer", "Concert", "Stadium"],
@@ -54,7 +51,7 @@ def schema(tmp_path_factory):
 def test_schema_is_lower_case_hashable_and_read_once(schema, tmp_path):
     assert schema.tables["stadium"] == ("stadium_id", "name")
     assert hash(schema) == hash(SqlSchema(dict(schema.tables)))
-    with pytest.raises(FileNotFoundError, match=r"gone\.sqlite does not exist"):
+    with pytest.raises(UserError, match=r"gone\.sqlite does not exist"):
         SqlSchema.from_database(tmp_path / "gone.sqlite")
 
 

@@ -20,15 +20,11 @@ from mtsql.errors import UserError
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_executed, execution_match
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import exact_set_match, partial_f1, partial_sizes
-from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, official_prediction
+from mtsql.sql.match import COMPONENTS, exact_set_match, partial_f1, partial_sizes
+from mtsql.sql.parse import official_prediction
 from mtsql.sql.plug import with_gold_values
 from mtsql.sql.score import FURTHER_METRICS, further_verdicts, readable
-
-COMPONENTS = (
-    "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
-    "IUEN", "keywords",
-)  # fmt: skip
+from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
 PARTIAL_TABLES = {

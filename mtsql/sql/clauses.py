@@ -9,7 +9,7 @@ from sqlglot import exp
 
 from mtsql.sql.parse import parse_sql
 from mtsql.sql.structure import SqlParseError, SqlSchema
-from mtsql.sql.tree import canonical_tree, join_condition, sources
+from mtsql.sql.tree import canonical_tree, join_condition, sources, unbracketed
 
 CLAUSES = ("SELECT", "WHERE", "JOIN", "GROUP", "ORDER")
 
@@ -110,8 +110,7 @@ def _joined(select: exp.Select) -> list[str]:
 
 def _conditions(condition: exp.Expression) -> list[str]:
     """The conditions that AND and OR connect, and one more element for each OR."""
-    if isinstance(condition, exp.Paren):
-        return _conditions(condition.this)
+    condition = unbracketed(condition)
     if isinstance(condition, exp.And | exp.Or):
         connector = ["or"] if isinstance(condition, exp.Or) else []
         return _conditions(condition.left) + connector + _conditions(condition.right)
@@ -125,8 +124,7 @@ def _ordered(item: exp.Expression) -> str:
 
 def _text(node: exp.Expression) -> str:
     """One spelling: the sides of = and != are sorted, brackets around a whole node dropped."""
-    while isinstance(node, exp.Paren):
-        node = node.this
+    node = unbracketed(node)
     if isinstance(node, exp.EQ | exp.NEQ):
         return f" {node.key} ".join(sorted((_text(node.left), _text(node.right))))
     return node.sql(dialect="sqlite")

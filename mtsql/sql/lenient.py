@@ -17,7 +17,7 @@ from mtsql.sql.structure import (
     SqlSchema,
     column_id,
 )
-from mtsql.sql.tree import canonical_tree, join_condition, sources
+from mtsql.sql.tree import canonical_tree, join_condition, sources, unbracketed
 
 COMPARISON_NODES = {
     exp.EQ: "=",
@@ -39,12 +39,9 @@ def lenient_structure(sql: str, schema: SqlSchema) -> dict:
 
     What has no place in it (CASE, other functions, window functions, names that the schema lacks)
     stands as its text where a column would; a query of WITH counts among the tables.
-    Raises SqlParseError for what sqlglot cannot read.
+    Raises SqlParseError for what sqlglot cannot read. RecursionError is the caller's to catch.
     """
-    try:
-        return _Builder().query(canonical_tree(sql, schema))
-    except RecursionError:
-        raise SqlParseError("nested too deeply") from None
+    return _Builder().query(canonical_tree(sql, schema))
 
 
 class _Builder:
@@ -123,20 +120,17 @@ class _Builder:
         return NO_AGGREGATE, self.value_unit(node)
 
     def conditions(self, node: exp.Expression) -> list:
-        if isinstance(node, exp.Paren):
-            return self.conditions(node.this)
+        node = unbracketed(node)
         if isinstance(node, exp.And | exp.Or):
             return [*self.conditions(node.left), node.key, *self.conditions(node.right)]
         return [self.condition(node, negated=False)]
 
     def condition(self, node: exp.Expression, negated: bool) -> tuple:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         if isinstance(node, exp.Not):
             return self.condition(node.this, not negated)
         unit = node.this
-        low: object = None
-        high: object = None
+        low = high = None
         if isinstance(node, exp.Between):
             word, low, high = "between", self.value(node.args["low"]), self.value(node.args["high"])
         elif isinstance(node, exp.In) and (node.args.get("query") or node.expressions):
@@ -156,8 +150,7 @@ class _Builder:
         return values if len(values) > 1 else values[0]
 
     def value(self, node: exp.Expression) -> object:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         if isinstance(node, exp.Query):
             return self.query(node)
         if isinstance(node, exp.Null | exp.Boolean):
@@ -173,16 +166,14 @@ class _Builder:
         return self.column_unit(node)
 
     def value_unit(self, node: exp.Expression) -> tuple:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         if type(node) in OPERATOR_NODES:
             operator = UNIT_OPERATORS.index(OPERATOR_NODES[type(node)])
             return operator, self.column_unit(node.left), self.column_unit(node.right)
         return NO_OPERATOR, self.column_unit(node), None
 
     def column_unit(self, node: exp.Expression) -> tuple[int, str, bool]:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         aggregate, distinct = NO_AGGREGATE, False
         if type(node) in AGGREGATE_NODES and not node.expressions:
             aggregate, node = AGGREGATES.index(AGGREGATE_NODES[type(node)]), node.this

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
+from mtsql.sql.clauses import clause_f1, whole_clause_f1
 from mtsql.sql.execute import Executor, execution_match, set_match
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import clause_f1, exact_set_match, string_match, whole_clause_f1
-from mtsql.sql.parse import Mode, SqlParseError, SqlSchema, foreign_key_map, parse_sql
+from mtsql.sql.match import exact_set_match, string_match
+from mtsql.sql.parse import Mode, parse_sql
+from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 FURTHER_METRICS = {
     "ex_keep_distinct": "EX, DISTINCT kept",

@@ -74,6 +74,13 @@ def join_condition(join: exp.Join) -> exp.Expression | None:
     return None if isinstance(condition, exp.Boolean) else condition
 
 
+def unbracketed(node: exp.Expression) -> exp.Expression:
+    """The node inside brackets; those around a sub-query are its own and stay (`unnest` drops them too)."""
+    while isinstance(node, exp.Paren):
+        node = node.this
+    return node
+
+
 class _Copies:
     """Copies of what names stand for; a query whose names double at every level is refused."""
 
