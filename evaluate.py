@@ -24,7 +24,6 @@ Departures from the paper:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -35,20 +34,11 @@ from statistics import fmean
 from tqdm import tqdm
 
 from mtsql.agent.trajectory import Trajectory, trajectory_record
+from mtsql.commands import official
 from mtsql.config import Common, load_config, option, save_config, user_errors
 from mtsql.data.datasets import Example
 from mtsql.files import write_atomically
 from mtsql.report.metrics import format_summary, summarise
-from mtsql.report.official import (
-    Rules,
-    compare,
-    format_further,
-    format_tables,
-    read_pairs,
-    score_pairs,
-    summarise_items,
-)
-from mtsql.sql.execute import Executor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,54 +56,9 @@ def main() -> None:
     """Choose the form: a policy, prediction files, or a comparison."""
     flags = {argument.partition("=")[0] for argument in sys.argv[1:]}
     if flags & {"--gold", "--pred", "--compare"}:
-        evaluate_files()
+        official.main()
     else:
         evaluate_policy()
-
-
-def evaluate_files() -> None:
-    """Score prediction files as the official evaluation does, or compare two evaluations."""
-    parser = argparse.ArgumentParser(
-        prog="evaluate.py", description=evaluate_files.__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--gold", nargs="?", type=Path, help="gold file: SQL, tab, database; blank lines between"
-    )
-    parser.add_argument(
-        "--pred", type=Path, help="predictions: one SQL a line, blank lines as in the gold file"
-    )
-    parser.add_argument("--databases", type=Path, help="folder of <db_id>/<db_id>.sqlite")
-    parser.add_argument("--tables", type=Path, help="tables.json; not needed with --etype exec")
-    parser.add_argument(
-        "--etype", choices=("all", "exec", "match"), default="all", help="what to evaluate [all]"
-    )
-    parser.add_argument("--plug-value", action="store_true", help="also try the gold query's values")
-    parser.add_argument("--keep-distinct", action="store_true", help="EX with DISTINCT")
-    parser.add_argument(
-        "--sql-timeout", type=float, default=30.0, help="seconds before a query is stopped [30]"
-    )
-    parser.add_argument("--json", type=Path, help="file to write the summary and every verdict to")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two such files, alone")
-    chosen = parser.parse_args()
-    if chosen.compare:
-        if len(sys.argv) != 4:
-            parser.error("--compare A B goes alone")
-        print(compare(*chosen.compare))
-        return
-    needed = ["gold", "pred", "databases"] + (["tables"] if chosen.etype != "exec" else [])
-    missing = [f"--{name}" for name in needed if getattr(chosen, name) is None]
-    if missing:
-        parser.error(f"give {', '.join(missing)}")
-    pairs = read_pairs(chosen.gold, chosen.pred)
-    rules = Rules(chosen.etype, chosen.plug_value, chosen.keep_distinct)
-    executor = Executor(timeout_seconds=chosen.sql_timeout)
-    items = score_pairs(pairs, chosen.databases, chosen.tables, rules, executor, chosen.gold)
-    summary = summarise_items(items, chosen.etype)
-    if chosen.json:
-        write_atomically(chosen.json, json.dumps({"summary": summary, "per_item": items}, indent=1))
-    print(format_tables(summary, chosen.etype))
-    print()
-    print(format_further(summary, items))
 
 
 def evaluate_policy() -> None:

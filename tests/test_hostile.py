@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hostile import STATEMENTS, make_database, resident_bytes, run_all
@@ -51,10 +52,11 @@ def test_the_hostile_suite(database, monkeypatch):
 
 
 def test_hostile_statements_at_once(database):
-    executor = Executor(timeout_seconds=SECONDS, threads=4)
+    executor = Executor(timeout_seconds=SECONDS)
     start = resident_bytes()
     some = [sql for kind, sql, _ in STATEMENTS if kind in ("unbounded recursion", "cell bomb", "cross join")]
-    results = executor.execute_many([(database, sql) for sql in some])
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda sql: executor.execute(database, sql), some))
     assert len(results) == len(some) and {r.status for r in results} <= {"rows", "empty", "error", "timeout"}
     assert resident_bytes() - start < 200_000_000
     assert executor.execute(database, "SELECT count(*) FROM singer").rows == ((3,),)

@@ -135,8 +135,9 @@ def test_cache_follows_the_file(executor, database):
     assert executor.execute(database, query).rows == ((493,),)
 
 
-def test_cache_is_bounded_and_forgets_the_oldest(database):
-    executor = Executor(cache_size=2)
+def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
+    monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 2)
+    executor = Executor()
     first = executor.execute(database, "SELECT 1")
     second = executor.execute(database, "SELECT 2")
     assert executor.execute(database, "SELECT 1") is first

@@ -155,6 +155,14 @@ def summarise(records: Sequence[dict]) -> dict:
     return summary
 
 
+def grouped(records: Sequence[dict], key: str) -> list[list[dict]]:
+    """The records with equal `key` together, in the order of their first ones."""
+    groups: dict[object, list[dict]] = {}
+    for record in records:
+        groups.setdefault(record[key], []).append(record)
+    return list(groups.values())
+
+
 def turn_name(index: int) -> str:
     """The bucket of a turn that counts from 0."""
     return TURNS[min(index, len(TURNS) - 1)]
