@@ -9,7 +9,7 @@ from sqlglot import exp
 
 from mtsql.sql.parse import parse_sql
 from mtsql.sql.structure import SqlParseError, SqlSchema
-from mtsql.sql.tree import canonical_tree, join_condition, sources, unbracketed
+from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unbracketed
 
 CLAUSES = ("SELECT", "WHERE", "JOIN", "GROUP", "ORDER")
 
@@ -82,16 +82,14 @@ def _collect(query: exp.Expression, mark: str, found: dict[str, Counter]) -> Non
         add("SELECT", [_text(item) for item in query.expressions])
         add("SELECT", ["distinct"] if query.args.get("distinct") else [])
         add("JOIN", _joined(query))
-        if query.args.get("where"):
-            add("WHERE", _conditions(query.args["where"].this))
-        if query.args.get("group"):
-            add("GROUP", [_text(item) for item in query.args["group"].expressions])
-        if query.args.get("having"):
-            add("GROUP", _conditions(query.args["having"].this))
+        for condition in clause_items(query, "where"):
+            add("WHERE", _conditions(condition))
+        add("GROUP", [_text(item) for item in clause_items(query, "group")])
+        for condition in clause_items(query, "having"):
+            add("GROUP", _conditions(condition))
     else:
         raise SqlParseError(f"cannot read {query.key}")
-    if query.args.get("order"):
-        add("ORDER", [_ordered(item) for item in query.args["order"].expressions])
+    add("ORDER", [_ordered(item) for item in clause_items(query, "order")])
     if query.args.get("limit"):
         add("ORDER", [f"limit {_text(query.args['limit'].expression)}"])
 
@@ -101,8 +99,7 @@ def _joined(select: exp.Select) -> list[str]:
     for join in select.args.get("joins") or []:
         if join.side:
             found.append(f"{join.side.lower()} {_text(join.this)}")
-        condition = join_condition(join)
-        if condition is not None:
+        for condition in join_condition(join):
             found += _conditions(condition)
         found += [f"using {_text(column)}" for column in join.args.get("using") or []]
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlglot import exp
 
 from mtsql.sql.grammar import MAX_DEPTH
@@ -17,7 +19,7 @@ from mtsql.sql.structure import (
     SqlSchema,
     column_id,
 )
-from mtsql.sql.tree import canonical_tree, join_condition, sources, unbracketed
+from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unbracketed
 
 COMPARISON_NODES = {
     exp.EQ: "=",
@@ -44,11 +46,11 @@ def lenient_structure(sql: str, schema: SqlSchema) -> dict:
     return _Builder().query(canonical_tree(sql, schema))
 
 
+@dataclass
 class _Builder:
     """One method for each part of the structure."""
 
-    def __init__(self) -> None:
-        self.depth = 0
+    depth: int = 0
 
     def query(self, node: exp.Expression) -> dict:
         self.depth += 1
@@ -66,16 +68,15 @@ class _Builder:
             return self.query(node.this)
         if isinstance(node, exp.SetOperation):
             return self.set_operation(node)
-        args = node.args
         selected, origin = [node], {"table_units": [], "conds": []}
         if isinstance(node, exp.Select):
             selected, origin = node.expressions, self.from_clause(node)
         return {
-            "select": (bool(args.get("distinct")), [self.selected(e) for e in selected]),
+            "select": (bool(node.args.get("distinct")), [self.selected(e) for e in selected]),
             "from": origin,
-            "where": self.conditions(args["where"].this) if args.get("where") else [],
-            "groupBy": [self.column_unit(e) for e in args["group"].expressions] if args.get("group") else [],
-            "having": self.conditions(args["having"].this) if args.get("having") else [],
+            "where": [c for held in clause_items(node, "where") for c in self.conditions(held)],
+            "groupBy": [self.column_unit(item) for item in clause_items(node, "group")],
+            "having": [c for held in clause_items(node, "having") for c in self.conditions(held)],
             **self.tail(node),
             **dict.fromkeys(SET_OPERATORS),
         }
@@ -85,18 +86,16 @@ class _Builder:
         left, right = self.query(node.left), self.query(node.right)
         right |= {key: value for key, value in self.tail(node).items() if value}
         last = left
-        while any(last[o] for o in SET_OPERATORS):
-            last = next(last[o] for o in SET_OPERATORS if last[o])
+        while later := [last[o] for o in SET_OPERATORS if last[o]]:
+            last = later[0]
         last[SET_NODES[type(node)]] = right
         return left
 
     def tail(self, node: exp.Query) -> dict:
-        order, limit = node.args.get("order"), node.args.get("limit")
-        if not order:
-            return {"orderBy": [], "limit": 1 if limit else None}
-        direction = "desc" if order.expressions[-1].args.get("desc") else "asc"
-        units = [self.value_unit(item.this) for item in order.expressions]
-        return {"orderBy": (direction, units), "limit": 1 if limit else None}
+        order, limit = clause_items(node, "order"), 1 if node.args.get("limit") else None
+        units = [self.value_unit(item.this) for item in order]
+        direction = "desc" if order and order[-1].args.get("desc") else "asc"
+        return {"orderBy": (direction, units) if order else [], "limit": limit}
 
     def from_clause(self, select: exp.Select) -> dict:
         units: list[tuple] = []
@@ -107,10 +106,8 @@ class _Builder:
             else:
                 units.append(("sql", self.query(source)))
         for join in select.args.get("joins") or []:
-            condition = join_condition(join)
-            if condition is not None:
-                found = self.conditions(condition)
-                conditions += ["and", *found] if conditions else found
+            for condition in join_condition(join):
+                conditions += ["and"] * bool(conditions) + self.conditions(condition)
         return {"table_units": units, "conds": conditions}
 
     def selected(self, node: exp.Expression) -> tuple[int, tuple]:

@@ -68,10 +68,18 @@ def sources(select: exp.Select) -> list[exp.Expression]:
     return ([first.this] if first else []) + joined
 
 
-def join_condition(join: exp.Join) -> exp.Expression | None:
-    """The ON of a join; sqlglot writes a missing one as TRUE."""
+def join_condition(join: exp.Join) -> list[exp.Expression]:
+    """The condition after ON, if there is one; sqlglot writes a missing one as TRUE."""
     condition = join.args.get("on")
-    return None if isinstance(condition, exp.Boolean) else condition
+    return [] if condition is None or isinstance(condition, exp.Boolean) else [condition]
+
+
+def clause_items(query: exp.Query, clause: str) -> list[exp.Expression]:
+    """The items of GROUP BY or ORDER BY, the one condition of WHERE or HAVING; none without the clause."""
+    node = query.args.get(clause)
+    if node is None:
+        return []
+    return node.expressions if clause in ("group", "order") else [node.this]
 
 
 def unbracketed(node: exp.Expression) -> exp.Expression:
