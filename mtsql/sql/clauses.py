@@ -82,11 +82,9 @@ def _collect(query: exp.Expression, mark: str, found: dict[str, Counter]) -> Non
         add("SELECT", [_text(item) for item in query.expressions])
         add("SELECT", ["distinct"] if query.args.get("distinct") else [])
         add("JOIN", _joined(query))
-        for condition in clause_items(query, "where"):
-            add("WHERE", _conditions(condition))
+        add("WHERE", _conditions(*clause_items(query, "where")))
         add("GROUP", [_text(item) for item in clause_items(query, "group")])
-        for condition in clause_items(query, "having"):
-            add("GROUP", _conditions(condition))
+        add("GROUP", _conditions(*clause_items(query, "having")))
     else:
         raise SqlParseError(f"cannot read {query.key}")
     add("ORDER", [_ordered(item) for item in clause_items(query, "order")])
@@ -99,14 +97,15 @@ def _joined(select: exp.Select) -> list[str]:
     for join in select.args.get("joins") or []:
         if join.side:
             found.append(f"{join.side.lower()} {_text(join.this)}")
-        for condition in join_condition(join):
-            found += _conditions(condition)
+        found += _conditions(*join_condition(join))
         found += [f"using {_text(column)}" for column in join.args.get("using") or []]
     return found
 
 
-def _conditions(condition: exp.Expression) -> list[str]:
+def _conditions(condition: exp.Expression | None = None) -> list[str]:
     """The conditions that AND and OR connect, and one more element for each OR."""
+    if condition is None:
+        return []
     condition = unbracketed(condition)
     if isinstance(condition, exp.And | exp.Or):
         connector = ["or"] if isinstance(condition, exp.Or) else []

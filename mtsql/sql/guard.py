@@ -1,7 +1,7 @@
 """One connection to a database that statements from a model can neither harm nor hold up.
 
-Design invariant 10: read-only (URI mode, authorizer and query_only), with limits on time, rows, memory
-and the size of a cell that really stop the statement.
+It is read-only (URI mode, authorizer and query_only), with limits on time, rows, memory and the size of a
+cell that really stop the statement.
 
 A watchdog thread interrupts a statement that is past its time, which SQLite obeys between the rounds of a
 loop (a progress handler would do the same, but takes Python's lock again and again: beside a busy thread

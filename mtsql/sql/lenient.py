@@ -74,9 +74,9 @@ class _Builder:
         return {
             "select": (bool(node.args.get("distinct")), [self.selected(e) for e in selected]),
             "from": origin,
-            "where": [c for held in clause_items(node, "where") for c in self.conditions(held)],
+            "where": self.conditions(*clause_items(node, "where")),
             "groupBy": [self.column_unit(item) for item in clause_items(node, "group")],
-            "having": [c for held in clause_items(node, "having") for c in self.conditions(held)],
+            "having": self.conditions(*clause_items(node, "having")),
             **self.tail(node),
             **dict.fromkeys(SET_OPERATORS),
         }
@@ -106,8 +106,8 @@ class _Builder:
             else:
                 units.append(("sql", self.query(source)))
         for join in select.args.get("joins") or []:
-            for condition in join_condition(join):
-                conditions += ["and"] * bool(conditions) + self.conditions(condition)
+            found = self.conditions(*join_condition(join))
+            conditions += ["and", *found] if conditions and found else found
         return {"table_units": units, "conds": conditions}
 
     def selected(self, node: exp.Expression) -> tuple[int, tuple]:
@@ -116,7 +116,9 @@ class _Builder:
             return aggregate, (NO_OPERATOR, (NO_AGGREGATE, column, distinct), None)
         return NO_AGGREGATE, self.value_unit(node)
 
-    def conditions(self, node: exp.Expression) -> list:
+    def conditions(self, node: exp.Expression | None = None) -> list:
+        if node is None:
+            return []
         node = unbracketed(node)
         if isinstance(node, exp.And | exp.Or):
             return [*self.conditions(node.left), node.key, *self.conditions(node.right)]
