@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,16 +153,17 @@ def _schema(entry: dict, path: Path) -> Schema:
     primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
     descriptions = _descriptions(entry, path)
     tables = []
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    connection.text_factory = lambda raw: raw.decode(errors="ignore")
-    try:
+    with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as connection:
+        connection.text_factory = lambda raw: raw.decode(errors="ignore")
         for index, name in enumerate(names):
             own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
             try:
                 wanted = ", ".join(f'"{c}"' for _, c in own)
                 row = connection.execute(f'select {wanted} from "{name}" limit 1').fetchone()
-            except sqlite3.Error:
+            except sqlite3.OperationalError:
                 row = None  # tables.json names a column that the file lacks: show no example
+            except sqlite3.DatabaseError as error:
+                raise UserError(f"{path} is not a usable SQLite database ({error})") from None
             tables.append(
                 SchemaTable(
                     name,
@@ -178,6 +180,4 @@ def _schema(entry: dict, path: Path) -> Schema:
                     else (),
                 )
             )
-    finally:
-        connection.close()
     return Schema(entry["db_id"], path, tuple(tables), entry)
