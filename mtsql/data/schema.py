@@ -164,20 +164,10 @@ def _schema(entry: dict, path: Path) -> Schema:
                 row = None  # tables.json names a column that the file lacks: show no example
             except sqlite3.DatabaseError as error:
                 raise UserError(f"{path} is not a usable SQLite database ({error})") from None
-            tables.append(
-                SchemaTable(
-                    name,
-                    tuple((c, entry["column_types"][i]) for i, c in own),
-                    tuple(c for i, c in own if i in primary),
-                    tuple(
-                        (columns[a][1], names[columns[b][0]], columns[b][1])
-                        for a, b in entry["foreign_keys"]
-                        if columns[a][0] == index
-                    ),
-                    row,
-                    tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
-                    if descriptions
-                    else (),
-                )
-            )
+            kinds = tuple((c, entry["column_types"][i]) for i, c in own)
+            keys = tuple(c for i, c in own if i in primary)
+            pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
+            foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
+            meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
+            tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
     return Schema(entry["db_id"], path, tuple(tables), entry)

@@ -23,6 +23,7 @@ from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
+RESAMPLES = 2000  # of a bootstrap interval
 COUNTS = ("interactions", "sampled_tokens", "response_tokens")
 
 
@@ -46,9 +47,7 @@ def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> 
     }
 
 
-def bootstrap_interval(
-    values_by_dialogue: Sequence[Sequence[float]], seed: int = 0, resamples: int = 2000
-) -> tuple[float, float]:
+def bootstrap_interval(values_by_dialogue: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
     """95 % interval of the mean over questions, from resampling whole dialogues.
 
     The questions of a dialogue depend on each other, so dialogues are what is drawn anew. Raises
@@ -59,19 +58,14 @@ def bootstrap_interval(
         raise ValueError("an interval needs at least one dialogue, and a question in each")
     sums = np.array([sum(values) for values in values_by_dialogue], dtype=float)  # (dialogues,)
     rng = np.random.default_rng(seed)
-    means = np.empty(resamples)  # (resamples,)
-    for i in range(resamples):
-        drawn = rng.integers(len(sizes), size=len(sizes))
-        means[i] = sums[drawn].sum() / sizes[drawn].sum()
+    draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(RESAMPLES))
+    means = [sums[drawn].sum() / sizes[drawn].sum() for drawn in draws]
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 
 def paired_difference(
-    a: Sequence[Sequence[float]],
-    b: Sequence[Sequence[float]],
-    seed: int = 0,
-    resamples: int = 2000,
+    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]
 ) -> tuple[float, float, float, float]:
     """(mean of a - mean of b, low, high, p) of two systems' 0/1 scores on the same questions.
 
@@ -82,7 +76,7 @@ def paired_difference(
     if [len(values) for values in a] != [len(values) for values in b]:
         raise ValueError("a paired comparison needs the same questions on both sides")
     differences = [[x - y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
-    low, high = bootstrap_interval(differences, seed, resamples)
+    low, high = bootstrap_interval(differences)
     flat = [d for values in differences for d in values]
     only_a, only_b = sum(d > 0 for d in flat), sum(d < 0 for d in flat)
     discordant = only_a + only_b

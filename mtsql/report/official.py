@@ -19,14 +19,7 @@ from pathlib import Path
 
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
-from mtsql.report.metrics import (
-    HARDNESS,
-    TURNS,
-    bootstrap_interval,
-    grouped,
-    paired_difference,
-    turn_name,
-)
+from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_executed, execution_match
 from mtsql.sql.hardness import hardness
 from mtsql.sql.match import COMPONENTS, exact_set_match, partial_f1, partial_sizes
@@ -35,7 +28,7 @@ from mtsql.sql.plug import with_gold_values
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 from mtsql.sql.structure import SqlParseError
 
-THREADS = 2  # in which pairs are scored
+THREADS = 2  # that score pairs
 NO_FOREIGN_KEYS = {"foreign_keys": [], "table_names_original": [], "column_names_original": []}
 PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
 TABLES = {  # metric: its name, the title over the levels of hardness, the title over the turns
@@ -244,7 +237,7 @@ def _scores(group: Sequence[dict], etype: str, partial: bool = True) -> dict:
 
 
 def _component(group: Sequence[dict], name: str) -> dict[str, float]:
-    """Accuracy over the predictions that have it, recall over the gold queries; F1 of those two."""
+    """Accuracy over the predictions that have the component, recall over the gold queries, F1 of the two."""
     read = [(i["partial_f1"][name], *i["partial_sizes"][name]) for i in group if i["partial_f1"]]
     accuracy = _mean(score for score, in_pred, _ in read if in_pred)
     recall = _mean(score for score, _, in_gold in read if in_gold)

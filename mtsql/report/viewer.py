@@ -74,7 +74,7 @@ def render(record: dict, colour: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    """Control characters, with which a database could steer the terminal, become visible."""
+    """The text with control characters made visible, so that a database cannot steer the terminal."""
     keep = "\n\t"
     return "".join(c if c in keep or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 

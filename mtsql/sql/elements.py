@@ -34,11 +34,12 @@ Reading: TypeAlias = dict[str, Counter]  # clause -> what it holds: elements, te
 def read_clauses(
     tree: exp.Query, schema: SqlSchema, same: dict[str, str], strict: bool, main_only: bool = False
 ) -> Reading:
-    """What the clauses of a canonical tree hold, its sub-queries included; the most in any one of them.
+    """What the clauses of a canonical tree hold, sub-queries included.
 
-    `same` maps columns to the ones that they are taken for. `strict` adds the sub-queries up, and keeps
-    DISTINCT, what count() counts, and quotes around numbers. `main_only` leaves out the later parts of
-    set operations and the sub-queries inside expressions.
+    An item counts as often as in the one query that holds it most. `same` maps columns to the ones that
+    they are taken for. `strict` adds up over the queries instead, and keeps DISTINCT, what count() counts,
+    and quotes around numbers. `main_only` leaves out the later parts of set operations and the sub-queries
+    inside expressions.
     """
     found: Reading = {clause: Counter() for clause in CLAUSES}
     names = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
@@ -204,7 +205,7 @@ def column_classes(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def with_outputs(tree: exp.Query) -> Iterator[tuple[str, str]]:
-    """The plain columns that the queries of WITH give out, by the names under which they may be used."""
+    """(name in use, column) of every plain column that a query of WITH selects."""
     for cte in tree.find_all(exp.CTE):
         for item in cte.this.selects if isinstance(cte.this, exp.Query) else []:
             if isinstance(item, exp.Column):

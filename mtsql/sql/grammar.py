@@ -7,6 +7,8 @@ the end. That leniency and the many refusals decide verdicts, so both are kept.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mtsql.sql.structure import (
@@ -35,7 +37,7 @@ MAX_DEPTH = 100  # of queries in queries
 FINAL_PERIOD = re.compile(r"(?<!\.)\.\s*$")
 
 
-def tokens(sql: str) -> list[str]:
+def split_words(sql: str) -> list[str]:
     """The words of `sql` in lower case; a string literal is one word and keeps its case.
 
     Words part at white space and at the punctuation that the Penn Treebank rules set off, so `a=1`
@@ -62,12 +64,12 @@ def tokens(sql: str) -> list[str]:
     return words
 
 
-def official_structure(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
+def parse_official(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
     """The Spider structure of `sql`. Raises SqlParseError where the official parser fails.
 
     LIMIT is 1 whatever it says, unless `keep_limit`. RecursionError is the caller's to catch.
     """
-    words = tokens(sql)
+    words = split_words(sql)
     return _Reader(words, _table_names(words, schema), schema, keep_limit).query()
 
 
@@ -124,25 +126,22 @@ class _Reader:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise SqlParseError("nested too deeply")
-        block = self.skip("(")
-        start = self.at
-        if "from" not in self.words[start:]:
-            raise SqlParseError("no FROM")
-        self.at = self.words.index("from", start) + 1
-        units, joins, tables = self.from_clause()
-        end = self.at
-        self.at = start
-        sql: dict = {"select": self.select_clause(tables)}
-        self.at = end
-        sql["from"] = {"table_units": units, "conds": joins}
-        sql["where"] = self.conditions(tables) if self.skip("where") else []
-        sql["groupBy"] = self.group_clause(tables) if self.skip("group") else []
-        sql["having"] = self.conditions(tables) if self.skip("having") else []
-        sql["orderBy"] = self.order_clause(tables) if self.skip("order") else []
-        sql["limit"] = self.limit_clause() if self.skip("limit") else None
-        self.semicolons()
-        if block:
-            self.expect(")")
+        with self.brackets():
+            start = self.at
+            if "from" not in self.words[start:]:
+                raise SqlParseError("no FROM")
+            self.at = self.words.index("from", start) + 1
+            units, joins, tables = self.from_clause()
+            self.at, end = start, self.at
+            sql: dict = {"select": self.select_clause(tables)}
+            self.at = end
+            sql["from"] = {"table_units": units, "conds": joins}
+            sql["where"] = self.conditions(tables) if self.skip("where") else []
+            sql["groupBy"] = self.group_clause(tables) if self.skip("group") else []
+            sql["having"] = self.conditions(tables) if self.skip("having") else []
+            sql["orderBy"] = self.order_clause(tables) if self.skip("order") else []
+            sql["limit"] = self.limit_clause() if self.skip("limit") else None
+            self.semicolons()
         self.semicolons()
         sql |= dict.fromkeys(SET_OPERATORS)
         if self.ahead in SET_OPERATORS:
@@ -150,6 +149,14 @@ class _Reader:
             sql[operator] = self.query()
         self.depth -= 1
         return sql
+
+    @contextmanager
+    def brackets(self) -> Iterator[None]:
+        """Expects a ")" after the block if a "(" stands before it."""
+        opened = self.skip("(")
+        yield
+        if opened:
+            self.expect(")")
 
     def semicolons(self) -> None:
         while self.skip(";"):
@@ -160,20 +167,17 @@ class _Reader:
         joins: list = []
         tables: list[str] = []
         while self.ahead is not None:
-            block = self.skip("(")
-            if self.ahead == "select":
-                units.append(("sql", self.query()))
-            else:
-                self.skip("join")
-                table = self.table()
-                units.append(("table_unit", f"__{table}__"))
-                tables.append(table)
-            if self.skip("on"):
-                if joins:
-                    self.connect(joins, "and")
-                joins += self.conditions(tables)
-            if block:
-                self.expect(")")
+            with self.brackets():
+                if self.ahead == "select":
+                    units.append(("sql", self.query()))
+                else:
+                    self.skip("join")
+                    tables.append(self.table())
+                    units.append(("table_unit", f"__{tables[-1]}__"))
+                if self.skip("on"):
+                    if joins:
+                        self.connect(joins, "and")
+                    joins += self.conditions(tables)
             if self.ahead in CLAUSE_ENDS:
                 break
         return units, joins, tables
@@ -254,16 +258,12 @@ class _Reader:
 
     def value(self, tables: list[str]) -> object:
         start = self.at
-        block = self.skip("(")
-        if self.ahead == "select":
-            result: object = self.query()
-        elif self.ahead is not None and '"' in self.ahead:
-            result = self.take()
-        else:
-            result = self.number_or_column(start, tables)
-        if block:
-            self.expect(")")
-        return result
+        with self.brackets():
+            if self.ahead == "select":
+                return self.query()
+            if '"' in (self.ahead or ""):
+                return self.take()
+            return self.number_or_column(start, tables)
 
     def number_or_column(self, start: int, tables: list[str]) -> float | tuple:
         """A number, else a column; all words up to a clause, comma, AND or ")" go with the column."""
@@ -277,12 +277,11 @@ class _Reader:
         return number
 
     def value_unit(self, tables: list[str]) -> tuple:
-        block = self.skip("(")
-        operator, left, right = NO_OPERATOR, self.column_unit(tables), None
-        if self.ahead in UNIT_OPERATORS:
-            operator, right = UNIT_OPERATORS.index(self.take()), self.column_unit(tables)
-        if block:
-            self.expect(")")
+        operator, right = NO_OPERATOR, None
+        with self.brackets():
+            left = self.column_unit(tables)
+            if self.ahead in UNIT_OPERATORS:
+                operator, right = UNIT_OPERATORS.index(self.take()), self.column_unit(tables)
         return operator, left, right
 
     def column_unit(self, tables: list[str]) -> tuple[int, str, bool]:

@@ -1,4 +1,4 @@
-"""Hardness of a gold query: section 5 of the notes on the official evaluation."""
+"""Hardness of a gold query, as the official evaluation counts it (evaluation.py, eval_hardness)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ OPERATOR_NODES = {exp.Sub: "-", exp.Add: "+", exp.Mul: "*", exp.Div: "/"}
 SET_NODES = {exp.Intersect: "intersect", exp.Union: "union", exp.Except: "except"}
 
 
-def lenient_structure(sql: str, schema: SqlSchema) -> dict:
+def parse_lenient(sql: str, schema: SqlSchema) -> dict:
     """The structure of `sql`; kinds of joins, brackets in conditions and aliases disappear.
 
     What has no place in it (CASE, other functions, window functions, names that the schema lacks)

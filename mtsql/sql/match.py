@@ -67,7 +67,7 @@ def exact_set_match(
 def partial_f1(
     gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
 ) -> dict[str, float]:
-    """F1 of each of COMPONENTS, which is always 0.0 or 1.0.
+    """The F1 of each of COMPONENTS; for one question it is 0.0 or 1.0.
 
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
@@ -81,8 +81,8 @@ def partial_sizes(
 ) -> dict[str, tuple[int, int]]:
     """(elements in the prediction, elements in the gold query) of each of COMPONENTS.
 
-    The official table takes accuracy over the questions whose prediction has the component, recall
-    over those whose gold query has it. Raises SqlParseError as `partial_f1`.
+    The official table takes the accuracy over all questions with the component in the prediction, the
+    recall over all questions with it in the gold query. Raises SqlParseError as `partial_f1`.
     """
     gold, pred = map(_components, _both(gold_sql, pred_sql, schema, foreign_keys))
     sizes = {name: (len(pred[name]), len(gold[name])) for name in COMPONENTS}
@@ -109,7 +109,7 @@ def _normalised(
 ) -> dict:
     """The structure of `sql` without values and DISTINCT, foreign keys replaced by their representatives.
 
-    The keys are those of the tables in the outermost FROM.
+    Only keys of tables in the outermost FROM are replaced.
     """
     structure = parse_sql(sql, schema, mode)
     tables = {unit for kind, unit in structure["from"]["table_units"] if kind == "table_unit"}
@@ -118,7 +118,7 @@ def _normalised(
 
 
 def _normalise(sql: dict, renamed: dict[str, str] | None) -> dict:
-    """A sub-query (`renamed` None) loses its values only, as in the official evaluation."""
+    """A query with its columns renamed; a sub-query (`renamed` None) loses its values only, as officially."""
 
     def column(unit: tuple | None) -> tuple | None:
         return unit if unit is None or renamed is None else (unit[0], renamed.get(unit[1], unit[1]), None)

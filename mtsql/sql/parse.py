@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from mtsql.sql.grammar import official_structure
-from mtsql.sql.lenient import lenient_structure
+from mtsql.sql.grammar import parse_official
+from mtsql.sql.lenient import parse_lenient
 from mtsql.sql.structure import SqlParseError, SqlSchema
 
 Mode: TypeAlias = Literal["official", "lenient", "authors"]
@@ -24,8 +24,8 @@ def parse_sql(sql: str, schema: SqlSchema, mode: Mode = "official") -> dict:
     """
     try:
         if mode == "lenient":
-            return lenient_structure(sql, schema)
-        return official_structure(sql, schema, keep_limit=mode == "authors")
+            return parse_lenient(sql, schema)
+        return parse_official(sql, schema, keep_limit=mode == "authors")
     except RecursionError:
         raise SqlParseError("nested too deeply") from None
 

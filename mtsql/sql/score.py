@@ -110,7 +110,7 @@ class Scorer:
 def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False) -> list[Example]:
     """The questions whose gold SQL runs and parses; how many do not is printed.
 
-    `drop_empty` leaves out those whose gold SQL returns nothing as well (MTIR-SQL, section 4.1).
+    With `drop_empty`, questions whose gold SQL returns nothing are left out too (MTIR-SQL, section 4.1).
     Raises UserError if none is left.
     """
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]

@@ -37,7 +37,7 @@ class FileVersion(NamedTuple):
 
 
 def file_version(path: str | Path) -> FileVersion:
-    """Raises FileNotFoundError if there is no such database file."""
+    """The version of a database file. Raises FileNotFoundError if it does not exist."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"The database file {path} does not exist.")
     stat = os.stat(path)

@@ -89,14 +89,14 @@ def clause_items(query: exp.Query, clause: str) -> list[exp.Expression]:
 
 
 def unbracketed(node: exp.Expression) -> exp.Expression:
-    """The node inside brackets; those around a sub-query are its own and stay (`unnest` drops them too)."""
+    """The node inside brackets. A sub-query keeps its own, unlike with sqlglot's `unnest`."""
     while isinstance(node, exp.Paren):
         node = node.this
     return node
 
 
 class _Copies:
-    """Copies of what names stand for; a query whose names double at every level is refused."""
+    """Copies of what names stand for. A query is refused if they grow too large, level by level."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -140,7 +140,7 @@ class _Scope:
 
 
 def _own_columns(select: exp.Select) -> list[exp.Column]:
-    """The columns of this SELECT, not of one inside it, and those that order its set operation."""
+    """The columns of this SELECT itself, and the columns that order its set operation."""
     found = [c for c in select.find_all(exp.Column) if c.parent_select is select]
     part: exp.Expression = select
     while isinstance(part.parent, exp.SetOperation) and part.parent.left is part:
