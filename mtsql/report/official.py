@@ -31,6 +31,7 @@ from mtsql.sql.structure import SqlParseError
 THREADS = 2  # that score pairs
 NO_FOREIGN_KEYS = {"foreign_keys": [], "table_names_original": [], "column_names_original": []}
 PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
+MEASURED = {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}  # by etype
 TABLES = {  # metric: its name, the title over the levels of hardness, the title over the turns
     "ex": (
         "execution",
@@ -219,18 +220,14 @@ def summarise_items(items: Sequence[dict], etype: str) -> dict:
     summary["levels"] = {name: _scores(group, etype) for name, group in (levels | {"all": items}).items()}
     summary["turns"] = {name: _scores(group, etype, partial=False) for name, group in turns.items()}
     summary["joint_all"] = {"count": len(blocks)} | {
-        metric: _mean(all(item[metric] for item in block) for block in blocks) for metric in _measured(etype)
+        metric: _mean(all(item[metric] for item in block) for block in blocks) for metric in MEASURED[etype]
     }
     return summary
 
 
-def _measured(etype: str) -> tuple[str, ...]:
-    return {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}[etype]
-
-
 def _scores(group: Sequence[dict], etype: str, partial: bool = True) -> dict:
     scores: dict = {"count": len(group)}
-    scores |= {metric: _mean(item[metric] for item in group) for metric in _measured(etype)}
+    scores |= {metric: _mean(item[metric] for item in group) for metric in MEASURED[etype]}
     if partial and "em" in scores:
         scores["partial"] = {name: _component(group, name) for name in COMPONENTS}
     return scores
@@ -269,7 +266,7 @@ def format_tables(summary: dict, etype: str) -> str:
     levels = [*summary["levels"], *(["joint_all"] if dialogues else [])]
     scores = summary["levels"] | {"joint_all": summary["joint_all"]}
     lines = [_row("", levels), _row("count", [scores[level]["count"] for level in levels])]
-    for metric in _measured(etype):
+    for metric in MEASURED[etype]:
         name, title, _ = TABLES[metric]
         lines += [title, _row(name, [scores[level][metric] for level in levels])]
     if etype != "exec":
@@ -281,7 +278,7 @@ def format_tables(summary: dict, etype: str) -> str:
         turns = summary["turns"]
         lines += ["", _row("", [f"turn {t}" if t[0] != ">" else "turn > 4" for t in turns])]
         lines.append(_row("count", [turns[t]["count"] for t in turns]))
-        for metric in _measured(etype):
+        for metric in MEASURED[etype]:
             name, _, title = TABLES[metric]
             lines += [title, _row(name, [turns[t][metric] for t in turns])]
     return "\n".join(lines)

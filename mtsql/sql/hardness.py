@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from mtsql.sql.parse import parse_sql
-from mtsql.sql.structure import (
-    COMPARISONS,
-    NO_AGGREGATE,
-    SET_OPERATORS,
-    SqlSchema,
-    conditions_of,
-    connectors_of,
-)
+from mtsql.sql.structure import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, SqlSchema, split_conditions
 
 LIKE = COMPARISONS.index("like")
 
@@ -33,12 +26,14 @@ def hardness(gold_sql: str, schema: SqlSchema) -> str:
 def _components(sql: dict) -> int:
     clauses = sum(bool(sql[clause]) for clause in ("where", "groupBy", "orderBy", "limit"))
     joins = max(len(sql["from"]["table_units"]) - 1, 0)
-    likes = sum(condition[1] == LIKE for condition in conditions_of(sql))
-    return clauses + joins + connectors_of(sql).count("or") + likes
+    conditions, connectors = split_conditions(sql)
+    likes = sum(condition[1] == LIKE for condition in conditions)
+    return clauses + joins + connectors.count("or") + likes
 
 
 def _nested(sql: dict) -> int:
-    values = [value for condition in conditions_of(sql) for value in condition[3:5]]
+    conditions, _ = split_conditions(sql)
+    values = [value for condition in conditions for value in condition[3:5]]
     return sum(isinstance(value, dict) for value in values) + sum(
         sql[operator] is not None for operator in SET_OPERATORS
     )

@@ -8,14 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mtsql.sql.parse import Mode, parse_sql
-from mtsql.sql.structure import (
-    COMPARISONS,
-    SET_OPERATORS,
-    SqlParseError,
-    SqlSchema,
-    conditions_of,
-    connectors_of,
-)
+from mtsql.sql.structure import COMPARISONS, SET_OPERATORS, SqlParseError, SqlSchema, split_conditions
 
 COMPONENTS = (
     "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
@@ -196,12 +189,12 @@ def _components(sql: dict) -> dict[str, list]:
 
 
 def _keywords(sql: dict) -> set[str]:
-    conditions = conditions_of(sql)
+    conditions, connectors = split_conditions(sql)
     words = {key for key in ("where", "groupBy", "having", "orderBy", "limit", *SET_OPERATORS) if sql[key]}
     words |= {COMPARISONS[condition[1]] for condition in conditions} & {"in", "like"}
     if sql["orderBy"]:
         words.add(sql["orderBy"][0])
-    if "or" in connectors_of(sql):
+    if "or" in connectors:
         words.add("or")
     if any(condition[0] for condition in conditions):
         words.add("not")

@@ -85,14 +85,13 @@ def column_id(table: str, column: str) -> str:
     return f"__{table}.{column}__"
 
 
-def conditions_of(sql: dict) -> list[tuple]:
-    """The conditions of FROM, WHERE and HAVING in a structure; connectors stand between them."""
-    return sql["from"]["conds"][::2] + sql["where"][::2] + sql["having"][::2]
+def split_conditions(sql: dict) -> tuple[list[tuple], list]:
+    """The conditions of FROM, WHERE and HAVING in a structure, and the connectors between them.
 
-
-def connectors_of(sql: dict) -> list:
-    """What stands between the conditions of a structure: AND, OR, or a condition without a connector."""
-    return sql["from"]["conds"][1::2] + sql["where"][1::2] + sql["having"][1::2]
+    Where a connector is missing, every second condition stands among the connectors, as officially.
+    """
+    lists = (sql["from"]["conds"], sql["where"], sql["having"])
+    return [c for held in lists for c in held[::2]], [c for held in lists for c in held[1::2]]
 
 
 def foreign_key_map(tables_json_entry: dict) -> dict[str, str]:
