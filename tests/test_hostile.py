@@ -2,16 +2,19 @@
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hostile import STATEMENTS, make_database, resident_bytes, run_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mtsql.sql.clauses import clause_f1, whole_clause_f1
 from mtsql.sql.execute import Executor, execution_match, set_match
-from mtsql.sql.match import clause_f1, exact_set_match, partial_f1, whole_clause_f1
-from mtsql.sql.parse import SqlParseError, SqlSchema, parse_sql
+from mtsql.sql.match import exact_set_match, partial_f1
+from mtsql.sql.parse import parse_sql
 from mtsql.sql.plug import with_gold_values
+from mtsql.sql.structure import SqlParseError, SqlSchema
 
 SECONDS = 0.2
 GOLD = "SELECT name FROM singer WHERE age > 20 ORDER BY name LIMIT 3"
@@ -49,10 +52,11 @@ def test_the_hostile_suite(database, monkeypatch):
 
 
 def test_hostile_statements_at_once(database):
-    executor = Executor(timeout_seconds=SECONDS, threads=4)
+    executor = Executor(timeout_seconds=SECONDS)
     start = resident_bytes()
     some = [sql for kind, sql, _ in STATEMENTS if kind in ("unbounded recursion", "cell bomb", "cross join")]
-    results = executor.execute_many([(database, sql) for sql in some])
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda sql: executor.execute(database, sql), some))
     assert len(results) == len(some) and {r.status for r in results} <= {"rows", "empty", "error", "timeout"}
     assert resident_bytes() - start < 200_000_000
     assert executor.execute(database, "SELECT count(*) FROM singer").rows == ((3,),)

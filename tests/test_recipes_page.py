@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from test_page import cells, section, write_arm
 
 from evaluate import EvaluateConfig
 from mtsql.commands.curriculum import CurriculumConfig
 from mtsql.config import load_config
 from mtsql.experiments.compare_recipes import CONFIG, seed_parts, start_parts
-from mtsql.experiments.recipes_page import write_recipes_page
+from mtsql.experiments.recipes_page import data_efficiency, write_recipes_page
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.toy.imitation import ImitationConfig
 from train_grpo import GrpoConfig
@@ -90,3 +91,11 @@ def test_page_by_hand(tmp_path: Path):
     assert {(r["arm"], r["seed"]) for r in raw} == {
         (f"skyrl_sql_{a}", 0) for a in ("base", "rl", "single_rl")
     }
+
+
+def test_data_efficiency_is_that_of_table_1():
+    """Spider-test and BIRD-dev of SQL-R1-3B, 5k questions, and SQL-Trail-7B, counted there as 2,000."""
+    assert data_efficiency(0.751, 0.765, 5000) == pytest.approx(0.28)
+    assert data_efficiency(0.452, 0.484, 5000) == pytest.approx(0.64)
+    assert data_efficiency(0.822, 0.860, 2000) == pytest.approx(1.90)
+    assert data_efficiency(0.866, 0.861, 5000) < 0

@@ -11,7 +11,7 @@ import pytest
 from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny
 
 from evaluate import EvaluateConfig
-from mtsql.data.datasets import Dataset, Turn, examples, load_dataset, with_predicted_history
+from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dataset
 from mtsql.data.schema import load_schemas
 from mtsql.errors import UserError
 from mtsql.report.evaluation import score_records
@@ -107,7 +107,7 @@ def test_bird_layouts(tiny, tmp_path, train, dev):
         assert f"{split}_databases" in str(dataset.schemas["music"].path)
         (example,) = examples(dataset.dialogues)
         assert (example.knowledge, example.difficulty) == (evidence, difficulty)
-        assert with_predicted_history(dataset.dialogues[0], 0, []) == example
+        assert example_after(dataset.dialogues[0], []) == example
     with pytest.raises(UserError, match="has no test split"):
         load(tmp_path, "test")
 
@@ -183,6 +183,13 @@ def test_broken_tables_are_named(tiny, tmp_path):
         tables.write_text(json.dumps(broken))
         with pytest.raises(UserError, match=r"tables\.json, item 0: expected a database"):
             load_schemas(tables, tiny.folder / "database")
+
+
+def test_a_file_that_is_no_database_is_named(tiny, tmp_path):
+    (tmp_path / "music").mkdir()
+    (tmp_path / "music" / "music.sqlite").write_text("this is no database " * 100)
+    with pytest.raises(UserError, match=r"music\.sqlite is not a usable SQLite database"):
+        load_schemas(tiny.folder / "tables.json", tmp_path)
 
 
 def test_bird_descriptions_stand_behind_their_columns_in_the_paper_text_only(tiny, tmp_path):

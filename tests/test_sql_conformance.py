@@ -8,8 +8,9 @@ import pytest
 
 from mtsql.sql.execute import Executor, execution_match
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import exact_set_match, official_prediction, partial_f1
-from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, parse_sql
+from mtsql.sql.match import exact_set_match, partial_f1
+from mtsql.sql.parse import official_prediction, parse_sql
+from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 SHARED = Path(__file__).parents[2] / "shared"
 VERDICTS = SHARED / "conformance" / "sparc.jsonl"

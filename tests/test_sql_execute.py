@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mtsql.sql.execute import Executor, execution_match, results_equal
-from mtsql.sql.parse import SqlSchema
+from mtsql.errors import UserError
+from mtsql.sql.compare import results_equal
+from mtsql.sql.execute import Executor, execution_match
+from mtsql.sql.structure import SqlSchema
 
 
 @pytest.fixture
@@ -133,8 +135,9 @@ def test_cache_follows_the_file(executor, database):
     assert executor.execute(database, query).rows == ((493,),)
 
 
-def test_cache_is_bounded_and_forgets_the_oldest(database):
-    executor = Executor(cache_size=2)
+def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
+    monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 2)
+    executor = Executor()
     first = executor.execute(database, "SELECT 1")
     second = executor.execute(database, "SELECT 2")
     assert executor.execute(database, "SELECT 1") is first
@@ -295,7 +298,7 @@ def test_a_file_that_is_no_database_is_an_error_not_an_exception(tmp_path):
     assert Executor().execute(path, "SELECT 1 FROM t").status == "error"
     with pytest.raises(ValueError, match="gold query failed"):
         execution_match(Executor(), path, "SELECT 1 FROM t", "SELECT 1")
-    with pytest.raises(ValueError, match="not a usable SQLite database"):
+    with pytest.raises(UserError, match="not a usable SQLite database"):
         SqlSchema.from_database(path)
 
 

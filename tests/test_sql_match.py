@@ -5,15 +5,12 @@ import sqlite3
 
 import pytest
 
+from mtsql.errors import UserError
+from mtsql.sql.clauses import clause_f1
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import clause_f1, exact_set_match, partial_f1, string_match
-from mtsql.sql.parse import (
-    SqlParseError,
-    SqlSchema,
-    foreign_key_map,
-    official_prediction,
-    parse_sql,
-)
+from mtsql.sql.match import exact_set_match, partial_f1, partial_sizes, string_match
+from mtsql.sql.parse import official_prediction, parse_sql
+from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 ENTRY = {
     "table_names_original": ["Singer", "Concert", "Stadium"],
@@ -54,7 +51,7 @@ def schema(tmp_path_factory):
 def test_schema_is_lower_case_hashable_and_read_once(schema, tmp_path):
     assert schema.tables["stadium"] == ("stadium_id", "name")
     assert hash(schema) == hash(SqlSchema(dict(schema.tables)))
-    with pytest.raises(FileNotFoundError, match=r"gone\.sqlite does not exist"):
+    with pytest.raises(UserError, match=r"gone\.sqlite does not exist"):
         SqlSchema.from_database(tmp_path / "gone.sqlite")
 
 
@@ -266,6 +263,17 @@ def test_an_unparseable_gold_query_is_an_error(schema):
 def test_partial_f1_of_a_missing_prediction_is_that_of_an_empty_query(schema):
     scores = partial_f1("SELECT name FROM singer", None, schema, KEYS)
     assert [name for name, score in scores.items() if score == 0] == ["select", "select(no AGG)"]
+
+
+def test_a_condition_without_a_connector_is_counted_among_the_connectors(schema):
+    """As in the official evaluation, which then crashes if the condition holds a sub-query."""
+    gold, pred = (
+        "SELECT name FROM singer",
+        "SELECT name FROM singer WHERE age = 1 age IN (SELECT age FROM singer)",
+    )
+    assert not exact_set_match(gold, pred, schema, KEYS)
+    assert partial_sizes(gold, pred, schema, KEYS)["and/or"] == (0, 1)
+    assert partial_sizes(gold, gold, schema, KEYS)["and/or"] == (1, 1)
 
 
 def test_partial_f1_names_the_wrong_components(schema):

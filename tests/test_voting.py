@@ -1,4 +1,4 @@
-"""The majority vote by execution result, pass@k, data efficiency, and all of it in evaluate.py."""
+"""The majority vote by execution result, pass@k, and all of it in evaluate.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from conftest import TOY, run
 
 from mtsql.data.schema import load_schemas
-from mtsql.report.metrics import data_efficiency
 from mtsql.report.voting import majority_vote, pass_at_k
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
@@ -89,16 +88,6 @@ def test_pass_at_k_by_hand_and_over_all_subsets():
     for samples, right, k in ((4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)):
         with pytest.raises(ValueError, match=f"pass@{k} of 4 samples"):
             pass_at_k(samples, right, k)
-
-
-def test_data_efficiency_is_that_of_table_1():
-    """Spider-test and BIRD-dev of SQL-R1-3B, 5k questions, and SQL-Trail-7B, counted there as 2,000."""
-    assert data_efficiency(0.751, 0.765, 5000) == pytest.approx(0.28)
-    assert data_efficiency(0.452, 0.484, 5000) == pytest.approx(0.64)
-    assert data_efficiency(0.822, 0.860, 2000) == pytest.approx(1.90)
-    assert data_efficiency(0.866, 0.861, 5000) < 0
-    with pytest.raises(ValueError, match="at least 1 training question"):
-        data_efficiency(0.5, 0.6, 0)
 
 
 def test_evaluation_votes_over_its_sampled_runs(work, tmp_path):

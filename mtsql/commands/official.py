@@ -1,4 +1,4 @@
-"""Prediction files scored as the official evaluation does, and two evaluations compared (evaluate.py)."""
+"""Score prediction files as the official evaluation does, or compare two evaluations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mtsql.sql.execute import Executor
 
 
 def main() -> None:
-    """Score prediction files as the official evaluation does, or compare two evaluations."""
-    parser = argparse.ArgumentParser(prog="evaluate.py", description=main.__doc__, allow_abbrev=False)
+    """Score the files and print the tables, or print the comparison."""
+    parser = argparse.ArgumentParser(prog="evaluate.py", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--gold", nargs="?", type=Path, help="gold file: SQL, tab, database; blank lines between"
     )

@@ -1,6 +1,6 @@
 """Dialogues from SParC- and CoSQL-format files (the toy benchmark is written in the same format).
 
-Single questions (Spider, BIRD, SynSQL: `mtsql.data.singles`) are dialogues of one turn.
+Single questions (Spider and its variants, BIRD, SynSQL-2.5M) are dialogues of one turn.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mtsql.data.schema import Schema, load_schemas, read_json
-from mtsql.data.singles import read_single
 from mtsql.errors import UserError
 
 # Where official folders keep a split beside `split_names`' first four: Spider and Spider-Syn, SynSQL;
@@ -18,6 +18,27 @@ from mtsql.errors import UserError
 FURTHER_NAMES = {
     "train": ("train_spider.json", "data.json"),
     "dev": ("dev_20240627/dev.json", "mini_dev_sqlite.json", "Spider-DK.json", "spider-realistic.json"),
+}
+
+
+class SingleFields(NamedTuple):
+    """What a format of single questions calls its fields; knowledge and difficulty may be absent."""
+
+    format: str
+    question: str
+    sql: str
+    knowledge: str = ""
+    difficulty: str = ""
+
+
+# By the field that only this format has. Spider's files have a `sql` too, the parsed query, which is not
+# read, so `query` stands before it. Spider-Realistic and Spider-DK have Spider's fields.
+# Sources: taoyds/spider, ygan/Spider-Syn, ygan/Spider-DK, bird-bench/mini_dev, RUCKBReasoning/OmniSQL.
+SINGLE_FORMATS = {
+    "SpiderSynQuestion": SingleFields("Spider-Syn", "SpiderSynQuestion", "query"),
+    "SQL": SingleFields("BIRD", "question", "SQL", "evidence", "difficulty"),
+    "query": SingleFields("Spider", "question", "query"),
+    "sql": SingleFields("SynSQL", "question", "sql", "external_knowledge", "sql_complexity"),
 }
 
 
@@ -131,11 +152,8 @@ def load_dataset(
 def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
     """Item `number` of `data` as the dialogue `name`."""
     if not isinstance(item, dict) or not {"interaction", "database_id"} & item.keys():
-        single = read_single(data, number, item)
-        turn = Turn(
-            single.question, single.sql, single.db_id, 0, single.knowledge, difficulty=single.difficulty
-        )
-        return Dialogue(name, single.db_id, (turn,))
+        turn = _single_turn(data, number, item)
+        return Dialogue(name, turn.db_id, (turn,))
     try:
         db_id = item["database_id"]
         turns = tuple(
@@ -150,32 +168,52 @@ def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
     return Dialogue(name, db_id, turns)
 
 
+def _single_turn(data: Path, number: int, item: object) -> Turn:
+    """Item `number` (from 0) of a file of single questions; its fields tell the format.
+
+    Raises UserError with the file, the item and the field that is missing or no text.
+    """
+    where = f"{data}, item {number}"
+    if not isinstance(item, dict):
+        raise UserError(f"{where} should be an object with named fields, not {type(item).__name__}")
+    fields = next((fields for key, fields in SINGLE_FORMATS.items() if key in item), None)
+    if fields is None:
+        known = ", ".join(f"{key} ({fields.format})" for key, fields in SINGLE_FORMATS.items())
+        raise UserError(
+            f"{where} has none of the fields interaction (SParC, CoSQL), {known}; "
+            f"its fields are {', '.join(map(str, item)) or 'none'}"
+        )
+
+    def text(field: str) -> str:
+        if field not in item:
+            raise UserError(f"{where} looks like {fields.format} but lacks the field {field}")
+        if not isinstance(item[field], str):
+            raise UserError(f"{where}: the field {field} should be text, not {type(item[field]).__name__}")
+        return item[field]
+
+    def optional(field: str) -> str:
+        return text(field).strip() if item.get(field) is not None else ""
+
+    question, sql = text(fields.question), text(fields.sql)
+    knowledge, difficulty = optional(fields.knowledge), optional(fields.difficulty)
+    return Turn(question, sql, text("db_id"), 0, knowledge, difficulty)
+
+
 def examples(dialogues: Iterable[Dialogue], history: str = "gold") -> list[Example]:
     """One example a turn. `history` is "gold" (earlier questions with gold SQL) or "questions".
 
-    Predicted history depends on the policy's own answers: see `with_predicted_history`.
+    Predicted history depends on the policy's own answers: see `example_after`.
     """
     made = []
     for dialogue in dialogues:
-        for turn in dialogue.turns:
-            earlier = tuple(
-                HistoryTurn(t.question, t.gold_sql if history == "gold" else None)
-                for t in dialogue.turns[: turn.index]
-            )
-            made.append(_example(dialogue, turn, earlier))
+        known = [turn.gold_sql if history == "gold" else None for turn in dialogue.turns]
+        made += [example_after(dialogue, known[: turn.index]) for turn in dialogue.turns]
     return made
 
 
-def with_predicted_history(dialogue: Dialogue, index: int, answers: Sequence[str | None]) -> Example:
-    """Turn `index` with the policy's own answers to the earlier turns in its memory."""
-    turn = dialogue.turns[index]
-    earlier = tuple(
-        HistoryTurn(t.question, answer) for t, answer in zip(dialogue.turns[:index], answers, strict=True)
-    )
-    return _example(dialogue, turn, earlier)
-
-
-def _example(dialogue: Dialogue, turn: Turn, history: tuple[HistoryTurn, ...]) -> Example:
+def example_after(dialogue: Dialogue, answers: Sequence[str | None]) -> Example:
+    """The turn after the earlier ones that `answers` holds the SQL of."""
+    turn = dialogue.turns[len(answers)]
     return Example(
         f"{dialogue.id}/{turn.index}",
         dialogue.id,
@@ -183,7 +221,7 @@ def _example(dialogue: Dialogue, turn: Turn, history: tuple[HistoryTurn, ...]) -
         turn.index,
         turn.question,
         turn.gold_sql,
-        history,
+        tuple(HistoryTurn(t.question, sql) for t, sql in zip(dialogue.turns, answers, strict=False)),
         turn.knowledge,
         turn.difficulty,
     )

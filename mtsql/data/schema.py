@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,32 +153,21 @@ def _schema(entry: dict, path: Path) -> Schema:
     primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
     descriptions = _descriptions(entry, path)
     tables = []
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    connection.text_factory = lambda raw: raw.decode(errors="ignore")
-    try:
+    with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as connection:
+        connection.text_factory = lambda raw: raw.decode(errors="ignore")
         for index, name in enumerate(names):
             own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
             try:
                 wanted = ", ".join(f'"{c}"' for _, c in own)
                 row = connection.execute(f'select {wanted} from "{name}" limit 1').fetchone()
-            except sqlite3.Error:
+            except sqlite3.OperationalError:
                 row = None  # tables.json names a column that the file lacks: show no example
-            tables.append(
-                SchemaTable(
-                    name,
-                    tuple((c, entry["column_types"][i]) for i, c in own),
-                    tuple(c for i, c in own if i in primary),
-                    tuple(
-                        (columns[a][1], names[columns[b][0]], columns[b][1])
-                        for a, b in entry["foreign_keys"]
-                        if columns[a][0] == index
-                    ),
-                    row,
-                    tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
-                    if descriptions
-                    else (),
-                )
-            )
-    finally:
-        connection.close()
+            except sqlite3.DatabaseError as error:
+                raise UserError(f"{path} is not a usable SQLite database ({error})") from None
+            kinds = tuple((c, entry["column_types"][i]) for i, c in own)
+            keys = tuple(c for i, c in own if i in primary)
+            pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
+            foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
+            meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
+            tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
     return Schema(entry["db_id"], path, tuple(tables), entry)

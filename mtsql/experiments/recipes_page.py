@@ -11,7 +11,7 @@ from mtsql.experiments.page import Commands, command_list, heading, minutes_tabl
 from mtsql.experiments.tables import EMPTY, joined, listed, made_by_arm, percent, shown_difference, table
 from mtsql.files import write_atomically
 from mtsql.recipes import RECIPES
-from mtsql.report.metrics import HARDNESS, data_efficiency
+from mtsql.report.metrics import HARDNESS
 
 PAPERS = {"mtsql_r1": "MTSQL-R1", "skyrl_sql": "SkyRL-SQL", "sql_trail": "SQL-Trail", "mtir_sql": "MTIR-SQL"}
 CLAIMS = (  # claim, paper, better arm, worse arm
@@ -81,6 +81,14 @@ def questions_of(runs: Path, seeds: Sequence[int]) -> dict[str, int]:
             if run:
                 asked[recipe] = run["config"]["steps"] * run["config"]["prompts_per_step"]
     return asked
+
+
+def data_efficiency(before: float, after: float, questions: int) -> float:
+    """Points of EX gained per 1,000 training questions (SQL-Trail, equation 5).
+
+    `before` and `after` are EX as fractions.
+    """
+    return 100 * (after - before) / questions * 1000
 
 
 def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int]) -> str:

@@ -160,7 +160,7 @@ def _drop_followers(side: Reading, other: Reading) -> None:
 
 
 def _element_kinds(clause: str, lost: list[Element], added: list[Element]) -> set[str]:
-    """The kinds that the elements of one clause show, once those that differ in columns only are paired."""
+    """The kinds of error in one clause; elements that differ in their columns only are paired first."""
     kinds = {"schema_linking"} if _pair(lost, added, lambda e: e.text) else set()
     if clause in ("select", "inner"):
         return kinds | _selected_kinds(lost, added)
@@ -190,7 +190,7 @@ def _selected_kinds(lost: list[Element], added: list[Element]) -> set[str]:
 
 
 def _pair(lost: list[Element], added: list[Element], key: Callable[[Element], object]) -> bool:
-    """Takes pairs with equal keys out of the two lists; whether there were any."""
+    """Takes pairs with equal keys out of the two lists; True if there were any."""
     before = len(lost)
     for element in lost[:]:
         partner = next((other for other in added if key(other) == key(element)), None)

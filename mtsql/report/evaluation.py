@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from mtsql.agent.env import NO_TOOL, Environment
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.data.datasets import Dialogue, Example, examples, with_predicted_history
+from mtsql.data.datasets import Dialogue, Example, example_after, examples
 from mtsql.report.abilities import ABILITIES, abilities
 from mtsql.report.errors import error_kinds
 from mtsql.sql.score import FURTHER_METRICS, Scorer
@@ -42,10 +42,9 @@ def answer_dialogues(
                 batches[turn.index].append((dialogue.id, dialogue))
     answers: dict[str, list[str | None]] = {d.id: [] for d in dialogues}
     done: list[tuple[Example, Trajectory]] = []
-    for index, batch in enumerate(batches):
+    for batch in batches:
         asked = [
-            with_predicted_history(item, index, answers[name]) if isinstance(item, Dialogue) else item
-            for name, item in batch
+            example_after(item, answers[name]) if isinstance(item, Dialogue) else item for name, item in batch
         ]
         episodes = [environment.episodes(example, [_seed(seed, example)])[0] for example in asked]
         open_episodes = [e for e in episodes if e.trajectory.status is None]

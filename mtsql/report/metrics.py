@@ -14,6 +14,7 @@ import numpy as np
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.recipes.rewards import Rewards
 from mtsql.report.abilities import ABILITIES
@@ -22,6 +23,8 @@ from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
+RESAMPLES = 2000  # of a bootstrap interval
+COUNTS = ("interactions", "sampled_tokens", "response_tokens")
 
 
 def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> dict[str, float]:
@@ -44,9 +47,7 @@ def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> 
     }
 
 
-def bootstrap_interval(
-    values_by_dialogue: Sequence[Sequence[float]], seed: int = 0, resamples: int = 2000
-) -> tuple[float, float]:
+def bootstrap_interval(values_by_dialogue: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
     """95 % interval of the mean over questions, from resampling whole dialogues.
 
     The questions of a dialogue depend on each other, so dialogues are what is drawn anew. Raises
@@ -57,19 +58,14 @@ def bootstrap_interval(
         raise ValueError("an interval needs at least one dialogue, and a question in each")
     sums = np.array([sum(values) for values in values_by_dialogue], dtype=float)  # (dialogues,)
     rng = np.random.default_rng(seed)
-    means = np.empty(resamples)  # (resamples,)
-    for i in range(resamples):
-        drawn = rng.integers(len(sizes), size=len(sizes))
-        means[i] = sums[drawn].sum() / sizes[drawn].sum()
+    draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(RESAMPLES))
+    means = [sums[drawn].sum() / sizes[drawn].sum() for drawn in draws]
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 
 def paired_difference(
-    a: Sequence[Sequence[float]],
-    b: Sequence[Sequence[float]],
-    seed: int = 0,
-    resamples: int = 2000,
+    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]
 ) -> tuple[float, float, float, float]:
     """(mean of a - mean of b, low, high, p) of two systems' 0/1 scores on the same questions.
 
@@ -80,22 +76,12 @@ def paired_difference(
     if [len(values) for values in a] != [len(values) for values in b]:
         raise ValueError("a paired comparison needs the same questions on both sides")
     differences = [[x - y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
-    low, high = bootstrap_interval(differences, seed, resamples)
+    low, high = bootstrap_interval(differences)
     flat = [d for values in differences for d in values]
     only_a, only_b = sum(d > 0 for d in flat), sum(d < 0 for d in flat)
     discordant = only_a + only_b
     tail = sum(math.comb(discordant, k) for k in range(min(only_a, only_b) + 1))
     return sum(flat) / len(flat), low, high, min(1.0, 2 * tail / 2**discordant)
-
-
-def data_efficiency(before: float, after: float, questions: int) -> float:
-    """Points of EX gained per 1,000 training questions (SQL-Trail, equation 5).
-
-    `before` and `after` are EX as fractions. Raises ValueError without training questions.
-    """
-    if questions < 1:
-        raise ValueError(f"data efficiency needs at least 1 training question, not {questions}")
-    return 100 * (after - before) / questions * 1000
 
 
 def summarise(records: Sequence[dict]) -> dict:
@@ -109,50 +95,53 @@ def summarise(records: Sequence[dict]) -> dict:
     """
     if not records:
         raise ValueError("there is nothing to summarise: no question was answered")
-    dialogues: dict[object, list[dict]] = {}
-    for record in records:
-        dialogues.setdefault(record["dialogue_id"], []).append(record)
-    hardness = [*HARDNESS, *sorted({r["hardness"] for r in records} - set(HARDNESS))]
+    dialogues = grouped(records, "dialogue_id")
+    levels = [*HARDNESS, *sorted({r["hardness"] for r in records} - set(HARDNESS))]
     difficulties = sorted({r.get("difficulty") or "" for r in records} - {""})  # the dataset's own
-    tools = sorted({tool for r in records for tool in r["tool_calls"]})
+    by = {
+        "by_turn": {t: [r for r in records if turn_name(r["turn_index"]) == t] for t in TURNS},
+        "by_hardness": {h: [r for r in records if r["hardness"] == h] for h in levels},
+        "by_difficulty": {d: [r for r in records if r.get("difficulty") == d] for d in difficulties},
+    }
+
+    def means(key: str, name: str) -> dict[str, float | None]:
+        return {group: _mean(r[key] for r in held) for group, held in by[name].items()}
+
     summary: dict = {"questions": len(records), "dialogues": len(dialogues)}
     for metric in ("ex", "em"):
-        values = [[r[metric] for r in dialogue] for dialogue in dialogues.values()]
-        right = [all(v) for v in values]
+        values = [[r[metric] for r in dialogue] for dialogue in dialogues]
         low, high = bootstrap_interval(values)
         summary[metric] = {
             "mean": _mean(r[metric] for r in records),
             "low": low,
             "high": high,
-            "interaction_match": _mean(right),
-            "by_turn": {
-                t: _mean(r[metric] for r in records if turn_name(r["turn_index"]) == t) for t in TURNS
-            },
-            "by_hardness": {h: _mean(r[metric] for r in records if r["hardness"] == h) for h in hardness},
-            "by_difficulty": {
-                d: _mean(r[metric] for r in records if r.get("difficulty") == d) for d in difficulties
-            },
+            "interaction_match": _mean(map(all, values)),
+            **{name: means(metric, name) for name in by},
         }
     summary["further"] = {metric: _mean(r[metric] for r in records) for metric in FURTHER_METRICS}
     answers = [r for r in records if r["predicted"] is not None]
     summary["answers"] = len(answers)
     summary["official_grammar_cannot_read"] = sum(not r["pred_parses"] for r in answers)
-    summary["questions_by_turn"] = {t: sum(turn_name(r["turn_index"]) == t for r in records) for t in TURNS}
-    summary["questions_by_hardness"] = {h: sum(r["hardness"] == h for r in records) for h in hardness}
+    for name in ("by_turn", "by_hardness"):
+        summary[f"questions_{name}"] = {group: len(held) for group, held in by[name].items()}
     summary["status"] = {str(s): _mean(r["status"] == s for r in records) for s in Status}
+    tools = sorted({tool for r in records for tool in r["tool_calls"]})
     summary["tool_calls"] = {tool: _mean(r["tool_calls"].get(tool, 0) for r in records) for tool in tools}
-    for key in ("interactions", "sampled_tokens", "response_tokens"):
+    for key in COUNTS:
         summary[key] = _mean(r[key] for r in records)
-        summary[f"{key}_by_turn"] = {
-            t: _mean(r[key] for r in records if turn_name(r["turn_index"]) == t) for t in TURNS
-        }
-        summary[f"{key}_by_hardness"] = {
-            h: _mean(r[key] for r in records if r["hardness"] == h) for h in hardness
-        }
+        summary |= {f"{key}_{name}": means(key, name) for name in ("by_turn", "by_hardness")}
     measured = {a: [r["abilities"][a] for r in records if r["abilities"][a] is not None] for a in ABILITIES}
     summary["abilities"] = {ability: _mean(values) for ability, values in measured.items()}
     summary["errors"] = {kind: _mean(kind in r["errors"] for r in records) for kind in ERRORS}
     return summary
+
+
+def grouped(records: Sequence[dict], key: str) -> list[list[dict]]:
+    """The records with equal `key` together, in the order of their first ones."""
+    groups: dict[object, list[dict]] = {}
+    for record in records:
+        groups.setdefault(record[key], []).append(record)
+    return list(groups.values())
 
 
 def turn_name(index: int) -> str:
@@ -169,33 +158,32 @@ def _mean(values: Iterable[float]) -> float | None:
 def format_summary(summary: dict) -> str:
     """The summary as a plain-text table; what no question falls under is shown as "-"."""
     ex, em = summary["ex"], summary["em"]
+
+    def scored(label: str, key: str, inner: str | None = None, count: int | str = "") -> str:
+        shares = (side[key] if inner is None else side[key][inner] for side in (ex, em))
+        return f"{label:<22}{count:>10}" + "".join(map(_percent, shares))
+
     lines = [
         f"{summary['questions']} questions in {summary['dialogues']} dialogues",
         "",
         f"{'':<22}{'questions':>10}{'EX %':>9}{'EM %':>9}",
-        f"{'all questions':<32}{_percent(ex['mean'])}{_percent(em['mean'])}",
-        f"{'  95 % interval, low':<32}{_percent(ex['low'])}{_percent(em['low'])}",
-        f"{'  95 % interval, high':<32}{_percent(ex['high'])}{_percent(em['high'])}",
+        scored("all questions", "mean"),
+        scored("  95 % interval, low", "low"),
+        scored("  95 % interval, high", "high"),
     ]
-    for name in ("turn", "hardness"):
-        for key, count in summary[f"questions_by_{name}"].items():
-            label = f"turn {key}" if name == "turn" else key
-            values = _percent(ex[f"by_{name}"][key]) + _percent(em[f"by_{name}"][key])
-            lines.append(f"{label:<22}{count:>10}{values}")
-    for name, mean in ex["by_difficulty"].items():
-        lines.append(f"{name:<32}{_percent(mean)}{_percent(em['by_difficulty'][name])}")
-    matches = _percent(ex["interaction_match"]) + _percent(em["interaction_match"])
-    lines += [f"{'whole dialogues':<22}{summary['dialogues']:>10}{matches}", ""]
+    for turn, count in summary["questions_by_turn"].items():
+        lines.append(scored(f"turn {turn}", "by_turn", turn, count))
+    for level, count in summary["questions_by_hardness"].items():
+        lines.append(scored(level, "by_hardness", level, count))
+    lines += [scored(name, "by_difficulty", name) for name in ex["by_difficulty"]]
+    lines += [scored("whole dialogues", "interaction_match", count=summary["dialogues"]), ""]
     lines += [f"{FURTHER_METRICS[m]:<32}{_percent(mean)} %" for m, mean in summary["further"].items()]
     unread, answers = summary["official_grammar_cannot_read"], summary["answers"]
     lines += [f"the official grammar cannot read {unread} of {answers} answers", ""]
     lines += [f"{status:<32}{_percent(share)} %" for status, share in summary["status"].items()]
     lines.append("")
-    per_answer = {f"{tool} calls": mean for tool, mean in summary["tool_calls"].items()}
-    per_answer |= {
-        key.replace("_", " "): summary[key] for key in ("interactions", "sampled_tokens", "response_tokens")
-    }
-    lines += [f"{name:<32}{mean:>9.2f} an answer" for name, mean in per_answer.items()]
+    lines += [f"{tool + ' calls':<32}{mean:>9.2f} an answer" for tool, mean in summary["tool_calls"].items()]
+    lines += [f"{key.replace('_', ' '):<32}{summary[key]:>9.2f} an answer" for key in COUNTS]
     if "latency_seconds" in summary:
         lines.append(f"{'latency, one at a time':<32}{summary['latency_seconds']:>9.2f} s an answer")
     lines.append("")
@@ -207,15 +195,13 @@ def format_summary(summary: dict) -> str:
 
 def format_coverage(questions: int, rounds: Sequence[dict]) -> str:
     """Table 7: how many training questions have a trajectory after each round."""
-    lines = [f"{'All training examples':<52}{questions:>8,}"]
-    for r in rounds:
-        lines.append(
-            f"{'Training samples that have trajectories (round ' + str(r['round']) + ')':<52}"
-            f"{r['questions_covered']:>8,}"
-        )
     last = rounds[-1]
-    name = f"Final long-horizon trajectories (round {last['round']})"
-    lines.append(f"{name:<52}{last['trajectories']:>8,}")
+    counts = {"All training examples": questions}
+    for r in rounds:
+        name = f"Training samples that have trajectories (round {r['round']})"
+        counts[name] = r["questions_covered"]
+    counts[f"Final long-horizon trajectories (round {last['round']})"] = last["trajectories"]
+    lines = [f"{name:<52}{count:>8,}" for name, count in counts.items()]
     lines.append(
         f"round {last['round']}: {last['right']} of {last['sampled']} rollouts right, "
         f"{last['questions_solved']} of {last['questions_asked']} questions solved"
@@ -233,7 +219,7 @@ class MetricsLog:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         """Open `path`, dropping rows of steps >= `resume_step`, and a last row that was cut off.
 
-        Raises ValueError if the file is something else than such a log.
+        Raises UserError if the file is something else than such a log.
         """
         self.path = path
         self.columns: list[str] | None = None
@@ -244,21 +230,18 @@ class MetricsLog:
                 names = list(reader.fieldnames or [])
                 whole = [row for row in reader if None not in row and None not in row.values()]
             if names and "step" not in names:
-                raise ValueError(f"{path} is not a metrics log: it has no column named step")
+                raise UserError(f"{path} is not a metrics log: it has no column named step")
             kept = [row for row in whole if int(row["step"]) < resume_step]
             self.columns = names if kept else None
         write_atomically(path, self._lines(kept, header=True) if kept else "")
 
     def append(self, row: dict) -> None:
-        """Write one row; a column it lacks stays empty. Raises ValueError for a new column."""
+        """Write one row; a column it lacks stays empty. Raises ValueError for a new column, or no step."""
         if "step" not in row:
             raise ValueError("a row of metrics needs a step")
         first = self.columns is None
         if first:
             self.columns = list(row)
-        unknown = [name for name in row if name not in self.columns]
-        if unknown:
-            raise ValueError(f"{self.path} has no column {unknown[0]!r}; the first row decided the columns")
         with self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(self._lines([row], header=first))
 

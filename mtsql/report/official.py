@@ -1,8 +1,8 @@
 """Prediction files in the official formats, scored and shown as the official evaluation does.
 
-Rules: section 1 (files), 3 to 6 (verdicts) of the notes on the official evaluation. Departures: a missing
-or misplaced line is an error (there it is dropped), a query past the executor's limits is wrong and is
-listed (there it may hang), a gold query that fails or cannot be read counts as wrong and is listed (there
+Source of the rules: taoyds/test-suite-sql-eval, evaluation.py; docs/evaluation.md tells them. Departures: a
+missing or misplaced line is an error (there it is dropped), a query past the executor's limits is wrong and
+is listed (there it may hang), a gold query that fails or cannot be read counts as wrong and is listed (there
 the evaluation aborts).
 """
 
@@ -10,27 +10,40 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
-from mtsql.data.schema import read_json
+from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
-from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, paired_difference, turn_name
+from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_executed, execution_match
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import exact_set_match, partial_f1, partial_sizes
-from mtsql.sql.parse import SqlParseError, SqlSchema, foreign_key_map, official_prediction
+from mtsql.sql.match import COMPONENTS, exact_set_match, partial_f1, partial_sizes
+from mtsql.sql.parse import official_prediction
 from mtsql.sql.plug import with_gold_values
-from mtsql.sql.score import FURTHER_METRICS, further_verdicts, readable
+from mtsql.sql.score import FURTHER_METRICS, Scorer
+from mtsql.sql.structure import SqlParseError
 
-COMPONENTS = (
-    "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
-    "IUEN", "keywords",
-)  # fmt: skip
-
+THREADS = 2  # that score pairs
+NO_FOREIGN_KEYS = {"foreign_keys": [], "table_names_original": [], "column_names_original": []}
 PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
+MEASURED = {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}  # by etype
+TABLES = {  # metric: its name, the title over the levels of hardness, the title over the turns
+    "ex": (
+        "execution",
+        "=====================   EXECUTION ACCURACY     =====================",
+        "=====================   TURN EXECUTION ACCURACY     =====================",
+    ),
+    "em": (
+        "exact match",
+        "\n====================== EXACT MATCHING ACCURACY =====================",
+        "=====================   TURN EXACT MATCHING ACCURACY     =====================",
+    ),
+}
 PARTIAL_TABLES = {
     "\n---------------------PARTIAL MATCHING ACCURACY----------------------": "acc",
     "---------------------- PARTIAL MATCHING RECALL ----------------------": "rec",
@@ -69,17 +82,19 @@ def read_pairs(gold: Path, pred: Path) -> list[Pair]:
         raise UserError(f"{gold} holds no query")
     known = {cells[1].strip() for block in gold_blocks for _, cells in block if len(cells) > 1}
     pairs = []
-    for number, gold_block in enumerate(gold_blocks):
-        pred_block = pred_blocks[number] if number < len(pred_blocks) else []
-        for turn, (line, cells) in enumerate(gold_block):
+    for number, blocks in enumerate(zip_longest(gold_blocks, pred_blocks, fillvalue=[])):
+        for turn, (asked, answered) in enumerate(zip_longest(*blocks)):
+            if asked is None:
+                raise UserError(f"{pred}, line {answered[0]} has no gold query in {gold}")
+            line, cells = asked
             if len(cells) != 2:
                 raise UserError(f"{gold}, line {line}: expected SQL, a tab and the name of a database")
-            if turn >= len(pred_block):
+            if answered is None:
                 raise UserError(
-                    f"{gold}, line {line} has no prediction: interaction {number + 1} has {len(gold_block)} "
-                    f"lines there and {len(pred_block)} in {pred} (write an empty prediction as none)"
+                    f"{gold}, line {line} has no prediction: interaction {number + 1} has {len(blocks[0])} "
+                    f"lines there and {len(blocks[1])} in {pred} (write an empty prediction as none)"
                 )
-            pred_line, pred_cells = pred_block[turn]
+            pred_line, pred_cells = answered
             db_id = cells[1].strip()
             named = pred_cells[-1].strip() if len(pred_cells) > 1 else db_id
             if named in known and named != db_id:
@@ -87,10 +102,6 @@ def read_pairs(gold: Path, pred: Path) -> list[Pair]:
                     f"{pred}, line {pred_line} is for database {named}, but {gold}, line {line} asks {db_id}"
                 )
             pairs.append(Pair(line, number, turn, db_id, cells[0], pred_cells[0]))
-        if len(pred_block) > len(gold_block):
-            raise UserError(f"{pred}, line {pred_block[len(gold_block)][0]} has no gold query in {gold}")
-    if len(pred_blocks) > len(gold_blocks):
-        raise UserError(f"{pred}, line {pred_blocks[len(gold_blocks)][0][0]} has no gold query in {gold}")
     return pairs
 
 
@@ -111,30 +122,6 @@ def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
     return blocks if blocks[-1] else blocks[:-1]
 
 
-class _Databases:
-    """Files, schemas and foreign keys by db_id."""
-
-    def __init__(self, folder: Path, tables: Path | None, wanted: Iterable[Pair], gold: Path) -> None:
-        entries = {entry["db_id"]: entry for entry in read_json(tables)} if tables else {}
-        self.main: dict[str, Path] = {}
-        self.all: dict[str, list[Path]] = {}
-        self.schemas: dict[str, SqlSchema] = {}
-        self.keys: dict[str, dict[str, str]] = {}
-        for pair in wanted:
-            name = pair.db_id
-            if name in self.main:
-                continue
-            path = folder / name / f"{name}.sqlite"
-            if not path.is_file():
-                raise UserError(f"{gold}, line {pair.line}: there is no database {path}")
-            if tables and name not in entries:
-                raise UserError(f"{gold}, line {pair.line}: {tables} has no database {name}")
-            self.main[name] = path
-            self.all[name] = sorted(path.parent.glob("*.sqlite"))
-            self.schemas[name] = SqlSchema.from_database(path)
-            self.keys[name] = foreign_key_map(entries[name]) if tables else {}
-
-
 def score_pairs(
     pairs: Sequence[Pair],
     databases: Path,
@@ -142,29 +129,48 @@ def score_pairs(
     rules: Rules,
     executor: Executor,
     gold_file: Path,
-    threads: int = 2,
 ) -> list[dict]:
     """One object a pair: hardness, em, ex, partial_f1, pred_parses, status and FURTHER_METRICS.
 
     `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
     or "gold unreadable". `ex` is None with etype match, `em` and `partial_f1` with exec. Every *.sqlite
-    file of a database's folder must agree (a test suite). Raises UserError for an unknown database.
+    file of a database's folder must agree (a test suite). Raises UserError for an unknown database, or
+    for tables without Spider's fields.
     """
-    known = _Databases(databases, tables, pairs, gold_file)
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda pair: _score(pair, known, rules, executor), pairs))
+    try:
+        scorer = Scorer(_schemas(pairs, databases, tables, gold_file), executor)
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{tables}: expected databases with Spider's fields, but {error!r}") from None
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(lambda pair: _score(pair, scorer, rules), pairs))
 
 
-def _score(pair: Pair, known: _Databases, rules: Rules, executor: Executor) -> dict:
-    name = pair.db_id
-    path, schema, keys = known.main[name], known.schemas[name], known.keys[name]
+def _schemas(
+    pairs: Sequence[Pair], databases: Path, tables: Path | None, gold_file: Path
+) -> dict[str, Schema]:
+    """The databases of the pairs; what only prompts show of them is left out."""
+    entries = {entry["db_id"]: entry for entry in read_json(tables)} if tables else {}
+    schemas: dict[str, Schema] = {}
+    for pair in pairs:
+        name = pair.db_id
+        if name not in schemas:
+            path = databases / name / f"{name}.sqlite"
+            if not path.is_file():
+                raise UserError(f"{gold_file}, line {pair.line}: there is no database {path}")
+            if tables and name not in entries:
+                raise UserError(f"{gold_file}, line {pair.line}: {tables} has no database {name}")
+            schemas[name] = Schema(name, path, (), entries.get(name, NO_FOREIGN_KEYS))
+    return schemas
+
+
+def _score(pair: Pair, scorer: Scorer, rules: Rules) -> dict:
+    name, executor = pair.db_id, scorer.executor
+    path, schema, keys = scorer.paths[name], scorer.schemas[name], scorer.foreign_keys[name]
     predicted = official_prediction(pair.predicted)
     executed = as_executed(predicted, rules.keep_distinct)
-    item: dict = {
-        "line": pair.line, "interaction": pair.interaction, "turn": pair.turn, "db_id": name,
-        "gold": pair.gold, "predicted": pair.predicted,
+    item: dict = asdict(pair) | {
         "hardness": None, "em": None, "ex": None, "partial_f1": None, "partial_sizes": None,
-        "pred_parses": readable(predicted, schema), "status": executor.execute(path, executed).status,
+        "pred_parses": scorer.readable(name, predicted), "status": executor.execute(path, executed).status,
     }  # fmt: skip
     try:
         item["hardness"] = hardness(pair.gold, schema)
@@ -177,11 +183,12 @@ def _score(pair: Pair, known: _Databases, rules: Rules, executor: Executor) -> d
         item["em"] = 0 if rules.etype != "exec" else None
     if rules.etype != "match":
         tried = with_gold_values(pair.gold, predicted) if rules.plug_value else iter((predicted,))
+        suite = sorted(path.parent.glob("*.sqlite"))
         try:
-            item["ex"] = int(_matches(tried, pair.gold, known.all[name], rules.keep_distinct, executor))
+            item["ex"] = int(_matches(tried, pair.gold, suite, rules.keep_distinct, executor))
         except ValueError:
             item["status"], item["ex"] = "gold failed", 0
-    further = further_verdicts(executor, path, schema, keys, pair.gold, pair.predicted)
+    further = scorer.further(name, pair.gold, pair.predicted)
     skipped = {"exec": "em_", "match": "ex_", "all": "-"}[rules.etype]
     return item | {key: verdict for key, verdict in further.items() if not key.startswith(skipped)}
 
@@ -200,42 +207,34 @@ def _matches(
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:
     """The official tables' numbers, with 95 % intervals and what the executor's limits touched."""
-    summary: dict = {"questions": len(items), "interactions": len(by_interaction(items))}
+    blocks, statuses = grouped(items, "interaction"), Counter(item["status"] for item in items)
+    summary: dict = {"questions": len(items), "interactions": len(blocks)}
     summary["official_grammar_cannot_read"] = sum(not item["pred_parses"] for item in items)
-    summary["status"] = {
-        s: sum(i["status"] == s for i in items) for s in sorted({i["status"] for i in items})
-    }
+    summary["status"] = dict(sorted(statuses.items()))
     for metric in metrics_of(items):
         values = by_dialogue(items, metric)
         low, high = bootstrap_interval(values)
         summary[metric] = {"mean": _mean(v for block in values for v in block), "low": low, "high": high}
-    levels = {level: [i for i in items if i["hardness"] == level] for level in HARDNESS} | {
-        "all": list(items)
-    }
+    levels = {level: [i for i in items if i["hardness"] == level] for level in HARDNESS}
     turns = {turn: [i for i in items if turn_name(i["turn"]) == turn] for turn in TURNS}
-    summary["levels"] = {name: _scores(group, etype) for name, group in levels.items()}
+    summary["levels"] = {name: _scores(group, etype) for name, group in (levels | {"all": items}).items()}
     summary["turns"] = {name: _scores(group, etype, partial=False) for name, group in turns.items()}
-    blocks = by_interaction(items)
     summary["joint_all"] = {"count": len(blocks)} | {
-        metric: _mean(all(item[metric] for item in block) for block in blocks) for metric in _measured(etype)
+        metric: _mean(all(item[metric] for item in block) for block in blocks) for metric in MEASURED[etype]
     }
     return summary
 
 
-def _measured(etype: str) -> tuple[str, ...]:
-    return {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}[etype]
-
-
-def _scores(group: list[dict], etype: str, partial: bool = True) -> dict:
+def _scores(group: Sequence[dict], etype: str, partial: bool = True) -> dict:
     scores: dict = {"count": len(group)}
-    scores |= {metric: _mean(item[metric] for item in group) for metric in _measured(etype)}
+    scores |= {metric: _mean(item[metric] for item in group) for metric in MEASURED[etype]}
     if partial and "em" in scores:
         scores["partial"] = {name: _component(group, name) for name in COMPONENTS}
     return scores
 
 
-def _component(group: list[dict], name: str) -> dict[str, float]:
-    """Accuracy over the predictions that have it, recall over the gold queries; F1 of those two."""
+def _component(group: Sequence[dict], name: str) -> dict[str, float]:
+    """Accuracy over the predictions that have the component, recall over the gold queries, F1 of the two."""
     read = [(i["partial_f1"][name], *i["partial_sizes"][name]) for i in group if i["partial_f1"]]
     accuracy = _mean(score for score, in_pred, _ in read if in_pred)
     recall = _mean(score for score, _, in_gold in read if in_gold)
@@ -253,17 +252,9 @@ def metrics_of(items: Sequence[dict]) -> list[str]:
     return [m for m in ("ex", "em", *FURTHER_METRICS) if items[0].get(m) is not None]
 
 
-def by_interaction(items: Sequence[dict]) -> list[list[dict]]:
-    """The items grouped by interaction, in order."""
-    groups: dict[object, list[dict]] = {}
-    for item in items:
-        groups.setdefault(item["interaction"], []).append(item)
-    return list(groups.values())
-
-
 def by_dialogue(items: Sequence[dict], metric: str) -> list[list[float]]:
     """A metric by interaction; in a file of single questions each is a dialogue of its own."""
-    groups = by_interaction(items)
+    groups = grouped(items, "interaction")
     if len(groups) == 1:
         return [[item[metric]] for item in items]
     return [[item[metric] for item in group] for group in groups]
@@ -275,12 +266,10 @@ def format_tables(summary: dict, etype: str) -> str:
     levels = [*summary["levels"], *(["joint_all"] if dialogues else [])]
     scores = summary["levels"] | {"joint_all": summary["joint_all"]}
     lines = [_row("", levels), _row("count", [scores[level]["count"] for level in levels])]
-    if etype != "match":
-        lines.append("=====================   EXECUTION ACCURACY     =====================")
-        lines.append(_row("execution", [scores[level]["ex"] for level in levels]))
+    for metric in MEASURED[etype]:
+        name, title, _ = TABLES[metric]
+        lines += [title, _row(name, [scores[level][metric] for level in levels])]
     if etype != "exec":
-        lines.append("\n====================== EXACT MATCHING ACCURACY =====================")
-        lines.append(_row("exact match", [scores[level]["em"] for level in levels]))
         graded = [level for level in levels if "partial" in scores[level]]
         for title, key in PARTIAL_TABLES.items():
             lines.append(title)
@@ -289,13 +278,9 @@ def format_tables(summary: dict, etype: str) -> str:
         turns = summary["turns"]
         lines += ["", _row("", [f"turn {t}" if t[0] != ">" else "turn > 4" for t in turns])]
         lines.append(_row("count", [turns[t]["count"] for t in turns]))
-        for metric, title, name in (
-            ("ex", "EXECUTION", "execution"),
-            ("em", "EXACT MATCHING", "exact match"),
-        ):
-            if metric in _measured(etype):
-                lines.append(f"=====================   TURN {title} ACCURACY     =====================")
-                lines.append(_row(name, [turns[t][metric] for t in turns]))
+        for metric in MEASURED[etype]:
+            name, _, title = TABLES[metric]
+            lines += [title, _row(name, [turns[t][metric] for t in turns])]
     return "\n".join(lines)
 
 
@@ -354,7 +339,11 @@ def compare(a: Path, b: Path) -> str:
     for number, (x, y) in enumerate(zip(ours, theirs, strict=True), start=1):
         if (x["interaction"], x["turn"], x["gold"]) != (y["interaction"], y["turn"], y["gold"]):
             raise UserError(f"question {number} is not the same in {a} and {b}")
-    lines = [f"A = {a}", f"B = {b}", f"{len(ours)} questions in {len(by_interaction(ours))} interactions"]
+    lines = [
+        f"A = {a}",
+        f"B = {b}",
+        f"{len(ours)} questions in {len(grouped(ours, 'interaction'))} interactions",
+    ]
     lines.append(f"{'':20}{'A %':>8}{'B %':>8}{'A - B':>9}{'95 % interval':>18}{'McNemar p':>12}")
     for metric in [m for m in metrics_of(ours) if m in metrics_of(theirs)]:
         left, right = by_dialogue(ours, metric), by_dialogue(theirs, metric)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
 
 COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
@@ -23,28 +24,30 @@ RULE = "─" * 72
 
 
 def drop_later_records(path: Path, step: int) -> None:
-    """Keep the rows of steps before `step` of a file of trajectories, as a resumed run needs it.
+    """Keep the records of steps before `step` in a file of trajectories, as a resumed run needs it.
 
-    A last line that was cut off, as a killed process leaves it, is dropped.
+    A last line that was cut off, as a killed process leaves it, is dropped. Raises UserError as
+    `read_records`.
     """
+    kept = []
     if step and path.exists():
         text = path.read_text(encoding="utf-8")
         write_atomically(path, text[: text.rfind("\n") + 1])
-    kept = (
-        [record for record in read_records(path) if record["step"] < step] if step and path.exists() else []
-    )
+        kept = [record for record in read_records(path) if record["step"] < step]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_records(path: Path) -> Iterator[dict]:
-    """The rows of a JSONL file. Raises ValueError, with its number, for a line that is not one."""
-    with path.open(encoding="utf-8") as file:
+    """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory."""
+    if not path.exists() or path.is_dir():
+        raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
                 record["segments"]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                raise ValueError(f"{path}, line {number}: not a trajectory") from None
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}, line {number}: not a trajectory") from None
             yield record
 
 
@@ -71,16 +74,9 @@ def render(record: dict, colour: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    """Control characters, with which a database could steer the terminal, become visible."""
+    """The text with control characters made visible, so that a database cannot steer the terminal."""
     keep = "\n\t"
     return "".join(c if c in keep or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-
-
-def use_colour(choice: str) -> bool:
-    """`auto` is colour on a terminal, unless NO_COLOR is set (no-color.org)."""
-    if choice == "auto":
-        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return choice == "always"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     parser.add_argument("--no-color", dest="color", action="store_const", const="never")
     arguments = parser.parse_args(argv)
-    colour = use_colour(arguments.color)
+    colour = arguments.color == "always"
+    if arguments.color == "auto":  # on a terminal, unless NO_COLOR is set (no-color.org)
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     try:
         count = 0
         for index, record in enumerate(read_records(arguments.path)):
@@ -99,11 +97,10 @@ def main(argv: list[str] | None = None) -> int:
                 print(render(record, colour))
             count += 1
         if arguments.index is not None and not 0 <= arguments.index < count:
-            raise ValueError(f"--index {arguments.index}: {arguments.path} has {count} trajectories, from 0")
-    except (OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            sys.stdout = None
-            return 0
+            raise UserError(f"--index {arguments.index}: {arguments.path} has {count} trajectories, from 0")
+    except BrokenPipeError:
+        sys.stdout = None
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

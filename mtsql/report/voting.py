@@ -7,14 +7,15 @@ from math import comb
 from pathlib import Path
 from statistics import fmean
 
-from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_executed, results_equal
+from mtsql.sql.compare import results_equal
+from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_executed
 from mtsql.sql.score import Scorer
 
 
 def majority_vote(candidates: Sequence[str | None], db_path: str | Path, executor: Executor) -> int:
     """The index of the candidate that wins; None is a sample without an answer.
 
-    Candidates whose results are equal as EX compares them (DISTINCT dropped, columns in any order) form a
+    Candidates with equal results, as EX compares them (DISTINCT dropped, columns in any order), form a
     group. The earliest member of the largest group wins; of equally large groups, that of the earliest
     candidate. The order of rows matters if more than half of the voters have an ORDER BY: one rule a
     question, as the gold query's ORDER BY decides in EX. What fails to run has no vote; if nothing runs,
@@ -28,13 +29,13 @@ def majority_vote(candidates: Sequence[str | None], db_path: str | Path, executo
     order_matters = 2 * sum("order by" in executed[index].lower() for index in voters) > len(voters)
     groups: list[list[int]] = []  # in the order of their earliest members
     for index in voters:
-        for group in groups:
-            # Equality is transitive, so one member stands for its group.
-            if results_equal(rows[group[0]], rows[index], order_matters):
-                group.append(index)
-                break
-        else:
+        # Equality is transitive, so one member stands for its group.
+        equal = (group for group in groups if results_equal(rows[group[0]], rows[index], order_matters))
+        group = next(equal, None)
+        if group is None:
             groups.append([index])
+        else:
+            group.append(index)
     return max(groups, key=len)[0]
 
 

@@ -9,7 +9,7 @@ from sqlglot import exp
 
 from mtsql.sql.parse import parse_sql
 from mtsql.sql.structure import SqlParseError, SqlSchema
-from mtsql.sql.tree import canonical_tree, join_condition, sources
+from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unbracketed
 
 CLAUSES = ("SELECT", "WHERE", "JOIN", "GROUP", "ORDER")
 
@@ -82,16 +82,12 @@ def _collect(query: exp.Expression, mark: str, found: dict[str, Counter]) -> Non
         add("SELECT", [_text(item) for item in query.expressions])
         add("SELECT", ["distinct"] if query.args.get("distinct") else [])
         add("JOIN", _joined(query))
-        if query.args.get("where"):
-            add("WHERE", _conditions(query.args["where"].this))
-        if query.args.get("group"):
-            add("GROUP", [_text(item) for item in query.args["group"].expressions])
-        if query.args.get("having"):
-            add("GROUP", _conditions(query.args["having"].this))
+        add("WHERE", _conditions(*clause_items(query, "where")))
+        add("GROUP", [_text(item) for item in clause_items(query, "group")])
+        add("GROUP", _conditions(*clause_items(query, "having")))
     else:
         raise SqlParseError(f"cannot read {query.key}")
-    if query.args.get("order"):
-        add("ORDER", [_ordered(item) for item in query.args["order"].expressions])
+    add("ORDER", [_ordered(item) for item in clause_items(query, "order")])
     if query.args.get("limit"):
         add("ORDER", [f"limit {_text(query.args['limit'].expression)}"])
 
@@ -101,17 +97,16 @@ def _joined(select: exp.Select) -> list[str]:
     for join in select.args.get("joins") or []:
         if join.side:
             found.append(f"{join.side.lower()} {_text(join.this)}")
-        condition = join_condition(join)
-        if condition is not None:
-            found += _conditions(condition)
+        found += _conditions(*join_condition(join))
         found += [f"using {_text(column)}" for column in join.args.get("using") or []]
     return found
 
 
-def _conditions(condition: exp.Expression) -> list[str]:
+def _conditions(condition: exp.Expression | None = None) -> list[str]:
     """The conditions that AND and OR connect, and one more element for each OR."""
-    if isinstance(condition, exp.Paren):
-        return _conditions(condition.this)
+    if condition is None:
+        return []
+    condition = unbracketed(condition)
     if isinstance(condition, exp.And | exp.Or):
         connector = ["or"] if isinstance(condition, exp.Or) else []
         return _conditions(condition.left) + connector + _conditions(condition.right)
@@ -125,8 +120,7 @@ def _ordered(item: exp.Expression) -> str:
 
 def _text(node: exp.Expression) -> str:
     """One spelling: the sides of = and != are sorted, brackets around a whole node dropped."""
-    while isinstance(node, exp.Paren):
-        node = node.this
+    node = unbracketed(node)
     if isinstance(node, exp.EQ | exp.NEQ):
         return f" {node.key} ".join(sorted((_text(node.left), _text(node.right))))
     return node.sql(dialect="sqlite")

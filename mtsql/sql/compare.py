@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 
 def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:
-    """Section 6 of the notes: equal lists (or multisets) of rows under one permutation of columns.
+    """Whether one permutation of the columns makes the lists (or multisets) of rows equal.
 
-    Two empty results are equal whatever their widths; 1 equals 1.0 but not '1'. The search fixes
-    one gold column after the other and keeps only choices whose partial rows agree as a whole.
+    As in the official evaluation (exec_eval.py), two empty results are equal whatever their widths, and
+    1 equals 1.0 but not '1'. The search pairs one gold column after the other and gives a pair up as soon
+    as the rows of the paired columns differ.
     """
     if gold_rows is pred_rows or (not gold_rows and not pred_rows):
         return True
@@ -30,7 +31,7 @@ def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_
 
 
 def _same_cells(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:
-    """The official quick rejection, which also tells 1 from 1.0 where that changes the sorting."""
+    """The official quick check of sorted rows; it also tells 1 from 1.0 where that changes the sorting."""
     gold = [_sorted_row(row) for row in gold_rows]
     pred = [_sorted_row(row) for row in pred_rows]
     return gold == pred if order_matters else set(gold) == set(pred)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from sqlglot import exp
 
 from mtsql.sql.structure import SqlSchema
-from mtsql.sql.tree import join_condition, sources
+from mtsql.sql.tree import clause_items, join_condition, sources
 
 ELEMENTS = ("select", "inner", "conditions", "group", "order")  # inner: what sub-queries select
 CLAUSES = (*ELEMENTS, "or", "limit", "operators", "from", "distinct", "tables", "joins", "sides")
@@ -34,11 +34,12 @@ Reading: TypeAlias = dict[str, Counter]  # clause -> what it holds: elements, te
 def read_clauses(
     tree: exp.Query, schema: SqlSchema, same: dict[str, str], strict: bool, main_only: bool = False
 ) -> Reading:
-    """What the clauses of a canonical tree hold, its sub-queries included; the most in any one of them.
+    """What the clauses of a canonical tree hold, sub-queries included.
 
-    `same` maps columns to the ones that they are taken for. `strict` adds the sub-queries up, and keeps
-    DISTINCT, what count() counts, and quotes around numbers. `main_only` leaves out the later parts of
-    set operations and the sub-queries inside expressions.
+    An item counts as often as in the one query that holds it most. `same` maps columns to the ones that
+    they are taken for. `strict` adds up over the queries instead, and keeps DISTINCT, what count() counts,
+    and quotes around numbers. `main_only` leaves out the later parts of set operations and the sub-queries
+    inside expressions.
     """
     found: Reading = {clause: Counter() for clause in CLAUSES}
     names = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
@@ -81,8 +82,7 @@ def _clauses(query: exp.Query, schema: SqlSchema, strict: bool) -> dict[str, lis
         held["from"] = ["query"] * isinstance(query.parent, exp.From | exp.Join)
     else:
         _read_select(query, schema, strict, held)
-    for ordered in query.args["order"].expressions if query.args.get("order") else []:
-        held["order"].append(_ordinal(ordered, query))
+    held["order"] = [_ordinal(item, query) for item in clause_items(query, "order")]
     cut = [query.args[name].sql("sqlite").strip() for name in ("limit", "offset") if query.args.get(name)]
     held["limit"] = [" ".join(cut)] if cut else []
     return held
@@ -97,8 +97,8 @@ def _read_select(select: exp.Select, schema: SqlSchema, strict: bool, held: dict
     held["tables"] = tables
     held["joins"] = _shared_columns(select, schema)
     held["sides"] = [join.side for join in joins if join.side]
-    ons = [condition for join in joins if (condition := join_condition(join)) is not None]
-    wheres = [select.args[name].this for name in ("where", "having") if select.args.get(name)]
+    ons = [condition for join in joins for condition in join_condition(join)]
+    wheres = clause_items(select, "where") + clause_items(select, "having")
     for position, place in enumerate(ons + wheres):
         for condition in _split(place):
             pair = _compared_columns(condition)
@@ -110,8 +110,7 @@ def _read_select(select: exp.Select, schema: SqlSchema, strict: bool, held: dict
                 held["joins"].append(pair)
             else:
                 held["sides"].append(f"{pair} {condition.key}")
-    if select.args.get("group"):
-        held["group"] = [_ordinal(item, select) for item in select.args["group"].expressions]
+    held["group"] = [_ordinal(item, select) for item in clause_items(select, "group")]
 
 
 def _shared_columns(select: exp.Select, schema: SqlSchema) -> list[tuple[str, str]]:
@@ -206,7 +205,7 @@ def column_classes(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def with_outputs(tree: exp.Query) -> Iterator[tuple[str, str]]:
-    """The plain columns that the queries of WITH give out, by the names under which they may be used."""
+    """(name in use, column) of every plain column that a query of WITH selects."""
     for cte in tree.find_all(exp.CTE):
         for item in cte.this.selects if isinstance(cte.this, exp.Query) else []:
             if isinstance(item, exp.Column):

@@ -1,32 +1,27 @@
 """Runs SQL from a model without risk, and compares results as the official evaluation does.
 
 What makes it safe is in guard.py; here are the connections and results that threads share, and the
-comparison: section 6 of the notes on the official evaluation, which has no such safeguard.
+verdicts of the official evaluation (taoyds/test-suite-sql-eval, exec_eval.py), which has no safeguard.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 from mtsql.sql.compare import results_equal
 from mtsql.sql.guard import MAX_SQL_BYTES, OUT_OF_MEMORY, Connection, ExecutionResult, Watchdog
+from mtsql.sql.structure import FileVersion, file_version
 from mtsql.sql.text import join_operators, without_distinct
-
-__all__ = ["ExecutionResult", "Executor", "as_executed", "execution_match", "results_equal", "set_match"]
-
 
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
+MAX_CACHED_RESULTS = 50_000
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_ROWS = 1_000_000
 MAX_IDLE_CONNECTIONS = 32
@@ -38,23 +33,15 @@ class Executor:
     A file counts as changed if its inode, its size or its time of modification or change is another.
     """
 
-    def __init__(
-        self,
-        timeout_seconds: float = 5.0,
-        max_rows: int = 10_000,
-        cache_size: int = 50_000,
-        threads: int = 4,
-    ) -> None:
+    def __init__(self, timeout_seconds: float = 5.0, max_rows: int = 10_000) -> None:
         self.timeout_seconds = timeout_seconds
         self.max_rows = max_rows
-        self.cache_size = cache_size
-        self._cache: OrderedDict[tuple, ExecutionResult] = OrderedDict()
+        self._cache: OrderedDict[tuple[FileVersion, str], ExecutionResult] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
         self._memory_lock = threading.Lock()
-        self._idle: list[tuple[tuple, Connection]] = []  # the one used last is last
+        self._idle: list[tuple[FileVersion, Connection]] = []  # the one used last is last
         self._watchdog = Watchdog()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sql")
 
     def execute(self, db_path: str | Path, sql: str) -> ExecutionResult:
         """The result of `sql`; errors of the statement are results, not exceptions.
@@ -62,10 +49,6 @@ class Executor:
         Raises FileNotFoundError if there is no such database.
         """
         return self._execute(db_path, sql, self.max_rows, MAX_RESULT_BYTES)
-
-    def execute_many(self, requests: Iterable[tuple[str | Path, str]]) -> list[ExecutionResult]:
-        """`execute` of every (database, SQL), several at once, in the order of the requests."""
-        return list(self._pool.map(lambda request: self.execute(*request), requests))
 
     def gold_rows(self, db_path: str | Path, sql: str) -> tuple[tuple, ...]:
         """All rows of a gold query, beyond the row limit.
@@ -84,12 +67,8 @@ class Executor:
         return result.rows if result.ok and not result.truncated else None
 
     def _execute(self, db_path: str | Path, sql: str, max_rows: int, max_bytes: int) -> ExecutionResult:
-        path = os.fspath(db_path)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"The database file {path} does not exist.")
-        stat = os.stat(path)
-        version = (path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-        key = (*version, sql)
+        version = file_version(db_path)
+        key = (version, sql)
         with self._lock:
             result = self._cache.get(key)
             if result is not None:
@@ -105,9 +84,7 @@ class Executor:
             result = replace(result, rows=result.rows[:max_rows], truncated=True)
         return result
 
-    def _run(
-        self, version: tuple[str, int, int, int, int], sql: str, max_rows: int, max_bytes: int
-    ) -> ExecutionResult:
+    def _run(self, version: FileVersion, sql: str, max_rows: int, max_bytes: int) -> ExecutionResult:
         if len(sql) > MAX_SQL_BYTES:
             return ExecutionResult("error", message=f"the query is longer than {MAX_SQL_BYTES} characters")
         try:
@@ -121,7 +98,7 @@ class Executor:
         finally:
             self._give_back(version, connection)
 
-    def _remember(self, key: tuple, result: ExecutionResult) -> None:
+    def _remember(self, key: tuple[FileVersion, str], result: ExecutionResult) -> None:
         """Into the cache, unless the failure may have been of the moment."""
         if result.message == OUT_OF_MEMORY or result.message.startswith("the database does not open"):
             return
@@ -130,20 +107,20 @@ class Executor:
                 self._forget(key)
             self._cache[key] = result
             self._cached_bytes += result.bytes + 2 * len(key[-1])
-            while len(self._cache) > self.cache_size or self._cached_bytes > MAX_CACHED_BYTES:
+            while len(self._cache) > MAX_CACHED_RESULTS or self._cached_bytes > MAX_CACHED_BYTES:
                 self._forget(next(iter(self._cache)))
 
-    def _forget(self, key: tuple) -> None:
+    def _forget(self, key: tuple[FileVersion, str]) -> None:
         self._cached_bytes -= self._cache.pop(key).bytes + 2 * len(key[-1])
 
-    def _borrow(self, version: tuple[str, int, int, int, int]) -> Connection:
+    def _borrow(self, version: FileVersion) -> Connection:
         with self._lock:
             for at in range(len(self._idle) - 1, -1, -1):
                 if self._idle[at][0] == version:
                     return self._idle.pop(at)[1]
-        return Connection(version[0])
+        return Connection(version.path)
 
-    def _give_back(self, version: tuple[str, int, int, int, int], connection: Connection) -> None:
+    def _give_back(self, version: FileVersion, connection: Connection) -> None:
         with self._lock:
             self._idle.append((version, connection))
             surplus = self._idle.pop(0)[1] if len(self._idle) > MAX_IDLE_CONNECTIONS else None
@@ -162,13 +139,6 @@ def as_executed(sql: str, keep_distinct: bool) -> str:
     """
     if len(sql) > MAX_SQL_BYTES:
         return sql
-    if len(sql) > 2_000:  # so that the cache stays small
-        return _as_executed.__wrapped__(sql, keep_distinct)
-    return _as_executed(sql, keep_distinct)
-
-
-@lru_cache(maxsize=50_000)
-def _as_executed(sql: str, keep_distinct: bool) -> str:
     sql = CURRENT_YEAR.sub("2020", join_operators(sql))
     return sql if keep_distinct else without_distinct(sql)
 
@@ -180,7 +150,7 @@ def execution_match(
     pred_sql: str | None,
     keep_distinct: bool = False,
 ) -> bool:
-    """Execution match (EX), section 6 of the notes on the official evaluation; R_EX in training.
+    """Execution match (EX) as the official evaluation defines it; R_EX in training.
 
     Unlike there, a timeout or an empty prediction is wrong, even if the gold result is empty.
     Raises ValueError if the gold query fails, FileNotFoundError if the database is missing.
@@ -196,7 +166,7 @@ def execution_match(
 
 
 def set_match(executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: str | None) -> bool:
-    """BIRD's EX, section 8 of the notes: equal sets of rows, in the order of the columns.
+    """BIRD's EX (bird-bench/mini_dev, evaluation_ex.py): equal sets of rows, columns in the same order.
 
     Both queries run as they are written. Wrong if either fails, as in BIRD's evaluation.
     Raises FileNotFoundError if the database is missing.

@@ -1,12 +1,15 @@
-"""The official grammar, quirks included: section 2 of the notes on the official evaluation.
+"""The official grammar, quirks included (taoyds/test-suite-sql-eval, process_sql.py).
 
-It reads a token list from left to right, takes FROM before SELECT, and ignores what is left over at
+It reads a list of words from left to right, takes FROM before SELECT, and ignores what is left over at
 the end. That leniency and the many refusals decide verdicts, so both are kept.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from mtsql.sql.structure import (
     AGGREGATES,
@@ -23,8 +26,9 @@ from mtsql.sql.structure import (
 
 CLAUSES = frozenset(("select", "from", "where", "group", "order", "limit", *SET_OPERATORS))
 JOIN_WORDS = frozenset(("join", "on", "as"))
-CLOSERS = frozenset((")", ";"))
-VALUE_ENDS = CLAUSES | JOIN_WORDS | {",", ")", "and"}
+CLAUSE_ENDS = CLAUSES | {")", ";", None}  # None is the end of the text
+CONDITION_ENDS = CLAUSE_ENDS | JOIN_WORDS
+VALUE_ENDS = CLAUSES | JOIN_WORDS | {",", ")", "and", None}
 
 STRING = re.compile('"[^"]*"')
 MARK = "\ue000"  # stands for a string literal while words are split; a private-use character
@@ -33,7 +37,7 @@ MAX_DEPTH = 100  # of queries in queries
 FINAL_PERIOD = re.compile(r"(?<!\.)\.\s*$")
 
 
-def tokens(sql: str) -> list[str]:
+def split_words(sql: str) -> list[str]:
     """The words of `sql` in lower case; a string literal is one word and keeps its case.
 
     Words part at white space and at the punctuation that the Penn Treebank rules set off, so `a=1`
@@ -60,16 +64,13 @@ def tokens(sql: str) -> list[str]:
     return words
 
 
-def official_structure(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
+def parse_official(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
     """The Spider structure of `sql`. Raises SqlParseError where the official parser fails.
 
-    LIMIT is 1 whatever it says, unless `keep_limit`.
+    LIMIT is 1 whatever it says, unless `keep_limit`. RecursionError is the caller's to catch.
     """
-    words = tokens(sql)
-    try:
-        return _Reader(words, _table_names(words, schema), schema, keep_limit).query()
-    except RecursionError:
-        raise SqlParseError("nested too deeply") from None
+    words = split_words(sql)
+    return _Reader(words, _table_names(words, schema), schema, keep_limit).query()
 
 
 def _table_names(words: list[str], schema: SqlSchema) -> dict[str, str]:
@@ -87,18 +88,16 @@ def _table_names(words: list[str], schema: SqlSchema) -> dict[str, str]:
     return names
 
 
+@dataclass
 class _Reader:
     """A cursor over the words; each method reads one construct and moves past it."""
 
-    def __init__(
-        self, words: list[str], names: dict[str, str], schema: SqlSchema, keep_limit: bool = False
-    ) -> None:
-        self.words = words
-        self.names = names
-        self.schema = schema
-        self.keep_limit = keep_limit
-        self.at = 0
-        self.depth = 0
+    words: list[str]
+    names: dict[str, str]
+    schema: SqlSchema
+    keep_limit: bool
+    at: int = 0
+    depth: int = 0
 
     @property
     def ahead(self) -> str | None:
@@ -106,10 +105,11 @@ class _Reader:
         return self.words[self.at] if self.at < len(self.words) else None
 
     def take(self) -> str:
-        if self.at >= len(self.words):
+        word = self.ahead
+        if word is None:
             raise SqlParseError("the query ends too early")
         self.at += 1
-        return self.words[self.at - 1]
+        return word
 
     def skip(self, word: str) -> bool:
         """Moves past `word` if it is next."""
@@ -122,43 +122,41 @@ class _Reader:
         if not self.skip(word):
             raise SqlParseError(f"expected {word!r}, found {self.ahead!r}")
 
-    def clause_ends(self) -> bool:
-        return self.ahead is None or self.ahead in CLAUSES or self.ahead in CLOSERS
-
     def query(self) -> dict:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise SqlParseError("nested too deeply")
-        made = self.whole_query()
-        self.depth -= 1
-        return made
-
-    def whole_query(self) -> dict:
-        block = self.skip("(")
-        start = self.at
-        if "from" not in self.words[start:]:
-            raise SqlParseError("no FROM")
-        self.at = self.words.index("from", start) + 1
-        units, joins, tables = self.from_clause()
-        end = self.at
-        self.at = start
-        sql: dict = {"select": self.select_clause(tables)}
-        self.at = end
-        sql["from"] = {"table_units": units, "conds": joins}
-        sql["where"] = self.conditions(tables) if self.skip("where") else []
-        sql["groupBy"] = self.group_clause(tables) if self.skip("group") else []
-        sql["having"] = self.conditions(tables) if self.skip("having") else []
-        sql["orderBy"] = self.order_clause(tables) if self.skip("order") else []
-        sql["limit"] = self.limit_clause() if self.skip("limit") else None
-        self.semicolons()
-        if block:
-            self.expect(")")
+        with self.brackets():
+            start = self.at
+            if "from" not in self.words[start:]:
+                raise SqlParseError("no FROM")
+            self.at = self.words.index("from", start) + 1
+            units, joins, tables = self.from_clause()
+            self.at, end = start, self.at
+            sql: dict = {"select": self.select_clause(tables)}
+            self.at = end
+            sql["from"] = {"table_units": units, "conds": joins}
+            sql["where"] = self.conditions(tables) if self.skip("where") else []
+            sql["groupBy"] = self.group_clause(tables) if self.skip("group") else []
+            sql["having"] = self.conditions(tables) if self.skip("having") else []
+            sql["orderBy"] = self.order_clause(tables) if self.skip("order") else []
+            sql["limit"] = self.limit_clause() if self.skip("limit") else None
+            self.semicolons()
         self.semicolons()
         sql |= dict.fromkeys(SET_OPERATORS)
         if self.ahead in SET_OPERATORS:
             operator = self.take()
             sql[operator] = self.query()
+        self.depth -= 1
         return sql
+
+    @contextmanager
+    def brackets(self) -> Iterator[None]:
+        """Expects a ")" after the block if a "(" stands before it."""
+        opened = self.skip("(")
+        yield
+        if opened:
+            self.expect(")")
 
     def semicolons(self) -> None:
         while self.skip(";"):
@@ -169,21 +167,18 @@ class _Reader:
         joins: list = []
         tables: list[str] = []
         while self.ahead is not None:
-            block = self.skip("(")
-            if self.ahead == "select":
-                units.append(("sql", self.query()))
-            else:
-                self.skip("join")
-                table = self.table()
-                units.append(("table_unit", f"__{table}__"))
-                tables.append(table)
-            if self.skip("on"):
-                if joins:
-                    self.connect(joins, "and")
-                joins += self.conditions(tables)
-            if block:
-                self.expect(")")
-            if self.clause_ends():
+            with self.brackets():
+                if self.ahead == "select":
+                    units.append(("sql", self.query()))
+                else:
+                    self.skip("join")
+                    tables.append(self.table())
+                    units.append(("table_unit", f"__{tables[-1]}__"))
+                if self.skip("on"):
+                    if joins:
+                        self.connect(joins, "and")
+                    joins += self.conditions(tables)
+            if self.ahead in CLAUSE_ENDS:
                 break
         return units, joins, tables
 
@@ -208,7 +203,7 @@ class _Reader:
     def group_clause(self, tables: list[str]) -> list:
         self.expect("by")
         columns = []
-        while not self.clause_ends():
+        while self.ahead not in CLAUSE_ENDS:
             columns.append(self.column_unit(tables))
             if not self.skip(","):
                 break
@@ -218,7 +213,7 @@ class _Reader:
         self.expect("by")
         units = []
         direction = "asc"
-        while not self.clause_ends():
+        while self.ahead not in CLAUSE_ENDS:
             units.append(self.value_unit(tables))
             if self.ahead in ("asc", "desc"):
                 direction = self.take()
@@ -249,7 +244,7 @@ class _Reader:
                 self.expect("and")
                 high = self.value(tables)
             found.append((negated, COMPARISONS.index(word), unit, low, high))
-            if self.clause_ends() or self.ahead in JOIN_WORDS:
+            if self.ahead in CONDITION_ENDS:
                 break
             if self.ahead in ("and", "or"):
                 self.connect(found, self.take())
@@ -263,37 +258,30 @@ class _Reader:
 
     def value(self, tables: list[str]) -> object:
         start = self.at
-        block = self.skip("(")
-        if self.ahead == "select":
-            result: object = self.query()
-        elif self.ahead is not None and '"' in self.ahead:
-            result = self.take()
-        else:
-            result = self.number_or_column(start, tables)
-        if block:
-            self.expect(")")
-        return result
+        with self.brackets():
+            if self.ahead == "select":
+                return self.query()
+            if '"' in (self.ahead or ""):
+                return self.take()
+            return self.number_or_column(start, tables)
 
     def number_or_column(self, start: int, tables: list[str]) -> float | tuple:
         """A number, else a column; all words up to a clause, comma, AND or ")" go with the column."""
         try:
             number = float(self.ahead or "")
         except ValueError:
-            while self.ahead is not None and self.ahead not in VALUE_ENDS:
+            while self.ahead not in VALUE_ENDS:
                 self.at += 1
-            part = _Reader(self.words[start : self.at], self.names, self.schema)
-            return part.column_unit(tables)
+            return replace(self, words=self.words[start : self.at], at=0).column_unit(tables)
         self.at += 1
         return number
 
     def value_unit(self, tables: list[str]) -> tuple:
-        block = self.skip("(")
-        operator, left, right = NO_OPERATOR, self.column_unit(tables), None
-        if self.ahead in UNIT_OPERATORS:
-            operator = UNIT_OPERATORS.index(self.take())
-            right = self.column_unit(tables)
-        if block:
-            self.expect(")")
+        operator, right = NO_OPERATOR, None
+        with self.brackets():
+            left = self.column_unit(tables)
+            if self.ahead in UNIT_OPERATORS:
+                operator, right = UNIT_OPERATORS.index(self.take()), self.column_unit(tables)
         return operator, left, right
 
     def column_unit(self, tables: list[str]) -> tuple[int, str, bool]:
@@ -313,13 +301,9 @@ class _Reader:
         word = self.take()
         if word == "*":
             return ALL_COLUMNS
-        if "." in word:
-            prefix, _, column = word.partition(".")
-            table = self.names.get(prefix)
+        prefix, dot, name = word.partition(".")
+        owners, column = ([self.names.get(prefix)], name) if dot else (tables, word)
+        for table in owners:
             if column in self.schema.tables.get(table, ()):
                 return column_id(table, column)
-            raise SqlParseError(f"unknown column {word!r}")
-        for table in tables:
-            if word in self.schema.tables[table]:
-                return column_id(table, word)
         raise SqlParseError(f"unknown column {word!r}")

@@ -1,7 +1,7 @@
 """One connection to a database that statements from a model can neither harm nor hold up.
 
-Design invariant 10: read-only (URI mode, authorizer and query_only), with limits on time, rows, memory
-and the size of a cell that really stop the statement.
+It is read-only (URI mode, authorizer and query_only), with limits on time, rows, memory and the size of a
+cell that really stop the statement.
 
 A watchdog thread interrupts a statement that is past its time, which SQLite obeys between the rounds of a
 loop (a progress handler would do the same, but takes Python's lock again and again: beside a busy thread
@@ -92,6 +92,7 @@ class Connection:
         self.sqlite.set_authorizer(self._authorize)
 
     def close(self) -> None:
+        """Closes both databases; no statement may be running."""
         self.sqlite.close()
         self.formatter.close()
 
@@ -112,34 +113,33 @@ class Connection:
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
     def run(self, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
+        """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects.
+
+        `seconds` is the time limit, for the message; `deadline` is what stops the statement.
+        """
         self.timed_out = self.refused = False
         self.functions = 0
         cursor = self.sqlite.cursor()
+        rows: list[tuple] = []
+        size, truncated = 0, False
         try:
             cursor.execute(sql)
             if cursor.description is None:
                 return ExecutionResult("error", message="the query holds no statement")
             columns = tuple(column[0] for column in cursor.description)
-            rows, truncated, size = self._fetch(cursor, max_rows, max_bytes)
+            for row in cursor:
+                size += sys.getsizeof(row) + sum(map(sys.getsizeof, row))
+                truncated = len(rows) == max_rows or size > max_bytes
+                if truncated:
+                    break
+                rows.append(row)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             return self._failure(str(error), seconds)
         except MemoryError:
             return ExecutionResult("error", message=OUT_OF_MEMORY)
         finally:
             cursor.close()
-        return ExecutionResult("rows" if rows else "empty", columns, rows, truncated, bytes=size)
-
-    def _fetch(
-        self, cursor: sqlite3.Cursor, max_rows: int, max_bytes: int
-    ) -> tuple[tuple[tuple, ...], bool, int]:
-        rows: list[tuple] = []
-        size = 0
-        for row in cursor:
-            size += sys.getsizeof(row) + sum(map(sys.getsizeof, row))
-            if len(rows) == max_rows or size > max_bytes:
-                return tuple(rows), True, size
-            rows.append(row)
-        return tuple(rows), False, size
+        return ExecutionResult("rows" if rows else "empty", columns, tuple(rows), truncated, bytes=size)
 
     def _failure(self, message: str, seconds: float) -> ExecutionResult:
         if self.timed_out:
@@ -167,6 +167,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, connection: Connection) -> Iterator[None]:
+        """Interrupts what `connection` runs inside the block once its deadline is past."""
         with self._lock:
             self._running.add(connection)
             if self._thread is None:

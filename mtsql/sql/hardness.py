@@ -1,9 +1,9 @@
-"""Hardness of a gold query: section 5 of the notes on the official evaluation."""
+"""Hardness of a gold query, as the official evaluation counts it (evaluation.py, eval_hardness)."""
 
 from __future__ import annotations
 
-from mtsql.sql.parse import SqlSchema, parse_sql
-from mtsql.sql.structure import COMPARISONS, NO_AGGREGATE, SET_OPERATORS
+from mtsql.sql.parse import parse_sql
+from mtsql.sql.structure import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, SqlSchema, split_conditions
 
 LIKE = COMPARISONS.index("like")
 
@@ -23,23 +23,17 @@ def hardness(gold_sql: str, schema: SqlSchema) -> str:
     return "extra"
 
 
-def _conditions(sql: dict) -> list[tuple]:
-    return sql["from"]["conds"][::2] + sql["where"][::2] + sql["having"][::2]
-
-
-def _connectors(sql: dict) -> list[str]:
-    return sql["from"]["conds"][1::2] + sql["where"][1::2] + sql["having"][1::2]
-
-
 def _components(sql: dict) -> int:
     clauses = sum(bool(sql[clause]) for clause in ("where", "groupBy", "orderBy", "limit"))
     joins = max(len(sql["from"]["table_units"]) - 1, 0)
-    likes = sum(condition[1] == LIKE for condition in _conditions(sql))
-    return clauses + joins + _connectors(sql).count("or") + likes
+    conditions, connectors = split_conditions(sql)
+    likes = sum(condition[1] == LIKE for condition in conditions)
+    return clauses + joins + connectors.count("or") + likes
 
 
 def _nested(sql: dict) -> int:
-    values = [value for condition in _conditions(sql) for value in condition[3:5]]
+    conditions, _ = split_conditions(sql)
+    values = [value for condition in conditions for value in condition[3:5]]
     return sum(isinstance(value, dict) for value in values) + sum(
         sql[operator] is not None for operator in SET_OPERATORS
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlglot import exp
 
 from mtsql.sql.grammar import MAX_DEPTH
@@ -17,7 +19,7 @@ from mtsql.sql.structure import (
     SqlSchema,
     column_id,
 )
-from mtsql.sql.tree import canonical_tree, join_condition, sources
+from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unbracketed
 
 COMPARISON_NODES = {
     exp.EQ: "=",
@@ -34,24 +36,21 @@ OPERATOR_NODES = {exp.Sub: "-", exp.Add: "+", exp.Mul: "*", exp.Div: "/"}
 SET_NODES = {exp.Intersect: "intersect", exp.Union: "union", exp.Except: "except"}
 
 
-def lenient_structure(sql: str, schema: SqlSchema) -> dict:
+def parse_lenient(sql: str, schema: SqlSchema) -> dict:
     """The structure of `sql`; kinds of joins, brackets in conditions and aliases disappear.
 
     What has no place in it (CASE, other functions, window functions, names that the schema lacks)
     stands as its text where a column would; a query of WITH counts among the tables.
-    Raises SqlParseError for what sqlglot cannot read.
+    Raises SqlParseError for what sqlglot cannot read. RecursionError is the caller's to catch.
     """
-    try:
-        return _Builder().query(canonical_tree(sql, schema))
-    except RecursionError:
-        raise SqlParseError("nested too deeply") from None
+    return _Builder().query(canonical_tree(sql, schema))
 
 
+@dataclass
 class _Builder:
     """One method for each part of the structure."""
 
-    def __init__(self) -> None:
-        self.depth = 0
+    depth: int = 0
 
     def query(self, node: exp.Expression) -> dict:
         self.depth += 1
@@ -69,16 +68,15 @@ class _Builder:
             return self.query(node.this)
         if isinstance(node, exp.SetOperation):
             return self.set_operation(node)
-        args = node.args
         selected, origin = [node], {"table_units": [], "conds": []}
         if isinstance(node, exp.Select):
             selected, origin = node.expressions, self.from_clause(node)
         return {
-            "select": (bool(args.get("distinct")), [self.selected(e) for e in selected]),
+            "select": (bool(node.args.get("distinct")), [self.selected(e) for e in selected]),
             "from": origin,
-            "where": self.conditions(args["where"].this) if args.get("where") else [],
-            "groupBy": [self.column_unit(e) for e in args["group"].expressions] if args.get("group") else [],
-            "having": self.conditions(args["having"].this) if args.get("having") else [],
+            "where": self.conditions(*clause_items(node, "where")),
+            "groupBy": [self.column_unit(item) for item in clause_items(node, "group")],
+            "having": self.conditions(*clause_items(node, "having")),
             **self.tail(node),
             **dict.fromkeys(SET_OPERATORS),
         }
@@ -88,18 +86,16 @@ class _Builder:
         left, right = self.query(node.left), self.query(node.right)
         right |= {key: value for key, value in self.tail(node).items() if value}
         last = left
-        while any(last[o] for o in SET_OPERATORS):
-            last = next(last[o] for o in SET_OPERATORS if last[o])
+        while later := [last[o] for o in SET_OPERATORS if last[o]]:
+            last = later[0]
         last[SET_NODES[type(node)]] = right
         return left
 
     def tail(self, node: exp.Query) -> dict:
-        order, limit = node.args.get("order"), node.args.get("limit")
-        if not order:
-            return {"orderBy": [], "limit": 1 if limit else None}
-        direction = "desc" if order.expressions[-1].args.get("desc") else "asc"
-        units = [self.value_unit(item.this) for item in order.expressions]
-        return {"orderBy": (direction, units), "limit": 1 if limit else None}
+        order, limit = clause_items(node, "order"), 1 if node.args.get("limit") else None
+        units = [self.value_unit(item.this) for item in order]
+        direction = "desc" if order and order[-1].args.get("desc") else "asc"
+        return {"orderBy": (direction, units) if order else [], "limit": limit}
 
     def from_clause(self, select: exp.Select) -> dict:
         units: list[tuple] = []
@@ -110,10 +106,8 @@ class _Builder:
             else:
                 units.append(("sql", self.query(source)))
         for join in select.args.get("joins") or []:
-            condition = join_condition(join)
-            if condition is not None:
-                found = self.conditions(condition)
-                conditions += ["and", *found] if conditions else found
+            found = self.conditions(*join_condition(join))
+            conditions += ["and", *found] if conditions and found else found
         return {"table_units": units, "conds": conditions}
 
     def selected(self, node: exp.Expression) -> tuple[int, tuple]:
@@ -122,21 +116,20 @@ class _Builder:
             return aggregate, (NO_OPERATOR, (NO_AGGREGATE, column, distinct), None)
         return NO_AGGREGATE, self.value_unit(node)
 
-    def conditions(self, node: exp.Expression) -> list:
-        if isinstance(node, exp.Paren):
-            return self.conditions(node.this)
+    def conditions(self, node: exp.Expression | None = None) -> list:
+        if node is None:
+            return []
+        node = unbracketed(node)
         if isinstance(node, exp.And | exp.Or):
             return [*self.conditions(node.left), node.key, *self.conditions(node.right)]
         return [self.condition(node, negated=False)]
 
     def condition(self, node: exp.Expression, negated: bool) -> tuple:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         if isinstance(node, exp.Not):
             return self.condition(node.this, not negated)
         unit = node.this
-        low: object = None
-        high: object = None
+        low = high = None
         if isinstance(node, exp.Between):
             word, low, high = "between", self.value(node.args["low"]), self.value(node.args["high"])
         elif isinstance(node, exp.In) and (node.args.get("query") or node.expressions):
@@ -156,8 +149,7 @@ class _Builder:
         return values if len(values) > 1 else values[0]
 
     def value(self, node: exp.Expression) -> object:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         if isinstance(node, exp.Query):
             return self.query(node)
         if isinstance(node, exp.Null | exp.Boolean):
@@ -173,16 +165,14 @@ class _Builder:
         return self.column_unit(node)
 
     def value_unit(self, node: exp.Expression) -> tuple:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         if type(node) in OPERATOR_NODES:
             operator = UNIT_OPERATORS.index(OPERATOR_NODES[type(node)])
             return operator, self.column_unit(node.left), self.column_unit(node.right)
         return NO_OPERATOR, self.column_unit(node), None
 
     def column_unit(self, node: exp.Expression) -> tuple[int, str, bool]:
-        while isinstance(node, exp.Paren):
-            node = node.this
+        node = unbracketed(node)
         aggregate, distinct = NO_AGGREGATE, False
         if type(node) in AGGREGATE_NODES and not node.expressions:
             aggregate, node = AGGREGATES.index(AGGREGATE_NODES[type(node)]), node.this

@@ -1,33 +1,27 @@
-"""Exact set match, its ten components, and strict string match (sections 3 and 4 of the notes)."""
+"""Exact set match (EM) as the official evaluation defines it, its ten components, and strict string match.
+
+Source: taoyds/test-suite-sql-eval, evaluation.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
-from mtsql.sql.clauses import clause_f1, whole_clause_f1
-from mtsql.sql.parse import Mode, SqlParseError, SqlSchema, official_prediction, parse_sql
-from mtsql.sql.structure import COMPARISONS, SET_OPERATORS
+from mtsql.sql.parse import Mode, parse_sql
+from mtsql.sql.structure import COMPARISONS, SET_OPERATORS, SqlParseError, SqlSchema, split_conditions
 
-__all__ = [
-    "clause_f1",
-    "exact_set_match",
-    "official_prediction",
-    "partial_f1",
-    "partial_sizes",
-    "string_match",
-    "whole_clause_f1",
-]
-
+COMPONENTS = (
+    "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
+    "IUEN", "keywords",
+)  # fmt: skip
 EMPTY = {
-    "select": (False, ()),
-    "from": {"table_units": (), "conds": ()},
-    "where": (),
-    "groupBy": (),
-    "having": (),
-    "orderBy": (),
-    "limit": None,
-    **dict.fromkeys(SET_OPERATORS),
+    "select": (None, []),
+    "from": {"table_units": [], "conds": []},
+    "where": [],
+    "groupBy": [],
+    "having": [],
+    "orderBy": [],
+    **dict.fromkeys(("limit", *SET_OPERATORS)),
 }
 
 
@@ -47,7 +41,7 @@ def exact_set_match(
     foreign_keys: dict[str, str],
     mode: Mode = "official",
 ) -> bool:
-    """Exact set match (EM): all components and the tables equal; values and join keys ignored.
+    """Exact set match (EM): all components and the tables are equal; values and join keys are ignored.
 
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse. With `mode` "lenient" both queries are read leniently.
@@ -66,27 +60,28 @@ def exact_set_match(
 def partial_f1(
     gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
 ) -> dict[str, float]:
-    """F1 of each component of section 4, which is always 0.0 or 1.0.
+    """The F1 of each of COMPONENTS; for one question it is 0.0 or 1.0.
 
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    gold, pred = _both(gold_sql, pred_sql, schema, foreign_keys)
-    return {name: float(same(gold, pred)) for name, same in COMPONENTS.items()}
+    equal = _equal_components(*_both(gold_sql, pred_sql, schema, foreign_keys))
+    return {name: float(same) for name, same in equal.items()}
 
 
 def partial_sizes(
     gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """(elements in the prediction, elements in the gold query) of each component.
+    """(elements in the prediction, elements in the gold query) of each of COMPONENTS.
 
-    The official table takes accuracy over the questions whose prediction has the component, recall
-    over those whose gold query has it. Errors as `partial_f1`.
+    The official table takes the accuracy over all questions with the component in the prediction, the
+    recall over all questions with it in the gold query. Raises SqlParseError as `partial_f1`.
     """
-    gold, pred = _both(gold_sql, pred_sql, schema, foreign_keys)
-    sizes = {name: (size(pred), size(gold)) for name, size in SIZES.items()}
+    gold, pred = map(_components, _both(gold_sql, pred_sql, schema, foreign_keys))
+    sizes = {name: (len(pred[name]), len(gold[name])) for name in COMPONENTS}
     # The official code swaps the two here, and counts one element where both agree, even on none.
-    sizes["and/or"] = (1, 1) if _same_connectors(gold, pred) else sizes["and/or"][::-1]
+    same_connectors = _same_items(gold["and/or"], pred["and/or"])
+    sizes["and/or"] = (1, 1) if same_connectors else sizes["and/or"][::-1]
     return sizes
 
 
@@ -105,131 +100,97 @@ def _both(
 def _normalised(
     sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], mode: Mode = "official"
 ) -> dict:
+    """The structure of `sql` without values and DISTINCT, foreign keys replaced by their representatives.
+
+    Only keys of tables in the outermost FROM are replaced.
+    """
     structure = parse_sql(sql, schema, mode)
     tables = {unit for kind, unit in structure["from"]["table_units"] if kind == "table_unit"}
-    renamed = {
-        column: representative
-        for column, representative in foreign_keys
-        if column.partition(".")[0] + "__" in tables
-    }
-    return _rename(_drop_values(structure), renamed)
+    renamed = {column: key for column, key in foreign_keys if column.partition(".")[0] + "__" in tables}
+    return _normalise(structure, renamed)
 
 
-def _drop_values(sql: dict) -> dict:
-    """Section 3.1: every value but a sub-query becomes None, in sub-queries as well."""
-
-    def drop(value: object) -> dict | None:
-        return _drop_values(value) if isinstance(value, dict) else None
-
-    def conditions(items: list) -> list:
-        # Where a connector is missing, the official code skips every second condition.
-        return [
-            (*item[:3], drop(item[3]), drop(item[4])) if index % 2 == 0 else item
-            for index, item in enumerate(items)
-        ]
-
-    return {
-        **sql,
-        "from": {**sql["from"], "conds": conditions(sql["from"]["conds"])},
-        "where": conditions(sql["where"]),
-        "having": conditions(sql["having"]),
-        **{o: sql[o] and _drop_values(sql[o]) for o in SET_OPERATORS},
-    }
-
-
-def _rename(sql: dict, renamed: dict[str, str]) -> dict:
-    """Section 3.2: foreign keys to their representatives and DISTINCT away, outside sub-queries."""
+def _normalise(sql: dict, renamed: dict[str, str] | None) -> dict:
+    """A query with its columns renamed; a sub-query (`renamed` None) loses its values only, as officially."""
 
     def column(unit: tuple | None) -> tuple | None:
-        return unit and (unit[0], renamed.get(unit[1], unit[1]), None)
+        return unit if unit is None or renamed is None else (unit[0], renamed.get(unit[1], unit[1]), None)
 
     def value_unit(unit: tuple) -> tuple:
         return unit[0], column(unit[1]), column(unit[2])
 
+    def value(operand: object) -> dict | None:
+        return _normalise(operand, None) if isinstance(operand, dict) else None
+
     def conditions(items: list) -> list:
+        # Where a connector is missing, the official code skips every second condition.
         return [
-            (*item[:2], value_unit(item[2]), *item[3:]) if index % 2 == 0 else item
+            (*item[:2], value_unit(item[2]), value(item[3]), value(item[4])) if index % 2 == 0 else item
             for index, item in enumerate(items)
         ]
 
+    distinct, selected = sql["select"]
     order = sql["orderBy"]
     return {
-        "select": (None, [(aggregate, value_unit(unit)) for aggregate, unit in sql["select"][1]]),
+        "select": (
+            distinct if renamed is None else None,
+            [(aggregate, value_unit(unit)) for aggregate, unit in selected],
+        ),
         "from": {**sql["from"], "conds": conditions(sql["from"]["conds"])},
         "where": conditions(sql["where"]),
         "groupBy": [column(unit) for unit in sql["groupBy"]],
         "having": conditions(sql["having"]),
         "orderBy": order and (order[0], [value_unit(unit) for unit in order[1]]),
         "limit": sql["limit"],
-        **{o: sql[o] and _rename(sql[o], renamed) for o in SET_OPERATORS},
+        **{o: sql[o] and _normalise(sql[o], renamed) for o in SET_OPERATORS},
     }
 
 
 def _exact(gold: dict, pred: dict) -> bool:
-    return all(same(gold, pred) for same in COMPONENTS.values()) and _same_items(
-        gold["from"]["table_units"], pred["from"]["table_units"]
+    tables, others = (sql["from"]["table_units"] for sql in (gold, pred))
+    return all(_equal_components(gold, pred).values()) and _same_items(tables, others)
+
+
+def _equal_components(gold: dict, pred: dict) -> dict[str, bool]:
+    ours, theirs = _components(gold), _components(pred)
+    equal = {name: _same_items(ours[name], theirs[name]) for name in COMPONENTS}
+    equal["IUEN"] = all(
+        _exact(gold[o], pred[o]) if gold[o] and pred[o] else gold[o] is pred[o] for o in SET_OPERATORS
     )
+    return equal
 
 
 def _same_items(gold: list, pred: list) -> bool:
     """Equality as multisets, by == alone: items may hold dicts."""
-    if len(gold) != len(pred):
-        return False
     left = list(pred)
     for item in gold:
         if item not in left:
             return False
         left.remove(item)
-    return True
+    return not left
 
 
-def _select(sql: dict) -> list:
-    return sql["select"][1]
-
-
-def _grouped(sql: dict) -> list[str]:
-    return [unit[1] for unit in sql["groupBy"]]
-
-
-def _same_group(gold: dict, pred: dict) -> bool:
-    return _same_items(
-        [column.rpartition(".")[2] for column in _grouped(gold)],
-        [column.rpartition(".")[2] for column in _grouped(pred)],
-    )
-
-
-def _same_having(gold: dict, pred: dict) -> bool:
-    if not gold["groupBy"] or not pred["groupBy"]:
-        return bool(gold["groupBy"]) == bool(pred["groupBy"])
-    return _grouped(gold) == _grouped(pred) and gold["having"] == pred["having"]
-
-
-def _same_order(gold: dict, pred: dict) -> bool:
-    if not gold["orderBy"] or not pred["orderBy"]:
-        return bool(gold["orderBy"]) == bool(pred["orderBy"])
-    same_limit = (gold["limit"] is None) == (pred["limit"] is None)
-    return gold["orderBy"] == pred["orderBy"] and same_limit
-
-
-def _same_connectors(gold: dict, pred: dict) -> bool:
-    ours, theirs = gold["where"][1::2], pred["where"][1::2]
-    return all(item in theirs for item in ours) and all(item in ours for item in theirs)
-
-
-def _same_set_operations(gold: dict, pred: dict) -> bool:
-    for operator in SET_OPERATORS:
-        if (gold[operator] is None) != (pred[operator] is None):
-            return False
-        if gold[operator] is not None and not _exact(gold[operator], pred[operator]):
-            return False
-    return True
+def _components(sql: dict) -> dict[str, list]:
+    """The elements of each of COMPONENTS in a normalised structure."""
+    selected, conditions, connectors = sql["select"][1], sql["where"][::2], sql["where"][1::2]
+    grouped = [column for _, column, _ in sql["groupBy"]]
+    return {
+        "select": selected,
+        "select(no AGG)": [unit for _, unit in selected],
+        "where": conditions,
+        "where(no OP)": [condition[2] for condition in conditions],
+        "group(no Having)": [column.rpartition(".")[2] for column in grouped],
+        "group": [(grouped, sql["having"])] if grouped else [],
+        "order": [(sql["orderBy"], sql["limit"] is None)] if sql["orderBy"] else [],
+        "and/or": [c for index, c in enumerate(connectors) if c not in connectors[:index]],
+        "IUEN": [operator for operator in SET_OPERATORS if sql[operator]],
+        "keywords": sorted(_keywords(sql)),
+    }
 
 
 def _keywords(sql: dict) -> set[str]:
-    conditions = [*sql["from"]["conds"][::2], *sql["where"][::2], *sql["having"][::2]]
-    connectors = [*sql["from"]["conds"][1::2], *sql["where"][1::2], *sql["having"][1::2]]
-    words = {key for key in ("where", "groupBy", "having", "orderBy", "limit") if sql[key]}
-    words |= {operator for operator in SET_OPERATORS if sql[operator] is not None}
+    conditions, connectors = split_conditions(sql)
+    words = {key for key in ("where", "groupBy", "having", "orderBy", "limit", *SET_OPERATORS) if sql[key]}
     words |= {COMPARISONS[condition[1]] for condition in conditions} & {"in", "like"}
     if sql["orderBy"]:
         words.add(sql["orderBy"][0])
@@ -238,35 +199,3 @@ def _keywords(sql: dict) -> set[str]:
     if any(condition[0] for condition in conditions):
         words.add("not")
     return words
-
-
-COMPONENTS: dict[str, Callable[[dict, dict], bool]] = {
-    "select": lambda g, p: _same_items(_select(g), _select(p)),
-    "select(no AGG)": lambda g, p: _same_items(
-        [unit for _, unit in _select(g)], [unit for _, unit in _select(p)]
-    ),
-    "where": lambda g, p: _same_items(g["where"][::2], p["where"][::2]),
-    "where(no OP)": lambda g, p: _same_items(
-        [condition[2] for condition in g["where"][::2]],
-        [condition[2] for condition in p["where"][::2]],
-    ),
-    "group(no Having)": _same_group,
-    "group": _same_having,
-    "order": _same_order,
-    "and/or": _same_connectors,
-    "IUEN": _same_set_operations,
-    "keywords": lambda g, p: _keywords(g) == _keywords(p),
-}
-
-SIZES: dict[str, Callable[[dict], int]] = {
-    "select": lambda sql: len(_select(sql)),
-    "select(no AGG)": lambda sql: len(_select(sql)),
-    "where": lambda sql: len(sql["where"][::2]),
-    "where(no OP)": lambda sql: len(sql["where"][::2]),
-    "group(no Having)": lambda sql: len(sql["groupBy"]),
-    "group": lambda sql: int(bool(sql["groupBy"])),
-    "order": lambda sql: int(bool(sql["orderBy"])),
-    "and/or": lambda sql: len(set(sql["where"][1::2])),
-    "IUEN": lambda sql: sum(sql[operator] is not None for operator in SET_OPERATORS),
-    "keywords": lambda sql: len(_keywords(sql)),
-}

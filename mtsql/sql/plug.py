@@ -17,8 +17,8 @@ MAX_ALTERNATIVES = 10_000
 def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
     """The prediction, then every assignment of the gold query's values to its values.
 
-    Section 6 of the notes; the official tool tries them without an end, here the first
-    MAX_ALTERNATIVES. A value is a number or a quoted text, wherever it stands, LIMIT included.
+    The official evaluation tries all assignments (exec_eval.py, plug_value), here the first
+    MAX_ALTERNATIVES are. A value is a number or a quoted text, wherever it stands, LIMIT included.
     """
     yield pred_sql
     pred = "".join(first_statement(pred_sql))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
+from mtsql.errors import UserError
+from mtsql.sql.clauses import clause_f1, whole_clause_f1
 from mtsql.sql.execute import Executor, execution_match, set_match
 from mtsql.sql.hardness import hardness
-from mtsql.sql.match import clause_f1, exact_set_match, string_match, whole_clause_f1
-from mtsql.sql.parse import Mode, SqlParseError, SqlSchema, foreign_key_map, parse_sql
+from mtsql.sql.match import exact_set_match, string_match
+from mtsql.sql.parse import Mode, parse_sql
+from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 FURTHER_METRICS = {
     "ex_keep_distinct": "EX, DISTINCT kept",
@@ -20,54 +22,21 @@ FURTHER_METRICS = {
 }
 
 
-def readable(sql: str | None, schema: SqlSchema) -> bool:
-    """Whether the official grammar reads it."""
-    try:
-        return sql is not None and bool(parse_sql(sql, schema))
-    except SqlParseError:
-        return False
-
-
-def further_verdicts(
-    executor: Executor,
-    db_path: str | Path,
-    schema: SqlSchema,
-    foreign_keys: dict[str, str],
-    gold: str,
-    predicted: str | None,
-) -> dict[str, int]:
-    """FURTHER_METRICS of one prediction, 0 or 1 each.
-
-    The lenient EM is 1 where the official EM is 1, or where both queries read leniently are equal.
-    A gold query that does not run or cannot be read makes the metric 0.
-    """
-
-    def verdict(check: object, *arguments: object) -> int:
-        try:
-            return int(check(*arguments))
-        except ValueError:
-            return 0
-
-    keys = (gold, predicted, schema, foreign_keys)
-    return {
-        "ex_keep_distinct": verdict(execution_match, executor, db_path, gold, predicted, True),
-        "ex_bird": verdict(set_match, executor, db_path, gold, predicted),
-        "em_lenient": verdict(exact_set_match, *keys) or verdict(exact_set_match, *keys, "lenient"),
-        "em_string": int(string_match(gold, predicted)),
-    }
-
-
 class Scorer:
     """Scores predictions over the databases of one dataset."""
 
     def __init__(self, schemas: dict[str, Schema], executor: Executor) -> None:
+        """Reads the databases' files; raises UserError if one is missing or no database."""
         self.executor = executor
         self.paths = {db: schema.path for db, schema in schemas.items()}
         self.schemas = {db: SqlSchema.from_database(schema.path) for db, schema in schemas.items()}
         self.foreign_keys = {db: foreign_key_map(schema.entry) for db, schema in schemas.items()}
 
     def ex(self, db_id: str, gold: str, predicted: str | None) -> bool:
-        """Execution match (section 3.3.2, R_EX), as the official evaluator defines it."""
+        """Execution match as the official evaluation defines it: R_EX of MTSQL-R1, section 3.3.2.
+
+        Raises ValueError if the gold query fails.
+        """
         return execution_match(self.executor, self.paths[db_id], gold, predicted)
 
     def em(self, db_id: str, gold: str, predicted: str | None, mode: Mode = "official") -> bool:
@@ -81,13 +50,26 @@ class Scorer:
             return False
 
     def string_em(self, gold: str, predicted: str | None) -> bool:
-        """The strict EM of section 3.3.2."""
+        """The strict EM of MTSQL-R1, section 3.3.2."""
         return string_match(gold, predicted)
 
     def further(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
-        """FURTHER_METRICS of one prediction, 0 or 1 each."""
-        schema, keys = self.schemas[db_id], self.foreign_keys[db_id]
-        return further_verdicts(self.executor, self.paths[db_id], schema, keys, gold, predicted)
+        """FURTHER_METRICS of one prediction, 0 or 1 each.
+
+        The lenient EM is 1 where the official EM is 1, or where both queries read leniently are equal.
+        A gold query that does not run or cannot be read makes the metric 0.
+        """
+        path, question = self.paths[db_id], (db_id, gold, predicted)
+        try:
+            ex_keep_distinct = execution_match(self.executor, path, gold, predicted, keep_distinct=True)
+        except ValueError:
+            ex_keep_distinct = False
+        return {
+            "ex_keep_distinct": int(ex_keep_distinct),
+            "ex_bird": int(set_match(self.executor, path, gold, predicted)),
+            "em_lenient": int(self.em(*question) or self.em(*question, "lenient")),
+            "em_string": int(string_match(gold, predicted)),
+        }
 
     def runs(self, db_id: str, predicted: str | None) -> bool:
         """Whether it executes without an error."""
@@ -95,19 +77,22 @@ class Scorer:
 
     def readable(self, db_id: str, predicted: str | None) -> bool:
         """Whether the official grammar reads it."""
-        return readable(predicted, self.schemas[db_id])
+        try:
+            return predicted is not None and bool(parse_sql(predicted, self.schemas[db_id]))
+        except SqlParseError:
+            return False
 
     def gold_problem(self, db_id: str, gold: str) -> str | None:
         """Why a gold SQL cannot be scored against (it does not run, or sqlglot cannot read it), or None."""
         try:
             execution_match(self.executor, self.paths[db_id], gold, gold)
             clause_f1(gold, gold, self.schemas[db_id])
-        except (SqlParseError, ValueError) as error:
+        except ValueError as error:  # SqlParseError is one
             return str(error)
         return None
 
     def clause_f1(self, db_id: str, gold: str, predicted: str) -> float:
-        """Mean F1 over SELECT, WHERE, JOIN, GROUP, ORDER (section 3.3.2)."""
+        """Mean F1 over SELECT, WHERE, JOIN, GROUP, ORDER (MTSQL-R1, section 3.3.2)."""
         return clause_f1(gold, predicted, self.schemas[db_id])
 
     def whole_clause_f1(self, db_id: str, gold: str, predicted: str) -> float:
@@ -125,7 +110,8 @@ class Scorer:
 def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False) -> list[Example]:
     """The questions whose gold SQL runs and parses; how many do not is printed.
 
-    `drop_empty` leaves out those whose gold SQL returns nothing as well (MTIR-SQL, section 4.1).
+    With `drop_empty`, questions whose gold SQL returns nothing are left out too (MTIR-SQL, section 4.1).
+    Raises UserError if none is left.
     """
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
     dropped = len(asked) - len(kept)
@@ -136,5 +122,5 @@ def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False)
         print(f"left out {len(kept) - len(full)} of {len(kept)} questions: their gold SQL returns nothing")
         kept = full
     if not kept:
-        raise ValueError("no question has a gold SQL that runs and parses")
+        raise UserError("no question has a gold SQL that runs and parses")
     return kept

@@ -1,13 +1,17 @@
-"""What the parsers share: the schema as they see it, the error they raise, foreign-key classes."""
+"""What the readers of SQL share: the schema as they see it, the structure's words, foreign-key classes."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
+
+from mtsql.errors import UserError
 
 AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
 UNIT_OPERATORS = ("none", "-", "+", "*", "/")
@@ -22,6 +26,24 @@ class SqlParseError(ValueError):
     """The SQL has no representation in the Spider structure."""
 
 
+class FileVersion(NamedTuple):
+    """A file as it is now; what was read from it holds while this stays the same."""
+
+    path: str
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+def file_version(path: str | Path) -> FileVersion:
+    """The version of a database file. Raises FileNotFoundError if it does not exist."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"The database file {path} does not exist.")
+    stat = os.stat(path)
+    return FileVersion(os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
 @dataclass(frozen=True)
 class SqlSchema:
     """Tables with their columns, all in lower case, in the order of the database."""
@@ -33,31 +55,28 @@ class SqlSchema:
 
     @classmethod
     def from_database(cls, db_path: str | Path) -> SqlSchema:
-        """The schema of a SQLite file, read live as the official evaluation does (section 1).
+        """The schema of a SQLite file, read from the file itself as the official evaluation does.
 
-        The same object is returned while the file is unchanged. Raises FileNotFoundError if there
-        is no such file.
+        The same object is returned while the file is unchanged. Raises UserError if the file is
+        missing or no database.
         """
-        path = os.fspath(db_path)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"The database file {path} does not exist.")
-        stat = os.stat(path)
-        return _read_schema(path, stat.st_mtime_ns, stat.st_size)
+        try:
+            return _read_schema(file_version(db_path))
+        except FileNotFoundError as error:
+            raise UserError(str(error)) from None
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"{db_path} is not a usable SQLite database ({error})") from None
 
 
 @lru_cache(maxsize=1_000)
-def _read_schema(path: str, _modified: int, _size: int) -> SqlSchema:
-    connection = sqlite3.connect(Path(path).absolute().as_uri() + "?mode=ro", uri=True)
-    try:
+def _read_schema(version: FileVersion) -> SqlSchema:
+    connection = sqlite3.connect(Path(version.path).absolute().as_uri() + "?mode=ro", uri=True)
+    with closing(connection):
         names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         tables = {}
         for (name,) in names:
             columns = connection.execute("SELECT name FROM pragma_table_info(?)", (name,))
             tables[name.lower()] = tuple(column.lower() for (column,) in columns)
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"{path} is not a usable SQLite database ({error})") from None
-    finally:
-        connection.close()
     return SqlSchema(tables)
 
 
@@ -66,19 +85,27 @@ def column_id(table: str, column: str) -> str:
     return f"__{table}.{column}__"
 
 
+def split_conditions(sql: dict) -> tuple[list[tuple], list]:
+    """The conditions of FROM, WHERE and HAVING in a structure, and the connectors between them.
+
+    Where a connector is missing, every second condition stands among the connectors, as officially.
+    """
+    lists = (sql["from"]["conds"], sql["where"], sql["having"])
+    return [c for held in lists for c in held[::2]], [c for held in lists for c in held[1::2]]
+
+
 def foreign_key_map(tables_json_entry: dict) -> dict[str, str]:
     """Column -> representative of its foreign-key class, from an entry of tables.json.
 
-    Section 3.3 of the notes: pairs join the first class that holds either end, classes are never
+    As in the official evaluation, pairs join the first class that holds either end, classes are never
     merged afterwards, and the column that comes first in the file represents its class.
     """
     classes: list[set[int]] = []
     for pair in tables_json_entry["foreign_keys"]:
         home = next((c for c in classes if not c.isdisjoint(pair)), None)
         if home is None:
-            classes.append(set(pair))
-        else:
-            home.update(pair)
+            classes.append(home := set())
+        home.update(pair)
     tables = tables_json_entry["table_names_original"]
     columns = tables_json_entry["column_names_original"]
 

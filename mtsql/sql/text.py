@@ -1,4 +1,4 @@
-"""SQL as text: repairs and cuts that need no parser (section 6 of the notes)."""
+"""SQL as text: repairs and cuts that need no parser, as before execution in the official evaluation."""
 
 from __future__ import annotations
 

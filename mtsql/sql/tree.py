@@ -55,9 +55,15 @@ def _resolve_names(tree: exp.Query, schema: SqlSchema) -> None:
     scopes = {id(select): _Scope(select, schema, copies) for select in selects}
     for select in reversed(selects):  # inner queries first
         scopes[id(select)].add_derived()
-        unknown = [c for c in _own_columns(select) if not _resolve(c, scopes)]
+        unknown = [column for column in _own_columns(select) if not _resolve(column, scopes)]
         for column in unknown:
-            _replace_unknown(column, select, copies)
+            output = None if column.table else _output(select, column.name.lower())
+            if output is not None:
+                column.replace(copies.of(output))
+            elif column.this.quoted and not column.table:
+                column.replace(exp.Literal.string(column.name))
+            else:
+                column.replace(exp.column(column.name.lower(), column.table.lower() or None))
     _strip_aliases(tree)
 
 
@@ -68,14 +74,29 @@ def sources(select: exp.Select) -> list[exp.Expression]:
     return ([first.this] if first else []) + joined
 
 
-def join_condition(join: exp.Join) -> exp.Expression | None:
-    """The ON of a join; sqlglot writes a missing one as TRUE."""
+def join_condition(join: exp.Join) -> list[exp.Expression]:
+    """The condition after ON, if there is one; sqlglot writes a missing one as TRUE."""
     condition = join.args.get("on")
-    return None if isinstance(condition, exp.Boolean) else condition
+    return [] if condition is None or isinstance(condition, exp.Boolean) else [condition]
+
+
+def clause_items(query: exp.Query, clause: str) -> list[exp.Expression]:
+    """The items of GROUP BY or ORDER BY, the one condition of WHERE or HAVING; none without the clause."""
+    node = query.args.get(clause)
+    if node is None:
+        return []
+    return node.expressions if clause in ("group", "order") else [node.this]
+
+
+def unbracketed(node: exp.Expression) -> exp.Expression:
+    """The node inside brackets. A sub-query keeps its own, unlike with sqlglot's `unnest`."""
+    while isinstance(node, exp.Paren):
+        node = node.this
+    return node
 
 
 class _Copies:
-    """Copies of what names stand for; a query whose names double at every level is refused."""
+    """Copies of what names stand for. A query is refused if they grow too large, level by level."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -92,14 +113,11 @@ class _Scope:
 
     def __init__(self, select: exp.Select, schema: SqlSchema, copies: _Copies) -> None:
         self.select = select
+        self.schema = schema
         self.copies = copies
-        self.tables: dict[str, str] = {}  # name in use -> table, in the order of FROM
-        self.columns: dict[str, tuple[str, ...]] = {}  # table -> its columns
+        tables = [source for source in sources(select) if isinstance(source, exp.Table)]
+        self.tables = {t.alias_or_name.lower(): t.name.lower() for t in tables}  # name in use -> table
         self.derived: dict[str, dict[str, exp.Expression]] = {}  # sub-query -> output -> meaning
-        for source in sources(select):
-            if isinstance(source, exp.Table):
-                self.tables[source.alias_or_name.lower()] = source.name.lower()
-                self.columns[source.name.lower()] = schema.tables.get(source.name.lower(), ())
 
     def add_derived(self) -> None:
         """Takes in the outputs of the sub-queries in FROM, resolved by now."""
@@ -110,22 +128,19 @@ class _Scope:
 
     def meaning(self, table: str, column: str) -> exp.Expression | None:
         """What `table.column` (or `column` alone) stands for here."""
-        if table:
-            if table in self.derived:
-                found = self.derived[table].get(column)
-                return self.copies.of(found) if found else None
+        if table and table not in self.derived:
             return exp.column(column, self.tables[table]) if table in self.tables else None
-        for name in self.tables.values():
-            if column in self.columns[name]:
+        for name in () if table else self.tables.values():
+            if column in self.schema.tables.get(name, ()):
                 return exp.column(column, name)
-        for outputs in self.derived.values():
-            if column in outputs:
+        for name, outputs in self.derived.items():
+            if column in outputs and table in ("", name):
                 return self.copies.of(outputs[column])
         return None
 
 
 def _own_columns(select: exp.Select) -> list[exp.Column]:
-    """The columns of this SELECT, not of one inside it, and those that order its set operation."""
+    """The columns of this SELECT itself, and the columns that order its set operation."""
     found = [c for c in select.find_all(exp.Column) if c.parent_select is select]
     part: exp.Expression = select
     while isinstance(part.parent, exp.SetOperation) and part.parent.left is part:
@@ -165,18 +180,6 @@ def _select_of(node: exp.Expression) -> exp.Select | None:
 def _output(select: exp.Select, name: str) -> exp.Expression | None:
     named = (item.this for item in select.expressions if item.alias.lower() == name)
     return next(named, None)
-
-
-def _replace_unknown(column: exp.Column, select: exp.Select, copies: _Copies) -> None:
-    """Replaces a column by the output of that name, else a quoted name by a string."""
-    table, name = column.table.lower(), column.name.lower()
-    output = None if table else _output(select, name)
-    if output is not None:
-        column.replace(copies.of(output))
-    elif column.this.quoted and not table:
-        column.replace(exp.Literal.string(column.name))
-    else:
-        column.replace(exp.column(name, table or None))
 
 
 def _strip_aliases(tree: exp.Query) -> None:

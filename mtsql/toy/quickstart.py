@@ -13,7 +13,7 @@ from pathlib import Path
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
 from mtsql.report.metrics import paired_difference
-from mtsql.report.plots import plot_arms
+from mtsql.toy.arms_figure import plot_arms
 
 ARMS = {  # arm: (phase that made its policy, tools it is evaluated with)
     "imitation": ("imitation", "both"),
