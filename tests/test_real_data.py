@@ -21,7 +21,7 @@ from mtsql.learn.selection import select_trajectories
 from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
 from mtsql.report.chat import chat_record
 from mtsql.run import load_split, make_environment, make_scorer
-from mtsql.toy.imitation import ATTENTIVE, demonstrate
+from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
 QUESTIONS = 110
