@@ -27,9 +27,14 @@ class Column:
     style: str
 
     @property
+    def is_amount(self) -> bool:
+        """Whether it holds amounts, of which one can take the average."""
+        return self.kind.startswith("int")
+
+    @property
     def is_number(self) -> bool:
-        """Whether it holds integers."""
-        return self.kind.startswith("int") or self.kind == "year"
+        """Whether it holds amounts or years."""
+        return self.is_amount or self.kind == "year"
 
     @property
     def is_proper(self) -> bool:
