@@ -19,6 +19,8 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
+from mtsql.config import user_errors
+from mtsql.errors import UserError
 from mtsql.toy import words
 from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
 from mtsql.toy.dialogue import Asked, CannotAsk, Speaker
@@ -118,10 +120,10 @@ def write_benchmark(folder: Path, seed: int, shifted: bool = False, single: bool
     `shifted` chooses the style and the sizes for evaluation out of domain. `single` keeps of each dialogue
     the first question, the only one that surely stands alone.
 
-    Raises FileExistsError if `folder` exists.
+    Raises UserError if `folder` exists.
     """
     if folder.exists():
-        raise FileExistsError(f"{folder} exists already; remove it or name another folder")
+        raise UserError(f"{folder} exists already; remove it or name another folder")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -160,11 +162,8 @@ def main() -> None:
         "--single", action="store_true", help="the first question of each dialogue alone, in Spider's format"
     )
     arguments = parser.parse_args()
-    try:
-        write_benchmark(arguments.folder, arguments.seed, arguments.shifted, arguments.single)
-    except FileExistsError as error:
-        parser.error(str(error))
+    write_benchmark(arguments.folder, arguments.seed, arguments.shifted, arguments.single)
 
 
 if __name__ == "__main__":
-    main()
+    user_errors(main)
