@@ -13,17 +13,21 @@ Before all else, and beside the rest, come exercises on random words (`mtsql.toy
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
-from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Recipe
+from mtsql.agent.env import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Environment, Recipe
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.trajectory import Trajectory
 from mtsql.config import Common, load_config, option, save_config, user_errors
-from mtsql.data.datasets import Example, examples
-from mtsql.data.schema import read_json
+from mtsql.data.datasets import Dataset, Example, examples
+from mtsql.data.schema import Schema, read_json
+from mtsql.errors import UserError
 from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
@@ -65,10 +69,10 @@ class ImitationConfig(Common):
 def markup(recipe: Recipe) -> list[str]:
     """What a recipe always writes before and after a query: one token each for the embedded model."""
     mark = "QUERY"
-    return [part for message in (recipe.call(mark), recipe.answer(mark)) for part in message.split(mark)]
+    return [text for message in (recipe.call(mark), recipe.answer(mark)) for text in message.split(mark)]
 
 
-def by_database(asked: list[Example], size: int, rng: random.Random) -> list[list[Example]]:
+def by_database(asked: Sequence[Example], size: int, rng: random.Random) -> list[list[Example]]:
     """All questions in random order, in chunks of `size` over one database each."""
     databases: dict[str, list[Example]] = {}
     for example in rng.sample(asked, len(asked)):
@@ -104,82 +108,105 @@ def _rate(config: ImitationConfig, step: int) -> float:
     return cosine_rate(1.0, 0.5 + 0.5 * (step - config.answer_steps) / config.agent_steps, warmup=0.0)
 
 
-def main() -> None:
-    """Train the tokenizer and the model, and save them as a Hugging Face folder."""
-    config = load_config(ImitationConfig, "imitation", __doc__)
-    dataset = load_split(config, "train")
-    mistakes_file = Path(config.data) / "scripted_mistakes.json"
-    wrong = {
-        f"{number:05d}/{turn}": found
-        for number, dialogue in enumerate(read_json(mistakes_file))
-        for turn, found in enumerate(dialogue)
-    }
-    asked = examples(dataset.dialogues)
-    texts = [schema.text(compact=True) for schema in dataset.schemas.values()]
+def recipes_of(config: ImitationConfig) -> list[str]:
+    """--recipe and --further-recipes. Raises UserError for an unknown one."""
+    further = list(filter(None, config.further_recipes.split(",")))
+    for name in further:
+        if name not in RECIPES:
+            raise UserError(
+                f"--further-recipes {name} is unknown; choose from {', '.join(RECIPES)}, with commas"
+            )
+    return [config.recipe, *further]
+
+
+def make_tokenizer(
+    config: ImitationConfig, schemas: Iterable[Schema], asked: Sequence[Example]
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words of schemas, questions and gold SQL, with a token for each recipe's markup."""
+    texts = [schema.text(compact=True) for schema in schemas]
     texts += [text for e in asked for text in (e.question, e.gold_sql)]
     texts += [WORDING] * len(asked)
-    further = list(filter(None, config.further_recipes.split(",")))
-    unknown = sorted(set(further) - set(RECIPES))
-    if unknown:
-        raise ValueError(
-            f"--further-recipes {unknown[0]} is unknown; choose from {', '.join(RECIPES)}, with commas"
-        )
-    tagged = [name for name in (config.recipe, *further) if name != RECIPES[0]]  # its tags are always there
+    tagged = [name for name in recipes_of(config) if name != RECIPES[0]]  # its tags are always there
     tags = [tag for name in tagged for tag in markup(load_recipe(name).make_recipe(wording_of(config)))]
-    tokenizer = train_tokenizer(texts, config.vocabulary, list(dict.fromkeys(tags)))
-    tokens = ChatTokens(tokenizer)
-    environments = []  # of each recipe, by the set of tools
-    for name in (config.recipe, *further):
+    return train_tokenizer(texts, config.vocabulary, list(dict.fromkeys(tags)))
+
+
+def make_environments(
+    config: ImitationConfig, dataset: Dataset, tokens: ChatTokens
+) -> list[dict[str, Environment]]:
+    """The environments of each recipe, by the set of tools."""
+    environments = []
+    for name in recipes_of(config):
         played = config
         if name != config.recipe:
             turns = load_recipe(name).SETTINGS["max_interactions"]
             played = replace(config, recipe=name, max_interactions=turns)
-        environments.append({t: make_environment(played, dataset, tokens, t) for t in TOOL_SETS})
+        environments.append({tools: make_environment(played, dataset, tokens, tools) for tools in TOOL_SETS})
+    return environments
+
+
+def training_groups(
+    config: ImitationConfig, dataset: Dataset, tokens: ChatTokens, asked: Sequence[Example]
+) -> Iterator[tuple[str, list[list[Trajectory]]]]:
+    """For each optimizer step its phase and its trajectories, in groups.
+
+    The phases are "copying", "answers" and "agent"; the groups of the latter two are of one database each.
+    """
+    environments = make_environments(config, dataset, tokens)
+    dialogues = enumerate(read_json(Path(config.data) / "scripted_mistakes.json"))
+    wrong = {f"{i:05d}/{turn}": found for i, turns in dialogues for turn, found in enumerate(turns)}
+    habits = Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
+    rng = random.Random(config.seed)
+    pieces = tokens.tokenizer.get_vocab()
+    copyable = sorted(i for piece, i in pieces.items() if not piece.startswith("<"))
+    words = sorted(i for piece, i in pieces.items() if piece[0] == " " and piece[1:].isalpha())
+
+    def repairs(count: int) -> list[list[Trajectory]]:
+        return [[repair_exercise(tokens, words, config.copying_length, rng)] for _ in range(count)]
+
+    for _ in range(config.copying_steps):
+        copying = [[copying_exercise(copyable, config.copying_length, rng)] for _ in range(8)]
+        yield "copying", copying + repairs(8)
+    order: list[list[Example]] = []
+    for phase, steps, databases in (
+        ("answers", config.answer_steps, config.answer_databases),
+        ("agent", config.agent_steps, config.agent_databases),
+    ):
+        for _ in range(steps):
+            if len(order) < databases:
+                order += by_database(asked, config.questions_per_database, rng)
+            groups, chunks, order = [], order[:databases], order[databases:]
+            for chunk in chunks:
+                played = environments[0] if len(environments) == 1 else rng.choice(environments)
+                shown = [demonstrations(phase, played, e, wrong[e.id], habits, rng) for e in chunk]
+                groups.append([trajectory for one in shown for trajectory in one])
+            yield phase, groups + repairs(config.repair_exercises)
+
+
+def main() -> None:
+    """Train the tokenizer and the model, and save them as a Hugging Face folder."""
+    config = load_config(ImitationConfig, "imitation", __doc__)
+    dataset = load_split(config, "train")
+    asked = examples(dataset.dialogues)
+    tokenizer = make_tokenizer(config, dataset.schemas.values(), asked)
     device = pick_device(config.device)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(device)
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    habits = Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
     optimizers = make_muon(model, config.matrix_rate, config.learning_rate)
-    rng = random.Random(config.seed)
-    pieces = tokenizer.get_vocab()
-    copyable = sorted(i for piece, i in pieces.items() if not piece.startswith("<"))
-    words = sorted(i for piece, i in pieces.items() if piece[0] == " " and piece[1:].isalpha())
-    order: list[list[Example]] = []  # questions over one database, some at a time
-    phases = (
-        ["copying"] * config.copying_steps
-        + ["answers"] * config.answer_steps
-        + ["agent"] * config.agent_steps
-    )
-    bar = tqdm(phases, desc="imitation", unit="step", mininterval=5.0)
-    for step, phase in enumerate(bar):
-        if phase == "copying":
-            groups = [[copying_exercise(copyable, config.copying_length, rng)] for _ in range(8)]
-            groups += [[repair_exercise(tokens, words, config.copying_length, rng)] for _ in range(8)]
-        else:
-            databases = config.answer_databases if phase == "answers" else config.agent_databases
-            if len(order) < databases:
-                order += by_database(asked, config.questions_per_database, rng)
-            batch, order = order[:databases], order[databases:]
-            groups = []
-            for chunk in batch:
-                played = environments[0] if len(environments) == 1 else rng.choice(environments)
-                group = [demonstrations(phase, played, e, wrong[e.id], habits, rng) for e in chunk]
-                groups.append([t for found in group for t in found])
-            groups += [
-                [repair_exercise(tokens, words, config.copying_length, rng)]
-                for _ in range(config.repair_exercises)
-            ]
+    steps = config.copying_steps + config.answer_steps + config.agent_steps
+    groups_of_steps = training_groups(config, dataset, ChatTokens(tokenizer), asked)
+    bar = tqdm(groups_of_steps, desc="imitation", total=steps, unit="step", mininterval=5.0)
+    for step, (phase, groups) in enumerate(bar):
         trained_tokens = sum(sum(t.loss_mask) for group in groups for t in group)
         for optimizer, peak in zip(optimizers, (config.matrix_rate, config.learning_rate), strict=True):
             set_learning_rate(optimizer, peak * _rate(config, step))
             optimizer.zero_grad()
         total = 0.0
-        for part in group_micro_batches(groups, config.micro_batch_positions):
-            token_batch = (
-                row_batch([t for group in part for t in group], device)
-                if phase == "copying"
-                else shared_prompt_batch(part, device)
-            )
+        for micro_batch in group_micro_batches(groups, config.micro_batch_positions):
+            if phase == "copying":
+                token_batch = row_batch([t for group in micro_batch for t in group], device)
+            else:
+                token_batch = shared_prompt_batch(micro_batch, device)
             logprobs, _ = token_logprobs(model, token_batch)
             loss = sft_loss(logprobs, trained_tokens)
             loss.backward()
