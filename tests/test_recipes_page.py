@@ -12,6 +12,7 @@ from mtsql.commands.curriculum import CurriculumConfig
 from mtsql.config import load_config
 from mtsql.experiments.compare_recipes import CONFIG, seed_parts, start_parts
 from mtsql.experiments.recipes_page import write_recipes_page
+from mtsql.parts import Part
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.toy.imitation import ImitationConfig
 from train_grpo import GrpoConfig
@@ -66,10 +67,8 @@ def test_page_by_hand(tmp_path: Path):
     run = {"command": ["train_grpo.py"], "config": {"steps": 5, "prompts_per_step": 100}}
     (runs / "seed0" / "skyrl_sql" / "run.json").write_text(json.dumps(run))
     done = runs / "seed0" / "evaluation" / "mtir_sql_rl" / "summary.json"
-    commands = [("evaluate mtir_sql_rl", "python evaluate.py --seed 0", done)]
-    page = write_recipes_page(
-        runs, (0, 1), tmp_path, "2 cores", "2026-01-02", "python x", commands
-    ).read_text()
+    parts = [Part("evaluate mtir_sql_rl", ["evaluate.py", "--seed", "0"], done)]
+    page = write_recipes_page(runs, tmp_path / "recipes.md", (0, 1), parts, "python x").read_text()
     assert "`mtir_sql_rl` (seed 0)" in page.partition("## ")[0]
     # 4/6 - 1/6 of 500 questions: both dialogues gain, 1 and 2 of 3.
     before = cells(section(page, "Before and after RL"), "SkyRL-SQL")
