@@ -114,13 +114,13 @@ def test_recipes_are_measured_as_they_are_played(name, command, data, tmp_path, 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"--data": "nowhere.json"}, "nowhere.json does not exist"),
-        ({"--tables": "nowhere.json"}, "nowhere.json does not exist"),
-        ({"--databases": "nowhere"}, "nowhere holds none of the databases"),
+        ({"--data": "nowhere.json"}, "nowhere.json has no dev split"),
+        ({"--tables": "nowhere.json"}, "nowhere.json is not a file"),
+        ({"--databases": "nowhere"}, "nowhere is not a folder"),
         ({"--tokenizer": "./nowhere"}, "nowhere is not a folder"),
         ({"--max-prompt-tokens": 0}, "--max-prompt-tokens should be positive, not 0"),
-        ({"--recipe": "sparc_sql"}, "argument --recipe: invalid choice: 'sparc_sql' (choose from"),
-        ({"--history": "predicted"}, "argument --history: invalid choice"),
+        ({"--recipe": "sparc_sql"}, "--recipe sparc_sql is unknown; choose from"),
+        ({"--history": "predicted"}, "--history predicted has no prompts"),
     ],
 )
 def test_wrong_input_is_one_sentence(command, capsys, changed, sentence):

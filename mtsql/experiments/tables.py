@@ -36,19 +36,8 @@ from mtsql.report.metrics import HARDNESS, TURNS, turn_name
 
 Cell = Callable[[str], str]  # of an arm
 FINAL = "rl_process"  # its command stands below a table, where it is finished
-STAGES = (
-    "base",
-    "base_direct",
-    "short_sft",
-    "short_rl",
-    "round_1",
-    "round_2",
-    "round_3",
-    "rl_outcome",
-    "rl_process",
-    "rl_shuffled",
-)
-LONG_HORIZON = ("base", "round_1", "round_2", "round_3", "rl_outcome", "rl_process", "rl_shuffled")
+STAGES = tuple(arm for arm in DESCRIPTIONS if "_no_" not in arm)
+LONG_HORIZON = tuple(arm for arm in STAGES if arm != "base_direct" and not arm.startswith("short"))
 ABLATION = {  # arm: the same policy with both tools
     "base": "",
     "base_no_execution": "base",
