@@ -19,6 +19,7 @@ from mtsql.errors import UserError
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.optimizer import make_optimizer
 from mtsql.planner import footprint, plan
+from mtsql.planner.settings import PlanConfig, read_config
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 64, 160, 3, 4, 2, 16
@@ -45,10 +46,10 @@ def tiny_shape() -> Qwen3Config:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> footprint.PlanConfig:
+def tiny(tmp_path_factory) -> PlanConfig:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_shape().save_pretrained(folder)
-    return footprint.PlanConfig(
+    return PlanConfig(
         model=str(folder),
         lora_rank=4,
         micro_batch_positions=600,
@@ -60,7 +61,7 @@ def tiny(tmp_path_factory) -> footprint.PlanConfig:
     )
 
 
-def real_model(config: footprint.PlanConfig) -> torch.nn.Module:
+def real_model(config: PlanConfig) -> torch.nn.Module:
     """What `footprint.build_model` builds, with weights, on the CPU."""
     model = Qwen3ForCausalLM._from_config(tiny_shape(), attn_implementation="sdpa")
     if config.lora_rank:
@@ -83,7 +84,7 @@ def test_counts_by_hand(tiny):
 
 
 def test_qwen3_has_its_published_size():
-    config = footprint.PlanConfig(model="Qwen/Qwen3-1.7B", dtype="bfloat16", lora_rank=32)
+    config = PlanConfig(model="Qwen/Qwen3-1.7B", dtype="bfloat16", lora_rank=32)
     model = footprint.build_model(config)
     assert footprint.state_bytes(model, config)["weights"] == 2 * 1_720_574_976
     assert cache_bytes_per_token(model) == 28 * 2 * 8 * 128 * 2
@@ -217,7 +218,7 @@ def test_cache_holds_powers_of_two_of_whole_rows(tiny):
 @pytest.mark.parametrize("name", ["sparc_qwen3_1.7b_lora_24gb", "sparc_qwen3_4b_qlora_24gb"])
 def test_shipped_settings_fit_24_gib(name):
     path = str(ROOT / "configs" / f"{name}.toml")
-    config = plan.read_config(path, "grpo", {})
+    config = read_config(path, "grpo", {})
     assert (config.max_prompt_tokens, config.max_response_tokens, config.samples_per_prompt) == (
         4000,
         8000,
@@ -225,7 +226,7 @@ def test_shipped_settings_fit_24_gib(name):
     )
     assert config.lora_rank == 32
     assert 8 < plan.make_plan(config).peak / footprint.GIB < 22
-    warm_start = plan.read_config(path, "sft", {})
+    warm_start = read_config(path, "sft", {})
     assert (warm_start.samples_per_prompt, warm_start.layout) == (1, "packed")
     assert plan.make_plan(warm_start).peak / footprint.GIB < 22
 
@@ -245,7 +246,7 @@ def test_advice_turns_knobs_until_it_fits(tiny):
 
 
 def test_cache_is_advised_in_gib():
-    config = footprint.PlanConfig(
+    config = PlanConfig(
         model="Qwen/Qwen3-0.6B", dtype="bfloat16", lora_rank=8, gradient_checkpointing=True, rows=64,
         max_prompt_tokens=200, max_response_tokens=800, micro_batch_positions=1000,
     )  # fmt: skip
@@ -299,7 +300,7 @@ def test_types_in_the_file_are_checked(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[common]\nrows = "many"\n')
     with pytest.raises(UserError, match="rows should be int, not 'many'"):
-        plan.read_config(str(path), "grpo", {})
+        read_config(str(path), "grpo", {})
     path.write_text("[common]\nrows = \n")
     with pytest.raises(UserError, match="is not valid TOML"):
-        plan.read_config(str(path), "grpo", {})
+        read_config(str(path), "grpo", {})

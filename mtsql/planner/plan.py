@@ -17,57 +17,26 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from mtsql.config import CHOICES, user_errors
+from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.learn.model import ADAPTER_FILE
 from mtsql.planner.footprint import (
     GIB,
-    PlanConfig,
     build_model,
+    longest_trajectory,
     rollout_bytes,
     sampling_rows,
     state_bytes,
     training_bytes,
 )
+from mtsql.planner.settings import PlanConfig, add_options, read_config
 
 FRAGMENTATION = 0.05  # of what comes and goes: holes of the caching allocator
-
-
-def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanConfig:
-    """[common] and [stage] of a TOML file, then the given options.
-
-    [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none; [sft]
-    trains on trajectories one by one, packed by default. Raises UserError for what is wrong.
-    """
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML ({error})") from None
-    warm, common, own = (content.get(table, {}) for table in ("sft", "common", stage))
-    merged = {k: v for k, v in warm.items() if k in ("model", "lora_rank")} | common | own
-    if stage == "sft":
-        merged = {"layout": "packed"} | merged | {"samples_per_prompt": 1}
-    hints = get_type_hints(PlanConfig)
-    values = {name: value for name, value in (merged | options).items() if name in hints}
-    for name, value in values.items():
-        if type(value) is not hints[name] and not (hints[name] is float and type(value) is int):
-            raise UserError(f"{name} should be {hints[name].__name__}, not {value!r}")
-        if name in CHOICES and value not in CHOICES[name]:
-            raise UserError(f"{name} {value} is unknown; choose from {', '.join(CHOICES[name])}")
-        if type(value) is int and value < (name != "lora_rank"):
-            raise UserError(f"{name} should be positive, not {value}")
-    config = PlanConfig(**values)
-    if config.longest <= config.max_prompt_tokens:
-        raise UserError("max_sequence_tokens leaves no room for a response; raise it")
-    return config
 
 
 @dataclass(frozen=True)
@@ -109,8 +78,9 @@ def knobs(config: PlanConfig, plan: Plan, limit: int) -> Iterator[dict[str, Any]
     room = math.floor((cache + limit - plan.total("rollout")) / GIB * 10) / 10
     if cache / plan.slots <= room * GIB < cache:
         yield {"cache_gib": room}
-    if config.micro_batch_positions > config.longest:
-        yield {"micro_batch_positions": max(config.longest, config.micro_batch_positions // 2)}
+    longest = longest_trajectory(config)
+    if config.micro_batch_positions > longest:
+        yield {"micro_batch_positions": max(longest, config.micro_batch_positions // 2)}
     if config.layout != "rows":
         yield {"layout": "rows"}
     if config.optimizer == "adamw":
@@ -172,27 +142,24 @@ def main() -> None:
     parser.add_argument("--stage", choices=("grpo", "sft"), default="grpo", help="table of the file [grpo]")
     parser.add_argument("--gpu-memory", type=float, default=24.0, help="GiB [24]", metavar="X")
     parser.add_argument("--typical", type=int, default=2000, help="response of column 2 [2000]", metavar="X")
-    hints = get_type_hints(PlanConfig)
-    for item in fields(PlanConfig):
-        kind: dict[str, Any] = {"type": hints[item.name], "metavar": "X"}
-        if hints[item.name] is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
-        parser.add_argument("--" + item.name.replace("_", "-"), help=f"[{item.default}]", **kind)
+    add_options(parser)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     memory, shorter = given.pop("gpu_memory"), given.pop("typical")
     if memory <= 0 or shorter < 1:
-        parser.error("--gpu-memory and --typical should be positive")
+        raise UserError("--gpu-memory and --typical should be positive")
     config = read_config(given.pop("config", None), given.pop("stage"), given)
-    response = config.longest - config.max_prompt_tokens
-    worst = make_plan(config)
-    shorter = min(shorter, response)
+    response = longest_trajectory(config) - config.max_prompt_tokens
+    if response <= 0:
+        raise UserError("max_sequence_tokens leaves no room for a response; raise it")
+    shorter, worst = min(shorter, response), make_plan(config)
     show_plan(worst, make_plan(replace(config, max_response_tokens=shorter)))
     print(f"{config.model}, {config.dtype}; responses of {response:,} tokens, and of {shorter:,}")
     limit = int(memory * GIB)
-    if worst.peak <= limit:
-        print(f"fits in {memory:g} GiB, with {(limit - worst.peak) / GIB:.2f} to spare")
+    spare = (limit - worst.peak) / GIB
+    if spare >= 0:
+        print(f"fits in {memory:g} GiB, with {spare:.2f} to spare")
         return
-    print(f"does not fit in {memory:g} GiB: {(worst.peak - limit) / GIB:.2f} too much")
+    print(f"does not fit in {memory:g} GiB: {-spare:.2f} too much")
     turned, plan = advise(config, worst, limit)
     setting = ", ".join(f"{name} = {str(value).lower()}" for name, value in turned.items())
     if plan.peak <= limit:
