@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -118,10 +118,10 @@ def look_up(summary: dict, *keys: str) -> float | None:
     return found
 
 
-def mean_over_seeds(seeds: Seeds, *keys: str) -> float | None:
-    """The mean of a number of the summaries, by its keys; None if none has it."""
+def mean_over_seeds(seeds: Seeds, *keys: str, scale: float = 1) -> float | None:
+    """The mean of a number of the summaries, by its keys, times `scale`; None if none has it."""
     found = [n for e in seeds.values() if (n := look_up(e.summary, *keys)) is not None]
-    return fmean(found) if found else None
+    return scale * fmean(found) if found else None
 
 
 def breakdown_keys(quantity: str, by: str) -> tuple[str, ...]:
@@ -187,10 +187,11 @@ def estimate(found: Sequence[Answer]) -> Difference | None:
     """
     if not found:
         return None
-    by_dialogue = _grouped((a.record["dialogue_id"], a.value) for a in found)
-    by_seed = {seed: fmean(values) for seed, values in _grouped((a.seed, a.value) for a in found).items()}
+    by_dialogue: dict[str, list[float]] = {}
+    for answer in found:
+        by_dialogue.setdefault(answer.record["dialogue_id"], []).append(answer.value)
     interval = bootstrap_interval(list(by_dialogue.values()))
-    return Difference(fmean(a.value for a in found), interval, by_seed)
+    return Difference(fmean(a.value for a in found), interval, _by_seed(found))
 
 
 def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | None:
@@ -200,28 +201,26 @@ def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | Non
     """
     if not more or not less:
         return None
-    names = list(dict.fromkeys(a.record["dialogue_id"] for a in (*more, *less)))
-    place = {name: i for i, name in enumerate(names)}
-    sums, counts = np.zeros((2, len(names))), np.zeros((2, len(names)))  # (kinds, dialogues)
+    places: dict[str, int] = {}
+    for answer in (*more, *less):
+        places.setdefault(answer.record["dialogue_id"], len(places))
+    sums, counts = np.zeros((2, len(places))), np.zeros((2, len(places)))  # (kinds, dialogues)
     for kind, group in enumerate((more, less)):
-        for answer in group:
-            sums[kind, place[answer.record["dialogue_id"]]] += answer.value
-            counts[kind, place[answer.record["dialogue_id"]]] += 1
-    drawn = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
+        at = [places[answer.record["dialogue_id"]] for answer in group]
+        np.add.at(sums[kind], at, [answer.value for answer in group])
+        np.add.at(counts[kind], at, 1)
+    drawn = np.random.default_rng(0).integers(len(places), size=(RESAMPLES, len(places)))
     drawn_sums, drawn_counts = sums[:, drawn].sum(-1), counts[:, drawn].sum(-1)  # (kinds, resamples)
     whole = drawn_counts.all(0)  # a resample may lack one kind
     means = drawn_sums[:, whole] / drawn_counts[:, whole]
     low, high = np.percentile(means[0] - means[1], [2.5, 97.5])
-    of_more, of_less = (_grouped((a.seed, a.value) for a in group) for group in (more, less))
-    return Difference(
-        fmean(a.value for a in more) - fmean(a.value for a in less),
-        (float(low), float(high)),
-        {s: fmean(of_more[s]) - fmean(of_less[s]) for s in sorted(of_more.keys() & of_less.keys())},
-    )
+    of_more, of_less = _by_seed(more), _by_seed(less)
+    by_seed = {s: of_more[s] - of_less[s] for s in sorted(of_more.keys() & of_less.keys())}
+    mean = fmean(a.value for a in more) - fmean(a.value for a in less)
+    return Difference(mean, (float(low), float(high)), by_seed)
 
 
-def _grouped(pairs: Iterable[tuple]) -> dict:
-    groups: dict = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
+def _by_seed(found: Sequence[Answer]) -> dict[int, float]:
+    """The mean of each seed."""
+    seeds = dict.fromkeys(a.seed for a in found)
+    return {seed: fmean(a.value for a in found if a.seed == seed) for seed in seeds}

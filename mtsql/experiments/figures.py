@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from mtsql.experiments.arms import (
     Arms,
-    Seeds,
     ability_keys,
     breakdown_keys,
     mean_over_seeds,
@@ -81,7 +80,8 @@ def breakdown_figure(arms: Arms) -> Figure | None:
             ("interactions", "interactions", 1),
         ):
             axes, keys = next(panels), breakdown_keys(quantity, by)
-            _bars(axes, {arm: [_height(arms[arm], *keys, g, scale=scale) for g in groups] for arm in shown})
+            series = {a: [mean_over_seeds(arms[a], *keys, g, scale=scale) for g in groups] for a in shown}
+            _bars(axes, series)
             axes.set_xticks(range(len(groups)), groups)
             axes.set_title(f"{title} by {by} ({place})")
     _legend(figure)
@@ -100,7 +100,7 @@ def abilities_figure(arms: Arms) -> Figure | None:
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axes, (title, sampled) in zip(panels, modes.items(), strict=True):
         for text, keys in ability_keys(sampled).items():
-            heights = [_height(arms[arm], *keys, scale=100) for arm in stages]
+            heights = [mean_over_seeds(arms[arm], *keys, scale=100) for arm in stages]
             style = {"color": "black", "linestyle": "--"} if text == "EX" else {}
             axes.plot(range(len(stages)), heights, marker="o", label=text, **style)
         axes.set_xticks(range(len(stages)), stages)
@@ -120,7 +120,7 @@ def errors_figure(arms: Arms) -> Figure | None:
     kinds = list(next(iter(arms[shown[0]].values())).summary["errors"])
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, {arm: [_height(arms[arm], "errors", k, scale=100) for k in kinds] for arm in shown})
+    _bars(axes, {arm: [mean_over_seeds(arms[arm], "errors", k, scale=100) for k in kinds] for arm in shown})
     axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
     axes.set_title("questions with an error of the kind, % (Fig. 7)")
     _legend(figure)
@@ -176,12 +176,6 @@ def level_starts(rows: Sequence[Mapping[str, float]]) -> list[float]:
     """The steps, from 1, at which a log's `level` is another than the step before."""
     found = [row for row in rows if "level" in row]
     return [b["step"] + 1 for a, b in pairwise(found) if a["level"] != b["level"]]
-
-
-def _height(seeds: Seeds, *keys: str, scale: float = 1) -> float | None:
-    """The mean over seeds of a number of the summaries; None, which is not drawn, if none has it."""
-    mean = mean_over_seeds(seeds, *keys)
-    return None if mean is None else scale * mean
 
 
 def _bars(axes: Axes, series: Mapping[str, Sequence[float | None]]) -> None:

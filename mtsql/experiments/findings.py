@@ -38,18 +38,16 @@ COMPARISONS = (  # claim, where in the paper, better arm, worse arm
 )
 STAGES = ("base", "round_3", "rl_process")  # of the five abilities
 Where = Callable[[dict], bool]  # whether a record counts
-CONTRASTS: tuple[tuple[str, str, Where, str, Where], ...] = (  # later or harder questions against the rest
-    (
-        "later turns",
-        *("turns from 3 on", lambda r: r["turn_index"] >= 2),
-        *("turn 1", lambda r: r["turn_index"] == 0),
+CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
+    "later turns": (
+        ("turns from 3 on", lambda r: r["turn_index"] >= 2),
+        ("turn 1", lambda r: r["turn_index"] == 0),
     ),
-    (
-        "harder questions",
-        *("hard and extra", lambda r: r["hardness"] in ("hard", "extra")),
-        *("easy", lambda r: r["hardness"] == "easy"),
+    "harder questions": (
+        ("hard and extra", lambda r: r["hardness"] in ("hard", "extra")),
+        ("easy", lambda r: r["hardness"] == "easy"),
     ),
-)
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def _correctness(arms: Arms) -> Iterator[Finding]:
 def _gains(arms: Arms) -> Iterator[Finding]:
     """Finding 4: the gain over short-horizon SFT is larger at later turns, and on harder questions."""
     sides = [_gained(arms, "rl_process", "short_sft", measure_of(key)) for key in ("ex", "ex_sampled")]
-    for what, more, is_more, less, is_less in CONTRASTS:
+    for what, ((more, is_more), (less, is_less)) in CONTRASTS.items():
         gains, at_temperature_1 = ((_where(s, is_more), _where(s, is_less)) for s in sides)
         difference, sampled = contrast(*gains), contrast(*at_temperature_1)
         if difference:
@@ -125,7 +123,7 @@ def _effort(arms: Arms) -> Iterator[Finding]:
     """Finding 5: more tokens and interactions for later turns and harder questions."""
     for key, unit in (("sampled_tokens", "tokens"), ("interactions", "interactions")):
         asked = answers(arms.get("rl_process", {}), measure_of(key))
-        for what, more, is_more, less, is_less in CONTRASTS:
+        for what, ((more, is_more), (less, is_less)) in CONTRASTS.items():
             difference = contrast(_where(asked, is_more), _where(asked, is_less))
             if difference:
                 compared = f"`rl_process`: {more} against {less}"

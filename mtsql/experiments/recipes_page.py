@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mtsql.experiments import markdown as md
 from mtsql.experiments.arms import (
     Arms,
     Seeds,
@@ -14,16 +15,6 @@ from mtsql.experiments.arms import (
     paired_answers,
     read_arms,
     read_json,
-)
-from mtsql.experiments.markdown import (
-    EMPTY,
-    decimal,
-    difference_of,
-    listed,
-    made_by_arm,
-    mean_and_seeds,
-    percent,
-    table,
 )
 from mtsql.experiments.page import write_page
 from mtsql.parts import Part
@@ -74,21 +65,21 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
     rows = []
     for recipe, sides in _finished(arms).items():
         gained = paired_answers(sides[1], sides[0])
-        efficiency = EMPTY
+        efficiency = md.EMPTY
         if gained and recipe in asked:
             before, after = (mean_over_seeds(side, "ex", "mean") for side in sides)
-            efficiency = decimal(data_efficiency(before, after, asked[recipe]))
-        accuracies = [mean_and_seeds(side, seeds) for side in sides]
+            efficiency = md.decimal(data_efficiency(before, after, asked[recipe]))
+        accuracies = [md.mean_and_seeds(side, seeds) for side in sides]
         effort = [_before_after(sides, key) for key in ("interactions", "sampled_tokens")]
-        rows.append([PAPERS[recipe], *accuracies, difference_of(gained), efficiency, *effort])
+        rows.append([PAPERS[recipe], *accuracies, md.difference_of(gained), efficiency, *effort])
     header = ["Recipe", "EX before", "EX after", "difference", "points for 1,000 questions"]
     header += ["messages an answer", "tokens written an answer"]
     note = (
-        f"EX in %, greedy: mean over seeds (seeds {listed(seeds)}); the difference in points with its 95 % "
-        "interval, which resamples questions. Points for 1,000 questions are SQL-Trail's data efficiency "
-        "(Equation 5)."
+        f"EX in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with its "
+        "95 % interval, which resamples questions. Points for 1,000 questions are SQL-Trail's data "
+        "efficiency (Equation 5)."
     )
-    return table(header, rows, note, made_by_arm(arms, ("skyrl_sql_rl", *arms)))
+    return md.table(header, rows, note, md.made_by_arm(arms, ("skyrl_sql_rl", *arms)))
 
 
 def by_hardness(arms: Arms) -> str:
@@ -108,7 +99,7 @@ def by_hardness(arms: Arms) -> str:
     counted = [e.summary["questions_by_hardness"] for found in arms.values() for e in found.values()]
     header = [f"{h} ({max((c.get(h, 0) for c in counted), default=0)})" for h in HARDNESS]
     note = "Before → after RL, an answer, greedy; means over seeds. In the header, the number of questions."
-    return table(["Recipe", "", *header], rows, note)
+    return md.table(["Recipe", "", *header], rows, note)
 
 
 def claims_table(arms: Arms, seeds: Sequence[int]) -> str:
@@ -120,17 +111,17 @@ def claims_table(arms: Arms, seeds: Sequence[int]) -> str:
         if gained:
             low, high = estimate(gained).interval
             verdict = "holds" if low > 0 else "does not hold" if high < 0 else "not beyond chance"
-            accuracies = [mean_and_seeds(side, seeds) for side in sides]
-            sampled = ", ".join(percent(mean_over_seeds(side, "ex_sampled")) for side in sides)
+            accuracies = [md.mean_and_seeds(side, seeds) for side in sides]
+            sampled = ", ".join(md.percent(mean_over_seeds(side, "ex_sampled")) for side in sides)
             cells = [claim, source, f"`{better}` - `{worse}`", *accuracies]
-            rows.append([*cells, difference_of(gained), verdict, sampled])
+            rows.append([*cells, md.difference_of(gained), verdict, sampled])
     header = ["The paper finds that", "where", "compared", "EX of the first", "of the second"]
     header += ["difference", "verdict", "sampled EX of both"]
     note = (
         "*Holds*: the whole interval is above 0; *does not hold*: it is below 0. Sampled EX (temperature 1) "
         "has no part in the verdict. In a single turn SQL-Trail's r_turns is off (section 5.1)."
     )
-    return table(header, rows, note)
+    return md.table(header, rows, note)
 
 
 def samples_table(arms: Arms) -> str:
@@ -142,11 +133,11 @@ def samples_table(arms: Arms) -> str:
         **{f"pass@{k}": ("pass_at_k", str(k)) for k in (2, 4, 8)},
     }
     rows = [
-        [PAPERS[recipe], *(percent(mean_over_seeds(after, *keys)) for keys in columns.values())]
+        [PAPERS[recipe], *(md.percent(mean_over_seeds(after, *keys)) for keys in columns.values())]
         for recipe, (_, after) in _finished(arms).items()
         if mean_over_seeds(after, "ex_majority") is not None
     ]
-    return table(["Recipe", *columns], rows, "In %, means over seeds, after RL.")
+    return md.table(["Recipe", *columns], rows, "In %, means over seeds, after RL.")
 
 
 def _finished(arms: Arms) -> dict[str, tuple[Seeds, Seeds]]:
@@ -156,5 +147,4 @@ def _finished(arms: Arms) -> dict[str, tuple[Seeds, Seeds]]:
 
 
 def _before_after(sides: tuple[Seeds, Seeds], *keys: str, scale: float = 1) -> str:
-    means = (mean_over_seeds(side, *keys) for side in sides)
-    return " → ".join(decimal(None if mean is None else scale * mean) for mean in means)
+    return " → ".join(md.decimal(mean_over_seeds(side, *keys, scale=scale)) for side in sides)

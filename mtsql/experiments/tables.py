@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import correlation, fmean
 
 from mtsql.agent.trajectory import Status
+from mtsql.experiments import markdown as md
 from mtsql.experiments.arms import (
     DESCRIPTIONS,
     Arms,
@@ -18,20 +19,6 @@ from mtsql.experiments.arms import (
 )
 from mtsql.experiments.figures import MAIN_STAGES
 from mtsql.experiments.findings import findings
-from mtsql.experiments.markdown import (
-    EMPTY,
-    decimal,
-    difference_of,
-    interval_of,
-    joined,
-    listed,
-    made_by,
-    made_by_arm,
-    mean_and_seeds,
-    percent,
-    signed,
-    table,
-)
 from mtsql.report.metrics import HARDNESS, TURNS, turn_name
 
 Cell = Callable[[str], str]  # of an arm
@@ -57,11 +44,11 @@ def findings_table(arms: Arms, coverage: Mapping[int, Sequence[dict]], seeds: Se
         scale, unit = (100, "") if f.unit == "points" else (1, f" {f.unit}")
         d, places = f.difference, 2 if f.unit == "interactions" else 1
         numbers = (d.mean, f.sampled, *(d.by_seed.get(seed) for seed in seeds))
-        mean, sampled, *each = (EMPTY if n is None else signed(scale * n, places) for n in numbers)
-        interval = interval_of(d, scale, places)
+        mean, sampled, *each = (md.EMPTY if n is None else md.signed(scale * n, places) for n in numbers)
+        interval = md.interval_of(d, scale, places)
         cells = [f.claim, f.source, f.compared, mean + unit, ", ".join(each), interval, sampled]
         rows.append([*cells, f"**{f.verdict}**"])
-    header = ["The paper finds that", "where", "compared", "mean", f"seeds {listed(seeds)}"]
+    header = ["The paper finds that", "where", "compared", "mean", f"seeds {md.listed(seeds)}"]
     header += ["95 % interval", "at temperature 1", "verdict"]
     note = (
         "Differences on the same questions, in points (of EX, of the ability, of all training questions) "
@@ -70,36 +57,36 @@ def findings_table(arms: Arms, coverage: Mapping[int, Sequence[dict]], seeds: Se
         "seed is). *Holds in the mean, not beyond chance*: the mean is above 0, the interval is not. *Does "
         "not hold*: the mean is below 0. At temperature 1: the same mean of sampled answers."
     )
-    return table(header, rows, note, made_by_arm(arms, (FINAL, *arms)))
+    return md.table(header, rows, note, md.made_by_arm(arms, (FINAL, *arms)))
 
 
 def accuracy_table(arms: Arms, seeds: Sequence[int]) -> str:
     """EX and EM in and out of domain: the mean over seeds, and each seed's."""
 
     def cell(metric: str, suffix: str = "") -> Cell:
-        return lambda arm: mean_and_seeds(arms.get(arm + suffix, {}), seeds, metric)
+        return lambda arm: md.mean_and_seeds(arms.get(arm + suffix, {}), seeds, metric)
 
     names = [arm for arm in STAGES if arm in arms or f"{arm}_shifted" in arms]
     columns = {"EX": cell("ex"), "EM": cell("em")}
     columns |= {"EX, out of domain": cell("ex", "_shifted"), "EM, out of domain": cell("em", "_shifted")}
-    note = f"In %: mean over seeds (seeds {listed(seeds)})."
-    return _table_by_arm(names, columns, note, made_by_arm(arms, (FINAL, *STAGES)))
+    note = f"In %: mean over seeds (seeds {md.listed(seeds)})."
+    return _table_by_arm(names, columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 
 
 def ablation_table(arms: Arms, seeds: Sequence[int]) -> str:
     """EX and EM with both tools, with one, and with none."""
     columns = {
-        "EX": lambda arm: mean_and_seeds(arms[arm], seeds, "ex"),
-        "EM": lambda arm: mean_and_seeds(arms[arm], seeds, "em"),
-        "EX minus both tools": lambda arm: difference_of(
+        "EX": lambda arm: md.mean_and_seeds(arms[arm], seeds, "ex"),
+        "EM": lambda arm: md.mean_and_seeds(arms[arm], seeds, "em"),
+        "EX minus both tools": lambda arm: md.difference_of(
             paired_answers(arms[arm], arms.get(ABLATION[arm], {}))
         ),
     }
     note = (
-        f"In %: mean over seeds (seeds {listed(seeds)}). Last column: the difference to the agent with both "
-        "tools, in points with 95 % interval."
+        f"In %: mean over seeds (seeds {md.listed(seeds)}). Last column: the difference to the agent with "
+        "both tools, in points with 95 % interval."
     )
-    made = made_by_arm(arms, ("rl_no_memory", "rl_no_execution"))
+    made = md.made_by_arm(arms, ("rl_no_memory", "rl_no_execution"))
     return _table_by_arm(_finished(arms, ABLATION), columns, note, made)
 
 
@@ -113,7 +100,7 @@ def coverage_table(
 
     def row(text: str, number: Callable[[Sequence[dict]], float | None]) -> list[str]:
         found = {seed: n for seed, rounds in coverage.items() if (n := number(rounds)) is not None}
-        return [text, *(decimal(n, 0) for n in (fmean(found.values()), *map(found.get, seeds)))]
+        return [text, *(md.decimal(n, 0) for n in (fmean(found.values()), *map(found.get, seeds)))]
 
     def covered(number: int) -> Callable[[Sequence[dict]], float | None]:
         return lambda rounds: next((r["questions_covered"] for r in rounds if r["round"] == number), None)
@@ -124,7 +111,7 @@ def coverage_table(
         row("trajectories after the last round", lambda rounds: rounds[-1]["trajectories"]),
     ]
     header = ["Number of", "mean", *(f"seed {seed}" for seed in seeds)]
-    return table(header, rows, made_by("all rows", *command) if command else "")
+    return md.table(header, rows, md.made_by("all rows", *command) if command else "")
 
 
 def latency_table(arms: Arms) -> str:
@@ -137,7 +124,7 @@ def latency_table(arms: Arms) -> str:
         "interactions an answer": _mean(arms, "interactions", places=2),
     }
     note = "Means over seeds. Latency is of one question at a time."
-    return _table_by_arm(_finished(arms, STAGES), columns, note, made_by_arm(arms, (FINAL, *STAGES)))
+    return _table_by_arm(_finished(arms, STAGES), columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 
 
 def breakdown_tables(arms: Arms) -> str:
@@ -158,14 +145,14 @@ def breakdown_tables(arms: Arms) -> str:
         rows = _table_by_arm(_finished(arms, MAIN_STAGES), columns)
         paragraphs += [f"{title}, means over seeds:", rows]
     note = "In parentheses the number of questions. The command below makes a row of all three tables."
-    return joined(*paragraphs, note, made_by_arm(arms, (FINAL, *MAIN_STAGES))) if groups else ""
+    return md.joined(*paragraphs, note, md.made_by_arm(arms, (FINAL, *MAIN_STAGES))) if groups else ""
 
 
 def abilities_table(arms: Arms) -> str:
     """The five abilities of section 4.3, greedy and at temperature 1."""
 
     def cell(greedy: Cell, sampled: Cell) -> Cell:
-        return lambda arm: greedy(arm) + (f" ({sampled(arm)})" if sampled(arm) != EMPTY else "")
+        return lambda arm: greedy(arm) + (f" ({sampled(arm)})" if sampled(arm) != md.EMPTY else "")
 
     greedy, sampled = (ability_keys(is_sampled) for is_sampled in (False, True))
     columns = {
@@ -173,7 +160,7 @@ def abilities_table(arms: Arms) -> str:
         for text in greedy
     }
     note = "In %, from 0 to 100, means over seeds: greedy, and in parentheses sampled at temperature 1."
-    made = made_by_arm(arms, (FINAL, *LONG_HORIZON))
+    made = md.made_by_arm(arms, (FINAL, *LONG_HORIZON))
     return _table_by_arm(_finished(arms, LONG_HORIZON), columns, note, _correlations(arms), made)
 
 
@@ -198,7 +185,7 @@ def errors_table(arms: Arms) -> str:
     kinds = list(dict.fromkeys(kind for summary in summaries for kind in summary["errors"]))
     columns = {kind.replace("_", " "): _mean(arms, "errors", kind, scale=100) for kind in kinds}
     note = "In % of all questions, means over seeds. A wrong answer can show several kinds."
-    return _table_by_arm(_finished(arms, STAGES), columns, note, made_by_arm(arms, (FINAL, *STAGES)))
+    return _table_by_arm(_finished(arms, STAGES), columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 
 
 def snowball_table(arms: Arms) -> str:
@@ -213,16 +200,16 @@ def snowball_table(arms: Arms) -> str:
         for text, side in (("gold", gold), ("predicted", predicted)):
             shared = {seed: side[seed] for seed in both}
             keys = [("ex", "mean"), *(("ex", "by_turn", turn) for turn in TURNS)]
-            rows.append([_label(arm), text, *(percent(mean_over_seeds(shared, *k)) for k in keys)])
+            rows.append([_label(arm), text, *(md.percent(mean_over_seeds(shared, *k)) for k in keys)])
         by_turn = [[a for a in differences if turn_name(a.record["turn_index"]) == t] for t in TURNS]
-        rows.append(["", "difference", *map(difference_of, (differences, *by_turn))])
+        rows.append(["", "difference", *map(md.difference_of, (differences, *by_turn))])
     header = ["Arm", "history", "all turns", *(f"turn {t}" for t in TURNS)]
     note = (
         "EX in %, means over the seeds that have both. Difference: predicted minus gold in points, with 95 % "
         "interval. If it falls from turn to turn, errors snowball."
     )
-    made = made_by_arm(arms, (f"{arm}_predicted" for arm in reversed(SNOWBALL)))
-    return table(header, rows, note, made)
+    made = md.made_by_arm(arms, (f"{arm}_predicted" for arm in reversed(SNOWBALL)))
+    return md.table(header, rows, note, made)
 
 
 def cap_table(arms: Arms) -> str:
@@ -233,21 +220,21 @@ def cap_table(arms: Arms) -> str:
     rows = [
         [
             f"`{arm}`",
-            decimal(caps.get(arm, uncapped), 0),
-            *(percent(mean_over_seeds(arms[arm], metric, "mean")) for metric in ("ex", "em")),
-            percent(mean_over_seeds(arms[arm], "status", Status.OUT_OF_TOKENS)),
-            decimal(mean_over_seeds(arms[arm], "response_tokens")),
+            md.decimal(caps.get(arm, uncapped), 0),
+            *(md.percent(mean_over_seeds(arms[arm], metric, "mean")) for metric in ("ex", "em")),
+            md.percent(mean_over_seeds(arms[arm], "status", Status.OUT_OF_TOKENS)),
+            md.decimal(mean_over_seeds(arms[arm], "response_tokens")),
         ]
         for arm in (*_finished(arms, (FINAL,)), *reversed(names))
     ]
     header = ["Arm", "cap, tokens", "EX (%)", "EM (%)", "cut by a limit (%)", "response tokens an answer"]
-    return table(header, rows, "Means over seeds.", made_by_arm(arms, (*names, FINAL))) if caps else ""
+    return md.table(header, rows, "Means over seeds.", md.made_by_arm(arms, (*names, FINAL))) if caps else ""
 
 
 def _table_by_arm(names: Iterable[str], columns: Mapping[str, Cell], *notes: str) -> str:
     """One row an arm."""
     rows = [[_label(arm), *(cell(arm) for cell in columns.values())] for arm in names]
-    return table(["Arm", *columns], rows, *notes)
+    return md.table(["Arm", *columns], rows, *notes)
 
 
 def _finished(arms: Arms, names: Iterable[str]) -> list[str]:
@@ -256,12 +243,7 @@ def _finished(arms: Arms, names: Iterable[str]) -> list[str]:
 
 def _mean(arms: Arms, *keys: str, scale: float = 1, places: int = 1) -> Cell:
     """The mean over seeds of a number of the summaries."""
-
-    def cell(arm: str) -> str:
-        mean = mean_over_seeds(arms[arm], *keys)
-        return decimal(None if mean is None else scale * mean, places)
-
-    return cell
+    return lambda arm: md.decimal(mean_over_seeds(arms[arm], *keys, scale=scale), places)
 
 
 def _label(arm: str) -> str:

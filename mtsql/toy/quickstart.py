@@ -11,6 +11,7 @@ import json
 from itertools import accumulate
 from pathlib import Path
 
+from mtsql.config import user_errors
 from mtsql.experiments.arms import measure_of, paired_answers, read_evaluation
 from mtsql.experiments.markdown import difference_of
 from mtsql.files import write_atomically
@@ -99,4 +100,4 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    user_errors(main)

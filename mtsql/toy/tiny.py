@@ -37,7 +37,7 @@ MARKUP_TOKENS = (
     "<memory_verify>pass</memory_verify>\n", "<memory_verify>no_pass</memory_verify>\n",
 )  # fmt: skip
 
-# Aliases (t1.), all-capital words, words with their blank, parts after an underscore, digits, signs
+# Aliases (t1.), all-capital words, words with their blank, what follows an underscore, digits, signs
 # with the marks that follow them, white space.
 _PIECES = (
     rf" ?t\d\.?{GLUE}?| ?(?:{CAPITAL} [a-z]){{2,}}| [a-z]+|_[a-z]+| ?[0-9]{{1,2}}"
