@@ -254,6 +254,8 @@ def test_wrong_input_is_one_sentence(evaluated, tmp_path, monkeypatch, capsys):
     path.write_text("{\n")
     with pytest.raises(UserError, match="line 1"):
         read_wrong(path, dataset)
+    with pytest.raises(UserError, match="is not a file"):
+        read_wrong(path.with_name("nowhere.jsonl"), dataset)
     path.write_text(json.dumps(row) + "\n")
     arguments = [str(path), "--data", config.data, "--tables", config.tables, "--databases", config.databases]
     arguments += ["--model", "referee", "--out", str(out), "--key-variable", "MY_KEY", "--address"]

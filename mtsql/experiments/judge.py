@@ -150,6 +150,8 @@ def read_wrong(path: Path, dataset: Dataset) -> list[tuple[dict, Example]]:
 
     Raises UserError, with the line, for what is no such record, or not of this dataset.
     """
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; give the predictions.jsonl of an evaluation")
     asked = {example.id: example for example in examples(dataset.dialogues)}
     wrong = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -2,12 +2,10 @@
 
 `python -m mtsql.toy.imitation --config configs/toy.toml` writes an ordinary Hugging Face folder.
 
-The scripted agent knows the SQL and uses its tools unevenly: its first query is often wrong, in a way
-that the database or the memory reveals, it often skips a tool, and notices only sometimes what a tool
-shows. So its most likely behaviour is flawed, as an untrained base model's is, while its SQL skill is not.
-It plays in the real environment: observations, tokens and loss masks are those of the recipe. Beside its
-demonstrations stand repair lessons: what to write once a fault is noticed, without teaching to notice it.
-Before all else, and beside the rest, come exercises on random words (`mtsql.toy.exercises`).
+The scripted agent (`mtsql.toy.scripted_agent`) knows the SQL and uses its tools unevenly. So the model's most
+likely behaviour is flawed, as an untrained base model's is, while its SQL skill is not. Beside demonstrations
+stand repair lessons: what to write once a fault is noticed, without teaching to notice it. Before all else,
+and beside the rest, come exercises on random words (`mtsql.toy.exercises`).
 """
 
 from __future__ import annotations
