@@ -19,14 +19,14 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 
 from __future__ import annotations
 
-import argparse
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from mtsql.config import user_errors
-from mtsql.experiments.page import write_page
-from mtsql.parts import Part, hardware, run_part
+from mtsql.errors import UserError
+from mtsql.experiments.suite import run_suite, suite_parser
+from mtsql.experiments.suite_page import write_suite_page
+from mtsql.parts import Part
 
 
 class Suite(NamedTuple):
@@ -121,57 +121,34 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
 
 def main() -> None:
     """Run what is missing, then write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = suite_parser(__doc__, "runs/suite")
     parser.add_argument("--suite", choices=SUITES, required=True, help="benchmark")
-    parser.add_argument("--out", type=Path, default=Path("runs/suite"), help="run folder [runs/suite]")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds [0 1 2]")
     parser.add_argument("--data", default="", help="SParC or CoSQL folder; the toy benchmark is made")
     parser.add_argument("--other", default="", help="folder of the other of the two, for out of domain")
     parser.add_argument("--model", default="", help="base model; the toy's is made")
     parser.add_argument("--config", default="", help="settings, if not those of the suite")
-    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
-    parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
     chosen = parser.parse_args()
-    toy = chosen.suite == "toy"
-    if toy and (chosen.data or chosen.other):
-        parser.error("--suite toy makes its own data; leave out --data and --other")
-    if not toy and not (chosen.data and chosen.model):
-        parser.error(f"--suite {chosen.suite} needs --data and --model")
-    suite = SUITES[chosen.suite]
-    suite = suite._replace(config=chosen.config or suite.config)
-    data, other = chosen.data, chosen.other
-    shared = shared_parts(chosen.out) if toy else []
-    if toy:
+    name, out, data, other = chosen.suite, chosen.out, chosen.data, chosen.other
+    suite = SUITES[name]._replace(config=chosen.config or SUITES[name].config)
+    shared = []
+    if name == "toy":
+        if data or other:
+            raise UserError("--suite toy makes its own data; leave out --data and --other")
+        shared = shared_parts(out)
         data, other = (str(part.done) for part in shared)
+    elif not (data and chosen.model):
+        raise UserError(f"--suite {name} needs --data and --model")
 
     def parts_of(seeds: list[int]) -> list[Part]:
-        each = (seed_parts(suite, data, other, chosen.model, chosen.out, seed) for seed in seeds)
+        each = (seed_parts(suite, data, other, chosen.model, out, seed) for seed in seeds)
         return [*shared, *(part for parts in each for part in parts)]
 
-    parts = parts_of(chosen.seeds)
-    if chosen.list:
-        for part in parts:
-            print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
-        return
-    if not chosen.page:
-        for part in parts:
-            run_part(*part)
-    begun = {int(folder.name[4:]) for folder in chosen.out.glob("seed*") if folder.name[4:].isdigit()}
-    seeds = sorted({*chosen.seeds, *begun})
-    page = write_page(
-        chosen.out,
-        seeds,
-        Path("docs/results"),
-        f"suite_{chosen.suite}",
-        f"MTSQL-R1's experiments on {chosen.suite}",
-        [(part.title, "python " + " ".join(part.command), part.done) for part in parts_of(seeds)],
-        hardware(),
-        datetime.now(UTC).date().isoformat(),
-        f"python reproduce.py --suite {chosen.suite} --seeds {' '.join(map(str, seeds))}",
-    )
-    print(f"\n{page}")
+    if run_suite(parts_of(chosen.seeds), chosen):
+        begun = {int(folder.name[4:]) for folder in out.glob("seed*") if folder.name[4:].isdigit()}
+        seeds = sorted({*chosen.seeds, *begun})
+        made_with = f"python reproduce.py --suite {name} --seeds {' '.join(map(str, seeds))}"
+        title, path = f"MTSQL-R1's experiments on {name}", Path(f"docs/results/suite_{name}.md")
+        print(f"\n{write_suite_page(out, path, title, seeds, parts_of(seeds), made_with)}")
 
 
 if __name__ == "__main__":

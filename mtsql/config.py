@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import (
     Annotated,
@@ -234,13 +234,7 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
             settings = load_recipe(recipe).SETTINGS
             values = {name: value for name, value in settings.items() if name in hints} | values
         for item in fields(cls):
-            kind, default = hints[item.name], values.get(item.name, item.default)
-            text = item.metadata["help"] + (f": {', '.join(allowed(kind))}" if allowed(kind) else "")
-            text += "" if default is MISSING else f" [{default}]"
-            how: dict[str, Any] = {"type": _plain(kind), "metavar": "X"}
-            if kind is bool:
-                how = {"action": argparse.BooleanOptionalAction}
-            parser.add_argument(_flag(item.name), default=None, help=text.replace("%", "%%"), **how)
+            add_option(parser, item, hints[item.name], values.get(item.name, item.default))
         given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
         given.pop("config", None)
         values |= given
@@ -254,6 +248,16 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     except UserError as error:
         parser.error(str(error))
     return cls(**values)
+
+
+def add_option(parser: argparse.ArgumentParser, item: Field, kind: Any, default: Any) -> None:
+    """A command-line option for a field, with type and default in its help; None where it is not given."""
+    text = item.metadata["help"] + (f": {', '.join(allowed(kind))}" if allowed(kind) else "")
+    text += "" if default is MISSING else f" [{default}]"
+    how: dict[str, Any] = {"type": _plain(kind), "metavar": "X"}
+    if kind is bool:
+        how = {"action": argparse.BooleanOptionalAction}
+    parser.add_argument(_flag(item.name), default=None, help=text.replace("%", "%%"), **how)
 
 
 def allowed(kind: Any) -> tuple[str, ...]:

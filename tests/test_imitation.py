@@ -15,7 +15,7 @@ from mtsql.agent.tools import make_tools
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
 from mtsql.toy.exercises import copying_exercise, repair_exercise
-from mtsql.toy.imitation import repair_lesson
+from mtsql.toy.scripted_agent import repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
 
 

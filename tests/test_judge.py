@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from conftest import GOLD, QUESTION
 
-from mtsql.config import user_errors
+from mtsql.config import DataOptions, user_errors
+from mtsql.errors import UserError
 from mtsql.experiments.judge import Judge, JudgeError, judge_predictions, main, parse_kinds, read_wrong
-from mtsql.run import Common, load_split
+from mtsql.run import load_split
 
 KEY = "sk-secret-of-the-test"
 FIRST = "SELECT count(*) FROM singer"
@@ -96,7 +97,7 @@ def evaluated(tiny, tmp_path):
     ]
     path = tmp_path / "predictions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = Common(
+    config = DataOptions(
         data=str(tmp_path / "dev.json"),
         out="",
         tables=str(tiny.folder / "tables.json"),
@@ -190,7 +191,7 @@ def test_a_run_that_stops_goes_on_where_it_stopped(evaluated, serve, tmp_path, m
     wrong, out = read_wrong(path, dataset), tmp_path / "judged.jsonl"
     server = serve(kinds("aggregation"), (400, "context too long"))
     monkeypatch.setattr("mtsql.experiments.judge.MAX_FAILURES", 2)
-    with pytest.raises(ValueError, match=r"2 requests in a row failed: .*context too long.*goes on"):
+    with pytest.raises(UserError, match=r"2 requests in a row failed: .*context too long.*goes on"):
         judge_predictions(server.judge(), wrong, dataset, out)
     assert [r["kinds"] for r in lines_of(out)] == [["aggregation"], None, None]
     with out.open("a") as file:
@@ -235,10 +236,10 @@ def test_wrong_input_is_one_sentence(evaluated, tmp_path, monkeypatch, capsys):
         "model": "another",
     }
     out.write_text(json.dumps(judged) + "\n")
-    with pytest.raises(ValueError, match="judgements by another"):
+    with pytest.raises(UserError, match="judgements by another"):
         judge_predictions(Judge("", "referee"), wrong, dataset, out)
     out.write_text(json.dumps({**judged, "predicted": "SELECT 1"}) + "\n")
-    with pytest.raises(ValueError, match="something else"):
+    with pytest.raises(UserError, match="something else"):
         judge_predictions(Judge("", "another"), wrong, dataset, out)
     row = json.loads(path.read_text().splitlines()[0])
     for change, message in (
@@ -248,11 +249,13 @@ def test_wrong_input_is_one_sentence(evaluated, tmp_path, monkeypatch, capsys):
         ({"gold_problem": "does not run"}, "no wrong prediction"),
     ):
         path.write_text(json.dumps({**row, **change}) + "\n")
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             read_wrong(path, dataset)
     path.write_text("{\n")
-    with pytest.raises(ValueError, match="line 1"):
+    with pytest.raises(UserError, match="line 1"):
         read_wrong(path, dataset)
+    with pytest.raises(UserError, match="is not a file"):
+        read_wrong(path.with_name("nowhere.jsonl"), dataset)
     path.write_text(json.dumps(row) + "\n")
     arguments = [str(path), "--data", config.data, "--tables", config.tables, "--databases", config.databases]
     arguments += ["--model", "referee", "--out", str(out), "--key-variable", "MY_KEY", "--address"]

@@ -14,11 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.cache import cache_bytes_per_token
-from mtsql.config import user_errors
+from mtsql.config import GrpoConfig, user_errors
 from mtsql.errors import UserError
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.optimizer import make_optimizer
 from mtsql.planner import footprint, plan
+from mtsql.planner.plan import read_config
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 64, 160, 3, 4, 2, 16
@@ -44,11 +45,16 @@ def tiny_shape() -> Qwen3Config:
     )  # fmt: skip
 
 
+def plan_config(**options) -> GrpoConfig:
+    """The options of train_grpo.py."""
+    return GrpoConfig(**{"data": "", "out": "", "model": ""} | options)
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> footprint.PlanConfig:
+def tiny(tmp_path_factory) -> GrpoConfig:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_shape().save_pretrained(folder)
-    return footprint.PlanConfig(
+    return plan_config(
         model=str(folder),
         lora_rank=4,
         micro_batch_positions=600,
@@ -60,7 +66,7 @@ def tiny(tmp_path_factory) -> footprint.PlanConfig:
     )
 
 
-def real_model(config: footprint.PlanConfig) -> torch.nn.Module:
+def real_model(config: GrpoConfig) -> torch.nn.Module:
     """What `footprint.build_model` builds, with weights, on the CPU."""
     model = Qwen3ForCausalLM._from_config(tiny_shape(), attn_implementation="sdpa")
     if config.lora_rank:
@@ -83,7 +89,7 @@ def test_counts_by_hand(tiny):
 
 
 def test_qwen3_has_its_published_size():
-    config = footprint.PlanConfig(model="Qwen/Qwen3-1.7B", dtype="bfloat16", lora_rank=32)
+    config = plan_config(model="Qwen/Qwen3-1.7B", dtype="bfloat16", lora_rank=32)
     model = footprint.build_model(config)
     assert footprint.state_bytes(model, config)["weights"] == 2 * 1_720_574_976
     assert cache_bytes_per_token(model) == 28 * 2 * 8 * 128 * 2
@@ -217,7 +223,7 @@ def test_cache_holds_powers_of_two_of_whole_rows(tiny):
 @pytest.mark.parametrize("name", ["sparc_qwen3_1.7b_lora_24gb", "sparc_qwen3_4b_qlora_24gb"])
 def test_shipped_settings_fit_24_gib(name):
     path = str(ROOT / "configs" / f"{name}.toml")
-    config = plan.read_config(path, "grpo", {})
+    config = read_config(path, "grpo", {})
     assert (config.max_prompt_tokens, config.max_response_tokens, config.samples_per_prompt) == (
         4000,
         8000,
@@ -225,7 +231,7 @@ def test_shipped_settings_fit_24_gib(name):
     )
     assert config.lora_rank == 32
     assert 8 < plan.make_plan(config).peak / footprint.GIB < 22
-    warm_start = plan.read_config(path, "sft", {})
+    warm_start = read_config(path, "sft", {})
     assert (warm_start.samples_per_prompt, warm_start.layout) == (1, "packed")
     assert plan.make_plan(warm_start).peak / footprint.GIB < 22
 
@@ -245,7 +251,7 @@ def test_advice_turns_knobs_until_it_fits(tiny):
 
 
 def test_cache_is_advised_in_gib():
-    config = footprint.PlanConfig(
+    config = plan_config(
         model="Qwen/Qwen3-0.6B", dtype="bfloat16", lora_rank=8, gradient_checkpointing=True, rows=64,
         max_prompt_tokens=200, max_response_tokens=800, micro_batch_positions=1000,
     )  # fmt: skip
@@ -284,7 +290,7 @@ def test_command_says_whether_it_fits(tiny, monkeypatch, capsys):
         (["--config", "missing.toml"], "missing.toml does not exist"),
         (["--model", "Qwen/Qwen3-4B", "--quantise", "nf4"], "give --lora-rank above 0"),
         (["--layout", "piled"], "layout piled is unknown; choose from shared, packed, rows"),
-        (["--rows", "0"], "rows should be positive"),
+        (["--rows", "0"], "--rows should be at least 1, not 0"),
         (["--max-sequence-tokens", "4000"], "leaves no room for a response"),
         (["--gpu-memory", "-1"], "should be positive"),
     ],
@@ -299,7 +305,7 @@ def test_types_in_the_file_are_checked(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[common]\nrows = "many"\n')
     with pytest.raises(UserError, match="rows should be int, not 'many'"):
-        plan.read_config(str(path), "grpo", {})
+        read_config(str(path), "grpo", {})
     path.write_text("[common]\nrows = \n")
     with pytest.raises(UserError, match="is not valid TOML"):
-        plan.read_config(str(path), "grpo", {})
+        read_config(str(path), "grpo", {})

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 from test_tokens import CHATML, QWEN3, character_tokenizer
 from transformers import AutoTokenizer
 
-from evaluate import EvaluateConfig
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
-from mtsql.config import load_config, user_errors
+from mtsql.config import EvaluateConfig, read_options, user_errors
 from mtsql.data.datasets import Dataset, examples, load_dataset
-from mtsql.experiments.prompt_lengths import main, measure_prompts, summarise_lengths, summarise_prompts
+from mtsql.experiments.prompt_lengths import (
+    LengthsConfig,
+    main,
+    measure_prompts,
+    summarise_lengths,
+    summarise_prompts,
+)
 from mtsql.recipes import RECIPES
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
@@ -71,7 +75,7 @@ def test_percentiles_are_lengths_that_occur():
 
 
 @pytest.fixture
-def command(tiny, data, tmp_path, monkeypatch):
+def command(tiny, data, tmp_path):
     """Call the command line with some options changed."""
     tiny.tokens.tokenizer.save_pretrained(tmp_path / "tokenizer")
     options = {
@@ -81,8 +85,7 @@ def command(tiny, data, tmp_path, monkeypatch):
 
     def call(changed: dict[str, object]) -> None:
         words = [str(w) for pair in (options | changed).items() for w in pair]
-        monkeypatch.setattr(sys, "argv", ["prompt_lengths", *words])
-        user_errors(main)
+        user_errors(main, read_options(LengthsConfig, "", words))
 
     return call
 
@@ -104,7 +107,7 @@ def test_recipes_are_measured_as_they_are_played(name, command, data, tmp_path, 
     written = json.loads((tmp_path / "lengths.json").read_text())
     options = ["--data", data, "--tables", tiny.folder / "tables.json", "--allow-missing", "--recipe", name]
     options += ["--databases", tiny.folder / "database", "--model", "", "--out", ""]
-    config = load_config(EvaluateConfig, "evaluate", "", [str(option) for option in options])
+    config = read_options(EvaluateConfig, "", [str(option) for option in options])
     dataset = load_split(config, "dev")
     played = make_environment(config, dataset, tiny.tokens, config.tools)
     lengths = [played.episodes(e, [0])[0].trajectory.prompt_length for e in examples(dataset.dialogues)]
@@ -114,13 +117,13 @@ def test_recipes_are_measured_as_they_are_played(name, command, data, tmp_path, 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"--data": "nowhere.json"}, "nowhere.json does not exist"),
-        ({"--tables": "nowhere.json"}, "nowhere.json does not exist"),
-        ({"--databases": "nowhere"}, "nowhere holds none of the databases"),
+        ({"--data": "nowhere.json"}, "nowhere.json has no dev split"),
+        ({"--tables": "nowhere.json"}, "nowhere.json is not a file"),
+        ({"--databases": "nowhere"}, "nowhere is not a folder"),
         ({"--tokenizer": "./nowhere"}, "nowhere is not a folder"),
-        ({"--max-prompt-tokens": 0}, "--max-prompt-tokens should be positive, not 0"),
-        ({"--recipe": "sparc_sql"}, "argument --recipe: invalid choice: 'sparc_sql' (choose from"),
-        ({"--history": "predicted"}, "argument --history: invalid choice"),
+        ({"--max-prompt-tokens": 0}, "--max-prompt-tokens should be at least 1, not 0"),
+        ({"--recipe": "sparc_sql"}, "--recipe sparc_sql is unknown; choose from"),
+        ({"--history": "predicted"}, "--history predicted is unknown"),
     ],
 )
 def test_wrong_input_is_one_sentence(command, capsys, changed, sentence):

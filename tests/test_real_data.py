@@ -22,7 +22,7 @@ from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.report.chat import chat_record
 from mtsql.run import load_split, make_environment, make_scorer
-from mtsql.toy.imitation import ATTENTIVE, demonstrate
+from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
 QUESTIONS = 110

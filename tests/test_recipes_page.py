@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from test_page import cells, section, write_arm
 
-from evaluate import EvaluateConfig
-from mtsql.commands.curriculum import CurriculumConfig
-from mtsql.config import load_config
+from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, read_options
 from mtsql.experiments.compare_recipes import CONFIG, seed_parts, start_parts
-from mtsql.experiments.recipes_page import data_efficiency, write_recipes_page
+from mtsql.experiments.recipes_page import write_recipes_page
+from mtsql.parts import Part
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.toy.imitation import ImitationConfig
-from train_grpo import GrpoConfig
 
 SCRIPTS = {
-    "mtsql.commands.curriculum": (CurriculumConfig, "curriculum"),
-    "train_grpo.py": (GrpoConfig, "grpo"),
-    "evaluate.py": (EvaluateConfig, "evaluate"),
-    "mtsql.toy.imitation": (ImitationConfig, "imitation"),
+    "mtsql.commands.curriculum": CurriculumConfig,
+    "train_grpo.py": GrpoConfig,
+    "evaluate.py": EvaluateConfig,
+    "mtsql.toy.imitation": ImitationConfig,
 }
 
 
@@ -29,8 +26,7 @@ def test_commands_are_valid_and_in_order():
     made, configs = set(), {}
     for part in start_parts(Path("runs"), CONFIG)[1:] + seed_parts(Path("runs"), CONFIG, 3):
         words = part.command[1:] if part.command[0] == "-m" else part.command
-        cls, section_name = SCRIPTS[words[0]]
-        config = load_config(cls, section_name, "", words[1:])
+        config = read_options(SCRIPTS[words[0]], "", words[1:])
         assert config.seed == (0 if part.title in ("imitation", "curriculum") else 3), part.title
         assert config.data == "runs/benchmark"
         assert part.title == "imitation" or config.model in made, part.title
@@ -48,7 +44,7 @@ def test_commands_are_valid_and_in_order():
     )
     assert configs["skyrl_sql_single"].tools == configs["evaluate skyrl_sql_single_rl"].tools == "none"
     assert configs["sql_trail_single"].weights == "turns=0" and configs["sql_trail"].weights == ""
-    assert configs["sql_trail_single"].max_interactions == 0
+    assert configs["sql_trail_single"].max_interactions == 1
     assert configs["skyrl_sql"].tools == "no_memory"
     assert (configs["sql_trail"].rewards, configs["sql_trail_execution"].rewards) == ("", "execution")
     assert configs["evaluate skyrl_sql_rl_names"].schema == "names"
@@ -67,10 +63,8 @@ def test_page_by_hand(tmp_path: Path):
     run = {"command": ["train_grpo.py"], "config": {"steps": 5, "prompts_per_step": 100}}
     (runs / "seed0" / "skyrl_sql" / "run.json").write_text(json.dumps(run))
     done = runs / "seed0" / "evaluation" / "mtir_sql_rl" / "summary.json"
-    commands = [("evaluate mtir_sql_rl", "python evaluate.py --seed 0", done)]
-    page = write_recipes_page(
-        runs, (0, 1), tmp_path, "2 cores", "2026-01-02", "python x", commands
-    ).read_text()
+    parts = [Part("evaluate mtir_sql_rl", ["evaluate.py", "--seed", "0"], done)]
+    page = write_recipes_page(runs, tmp_path / "recipes.md", (0, 1), parts, "python x").read_text()
     assert "`mtir_sql_rl` (seed 0)" in page.partition("## ")[0]
     # 4/6 - 1/6 of 500 questions: both dialogues gain, 1 and 2 of 3.
     before = cells(section(page, "Before and after RL"), "SkyRL-SQL")
@@ -91,11 +85,3 @@ def test_page_by_hand(tmp_path: Path):
     assert {(r["arm"], r["seed"]) for r in raw} == {
         (f"skyrl_sql_{a}", 0) for a in ("base", "rl", "single_rl")
     }
-
-
-def test_data_efficiency_is_that_of_table_1():
-    """Spider-test and BIRD-dev of SQL-R1-3B, 5k questions, and SQL-Trail-7B, counted there as 2,000."""
-    assert data_efficiency(0.751, 0.765, 5000) == pytest.approx(0.28)
-    assert data_efficiency(0.452, 0.484, 5000) == pytest.approx(0.64)
-    assert data_efficiency(0.822, 0.860, 2000) == pytest.approx(1.90)
-    assert data_efficiency(0.866, 0.861, 5000) < 0

@@ -7,21 +7,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from evaluate import EvaluateConfig
-from mtsql.commands.curriculum import CurriculumConfig
-from mtsql.config import load_config
+from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, read_options
 from mtsql.parts import minutes_of, run_part
 from mtsql.toy.imitation import ImitationConfig
 from reproduce import SUITES, seed_parts
-from train_grpo import GrpoConfig
-from train_sft import SftConfig
 
 SCRIPTS = {
-    "train_sft.py": (SftConfig, "sft"),
-    "train_grpo.py": (GrpoConfig, "grpo"),
-    "evaluate.py": (EvaluateConfig, "evaluate"),
-    "mtsql.toy.imitation": (ImitationConfig, "imitation"),
-    "mtsql.commands.curriculum": (CurriculumConfig, "curriculum"),
+    "train_sft.py": SftConfig,
+    "train_grpo.py": GrpoConfig,
+    "evaluate.py": EvaluateConfig,
+    "mtsql.toy.imitation": ImitationConfig,
+    "mtsql.commands.curriculum": CurriculumConfig,
 }
 
 
@@ -31,8 +27,7 @@ def configs(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     found = {}
     for part in seed_parts(SUITES[name], "data", "other", model, Path("runs/x"), 3):
         words = part.command[1:] if part.command[0] == "-m" else part.command
-        cls, section = SCRIPTS[words[0]]
-        found[part.title] = (load_config(cls, section, "", words[1:]), part.done)
+        found[part.title] = (read_options(SCRIPTS[words[0]], "", words[1:]), part.done)
     return found
 
 

@@ -18,7 +18,7 @@ from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.run import load_split, make_environment, make_scorer
 from mtsql.toy import benchmark as toy
-from mtsql.toy.imitation import ATTENTIVE, demonstrate
+from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
 SPIDER = {"db_id": "music", "question": QUESTION, "query": GOLD, "sql": {"limit": None}, "query_toks": []}

@@ -12,6 +12,7 @@ from statistics import fmean
 import pytest
 
 from mtsql.data.datasets import examples, load_dataset
+from mtsql.errors import UserError
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
@@ -65,7 +66,7 @@ def test_same_seed_same_bytes_other_seed_others(tmp_path, monkeypatch, style):
     for file in files:
         assert filecmp.cmp(tmp_path / "a" / file, tmp_path / "b" / file, shallow=False)
     assert not filecmp.cmp(tmp_path / "a" / "train.json", tmp_path / "c" / "train.json", shallow=False)
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         toy.write_benchmark(tmp_path / "a", 1)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from mtsql.report.abilities import ABILITIES
 from mtsql.report.metrics import bootstrap_interval
 
 RESAMPLES = 2000  # as in bootstrap_interval
@@ -50,21 +51,23 @@ Measure: TypeAlias = Callable[[dict], float | None]  # of a record
 
 
 def read_arms(runs: Path, seeds: Sequence[int]) -> dict[str, dict[int, Evaluation]]:
-    """The finished evaluations below runs/seed<S>/evaluation, by arm and seed.
-
-    One is finished once its summary and predictions are there; one that is still written is left out.
-    """
+    """The finished evaluations below runs/seed<S>/evaluation, by arm and seed."""
     arms: dict[str, dict[int, Evaluation]] = {}
     for seed in seeds:
         for path in sorted((runs / f"seed{seed}" / "evaluation").glob("*/summary.json")):
-            folder = path.parent
-            summary, run = read_json(path), read_json(folder / "run.json") or {}
-            records = _read_lines(folder / "predictions.jsonl")
-            if summary and len(records) == summary["questions"]:
-                arms.setdefault(folder.name, {})[seed] = Evaluation(
-                    summary, records, _command(run), run.get("config", {}).get("max_response_tokens")
-                )
+            evaluation = read_evaluation(path.parent)
+            if evaluation:
+                arms.setdefault(path.parent.name, {})[seed] = evaluation
     return arms
+
+
+def read_evaluation(folder: Path) -> Evaluation | None:
+    """The evaluation in a folder; None while its summary or predictions are not there or not whole."""
+    summary, run = read_json(folder / "summary.json"), read_json(folder / "run.json") or {}
+    records = read_json(folder / "predictions.jsonl", lambda text: list(map(json.loads, text.splitlines())))
+    if not summary or len(records or []) != summary["questions"]:
+        return None
+    return Evaluation(summary, records, _command(run), run.get("config", {}).get("max_response_tokens"))
 
 
 def read_coverage(runs: Path, seeds: Sequence[int]) -> dict[int, list[dict]]:
@@ -73,11 +76,11 @@ def read_coverage(runs: Path, seeds: Sequence[int]) -> dict[int, list[dict]]:
     return {seed: found for seed, found in rounds.items() if found}
 
 
-def read_logs(runs: Path, seeds: Sequence[int], part: str, file: str) -> dict[int, list[dict[str, float]]]:
-    """The rows of runs/seed<S>/<part>/<file> by seed; an empty cell and a line cut off are left out."""
+def read_logs(runs: Path, seeds: Sequence[int], run: str, file: str) -> dict[int, list[dict[str, float]]]:
+    """The rows of runs/seed<S>/<run>/<file> by seed; an empty cell and a line cut off are left out."""
     logs = {}
     for seed in seeds:
-        path = runs / f"seed{seed}" / part / file
+        path = runs / f"seed{seed}" / run / file
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as lines:
                 rows = [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
@@ -85,19 +88,12 @@ def read_logs(runs: Path, seeds: Sequence[int], part: str, file: str) -> dict[in
     return {seed: rows for seed, rows in logs.items() if rows}
 
 
-def read_json(path: Path) -> dict | list | None:
-    """None if the file is not there, or not whole yet."""
+def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
+    """What a file holds, None if it is not there, or not whole yet."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-
-
-def _read_lines(path: Path) -> list[dict]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (FileNotFoundError, json.JSONDecodeError):
-        return []
 
 
 def _command(run: dict) -> str:
@@ -105,19 +101,39 @@ def _command(run: dict) -> str:
     return "python " + shlex.join(run["command"]) if "command" in run else ""
 
 
-def command_of(runs: Path, seeds: Sequence[int], part: str) -> tuple[int, str] | None:
-    """The first seed whose run.json of a part of training is there, and its command."""
+def command_of(runs: Path, seeds: Sequence[int], name: str) -> tuple[int, str] | None:
+    """The first seed whose training of this name has its run.json, and its command."""
     for seed in seeds:
-        run = read_json(runs / f"seed{seed}" / part / "run.json")
+        run = read_json(runs / f"seed{seed}" / name / "run.json")
         if run:
             return seed, _command(run)
     return None
 
 
-def mean_over_seeds(seeds: Seeds, number: Callable[[dict], float | None]) -> float | None:
-    """The mean of a number of the summaries; None if none has it."""
-    found = [n for e in seeds.values() if (n := number(e.summary)) is not None]
-    return fmean(found) if found else None
+def look_up(summary: dict, *keys: str) -> float | None:
+    """The number below these keys, None if it is not there."""
+    found: Any = summary
+    for key in keys:
+        found = found.get(key) if found else None
+    return found
+
+
+def mean_over_seeds(seeds: Seeds, *keys: str, scale: float = 1) -> float | None:
+    """The mean of a number of the summaries, by its keys, times `scale`; None if none has it."""
+    found = [n for e in seeds.values() if (n := look_up(e.summary, *keys)) is not None]
+    return scale * fmean(found) if found else None
+
+
+def breakdown_keys(quantity: str, by: str) -> tuple[str, ...]:
+    """Where a summary has EX, tokens or interactions by "turn" or by "hardness"."""
+    return ("ex", f"by_{by}") if quantity == "ex" else (f"{quantity}_by_{by}",)
+
+
+def ability_keys(sampled: bool) -> dict[str, tuple[str, ...]]:
+    """Where a summary has the five abilities and EX, greedy or at temperature 1."""
+    suffix = "_sampled" if sampled else ""
+    keys = {text: (f"abilities{suffix}", ability) for ability, text in ABILITIES.items()}
+    return keys | {"EX": ("ex_sampled",) if sampled else ("ex", "mean")}
 
 
 class Answer(NamedTuple):
@@ -143,7 +159,15 @@ def answers(seeds: Seeds, measure: Measure) -> list[Answer]:
     return [Answer(*found) for found in measured if found[2] is not None]
 
 
-def paired_answers(better: Seeds, worse: Seeds, measure: Measure) -> list[Answer]:
+def measure_of(key: str) -> Measure:
+    """A number of a record, None if it has none."""
+    return lambda record: record.get(key)
+
+
+OF_EX = measure_of("ex")
+
+
+def paired_answers(better: Seeds, worse: Seeds, measure: Measure = OF_EX) -> list[Answer]:
     """`better` minus `worse` on each question that both measure, of the seeds that both have."""
     found = []
     for seed in sorted(better.keys() & worse.keys()):
@@ -163,10 +187,11 @@ def estimate(found: Sequence[Answer]) -> Difference | None:
     """
     if not found:
         return None
-    by_dialogue = _grouped((a.record["dialogue_id"], a.value) for a in found)
-    by_seed = {seed: fmean(values) for seed, values in _grouped((a.seed, a.value) for a in found).items()}
+    by_dialogue: dict[str, list[float]] = {}
+    for answer in found:
+        by_dialogue.setdefault(answer.record["dialogue_id"], []).append(answer.value)
     interval = bootstrap_interval(list(by_dialogue.values()))
-    return Difference(fmean(a.value for a in found), interval, by_seed)
+    return Difference(fmean(a.value for a in found), interval, _by_seed(found))
 
 
 def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | None:
@@ -176,28 +201,26 @@ def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | Non
     """
     if not more or not less:
         return None
-    names = list(dict.fromkeys(a.record["dialogue_id"] for a in (*more, *less)))
-    place = {name: i for i, name in enumerate(names)}
-    sums, counts = np.zeros((2, len(names))), np.zeros((2, len(names)))  # (kinds, dialogues)
+    places: dict[str, int] = {}
+    for answer in (*more, *less):
+        places.setdefault(answer.record["dialogue_id"], len(places))
+    sums, counts = np.zeros((2, len(places))), np.zeros((2, len(places)))  # (kinds, dialogues)
     for kind, group in enumerate((more, less)):
-        for answer in group:
-            sums[kind, place[answer.record["dialogue_id"]]] += answer.value
-            counts[kind, place[answer.record["dialogue_id"]]] += 1
-    drawn = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
+        at = [places[answer.record["dialogue_id"]] for answer in group]
+        np.add.at(sums[kind], at, [answer.value for answer in group])
+        np.add.at(counts[kind], at, 1)
+    drawn = np.random.default_rng(0).integers(len(places), size=(RESAMPLES, len(places)))
     drawn_sums, drawn_counts = sums[:, drawn].sum(-1), counts[:, drawn].sum(-1)  # (kinds, resamples)
     whole = drawn_counts.all(0)  # a resample may lack one kind
     means = drawn_sums[:, whole] / drawn_counts[:, whole]
     low, high = np.percentile(means[0] - means[1], [2.5, 97.5])
-    of_more, of_less = (_grouped((a.seed, a.value) for a in group) for group in (more, less))
-    return Difference(
-        fmean(a.value for a in more) - fmean(a.value for a in less),
-        (float(low), float(high)),
-        {s: fmean(of_more[s]) - fmean(of_less[s]) for s in sorted(of_more.keys() & of_less.keys())},
-    )
+    of_more, of_less = _by_seed(more), _by_seed(less)
+    by_seed = {s: of_more[s] - of_less[s] for s in sorted(of_more.keys() & of_less.keys())}
+    mean = fmean(a.value for a in more) - fmean(a.value for a in less)
+    return Difference(mean, (float(low), float(high)), by_seed)
 
 
-def _grouped(pairs: Iterable[tuple]) -> dict:
-    groups: dict = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
+def _by_seed(found: Sequence[Answer]) -> dict[int, float]:
+    """The mean of each seed."""
+    seeds = dict.fromkeys(a.seed for a in found)
+    return {seed: fmean(a.value for a in found if a.seed == seed) for seed in seeds}

@@ -13,13 +13,12 @@ command, `--page` writes docs/results/recipes.md of what is there.
 
 from __future__ import annotations
 
-import argparse
-from datetime import UTC, datetime
 from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.experiments.recipes_page import write_recipes_page
-from mtsql.parts import Part, hardware, run_part
+from mtsql.experiments.suite import run_suite, suite_parser
+from mtsql.parts import Part
 from mtsql.recipes import RECIPES
 
 CONFIG = "configs/recipes.toml"
@@ -73,37 +72,17 @@ def seed_parts(out: Path, config: str, seed: int) -> list[Part]:
 
 def main() -> None:
     """Run what is missing, then write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/recipes"), help="run folder [runs/recipes]")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds [0 1 2]")
+    parser = suite_parser(__doc__, "runs/recipes")
     parser.add_argument("--config", default=CONFIG, help=f"settings [{CONFIG}]")
-    parser.add_argument("--pages", type=Path, default=Path("docs/results"), help="folder [docs/results]")
-    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
-    parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
     chosen = parser.parse_args()
     parts = start_parts(chosen.out, chosen.config)
     for seed in chosen.seeds:
         parts += seed_parts(chosen.out, chosen.config, seed)
-    if chosen.list:
-        for part in parts:
-            print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
-        return
-    if not chosen.page:
-        for part in parts:
-            run_part(*part)
-    page = write_recipes_page(
-        chosen.out,
-        chosen.seeds,
-        chosen.pages,
-        hardware(),
-        datetime.now(UTC).date().isoformat(),
-        f"python -m mtsql.experiments.compare_recipes --out {chosen.out} "
-        f"--seeds {' '.join(map(str, chosen.seeds))}",
-        [(part.title, "python " + " ".join(part.command), part.done) for part in parts],
-    )
-    print(f"\n{page}")
+    if run_suite(parts, chosen):
+        command = f"python -m mtsql.experiments.compare_recipes --out {chosen.out} --seeds"
+        made_with = " ".join([command, *map(str, chosen.seeds)])
+        page = Path("docs/results/recipes.md")
+        print(f"\n{write_recipes_page(chosen.out, page, chosen.seeds, parts, made_with)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -10,8 +10,13 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mtsql.experiments.arms import Arms, mean_over_seeds, read_logs
-from mtsql.report.abilities import ABILITIES
+from mtsql.experiments.arms import (
+    Arms,
+    ability_keys,
+    breakdown_keys,
+    mean_over_seeds,
+    read_logs,
+)
 from mtsql.report.metrics import HARDNESS, TURNS
 from mtsql.report.plots import save_figure
 
@@ -46,14 +51,13 @@ def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, na
     """Write folder/<name>_<figure>.png of every figure there are numbers for; returns figure -> path."""
     training = {run: read_logs(runs, seeds, run, "metrics.csv") for run in TRAINING_RUNS}
     dev = {run: read_logs(runs, seeds, run, "dev.csv") for run in DEV_RUNS}
+    dev_panels = {"ex": "EX, % (Fig. 11)", **{f"ex_{h}": f"EX, {h}, %" for h in HARDNESS}}
     figures = {
         "breakdown": breakdown_figure(arms),
         "abilities": abilities_figure(arms),
         "errors": errors_figure(arms),
         "training": log_figure(training, TRAINING_PANELS, levels=True),
-        "dev": log_figure(
-            dev, {"ex": "EX, % (Fig. 11)", **{f"ex_{h}": f"EX, {h}, %" for h in HARDNESS}}, levels=False
-        ),
+        "dev": log_figure(dev, dev_panels, levels=False),
     }
     return {
         key: save_figure(figure, folder / f"{name}_{key}.png", DPI)
@@ -68,21 +72,17 @@ def breakdown_figure(arms: Arms) -> Figure | None:
     if not shown:
         return None
     figure = Figure(figsize=(15, 6.4), layout="constrained")
-    panels = figure.subplots(2, 3)
-    quantities: tuple[tuple[str, Callable[[dict, str], dict]], ...] = (
-        ("EX (%)", lambda s, by: {k: v and 100 * v for k, v in s["ex"][f"by_{by}"].items()}),
-        ("tokens the model wrote", lambda s, by: s[f"sampled_tokens_by_{by}"]),
-        ("interactions", lambda s, by: s[f"interactions_by_{by}"]),
-    )
-    for row, (by, names, place) in zip(
-        panels, (("hardness", HARDNESS, "Fig. 4"), ("turn", TURNS, "Fig. 12")), strict=True
-    ):
-        for axes, (title, of) in zip(row, quantities, strict=True):
-            series = {}
-            for arm in shown:
-                numbers = [lambda s, n=n, of=of, by=by: of(s, by).get(n) for n in names]
-                series[arm] = [mean_over_seeds(arms[arm], number) for number in numbers]
-            _bars(axes, series, names)
+    panels = iter(figure.subplots(2, 3).flatten())
+    for by, groups, place in (("hardness", HARDNESS, "Fig. 4"), ("turn", TURNS, "Fig. 12")):
+        for quantity, title, scale in (
+            ("ex", "EX (%)", 100),
+            ("sampled_tokens", "tokens the model wrote", 1),
+            ("interactions", "interactions", 1),
+        ):
+            axes, keys = next(panels), breakdown_keys(quantity, by)
+            series = {a: [mean_over_seeds(arms[a], *keys, g, scale=scale) for g in groups] for a in shown}
+            _bars(axes, series)
+            axes.set_xticks(range(len(groups)), groups)
             axes.set_title(f"{title} by {by} ({place})")
     _legend(figure)
     return figure
@@ -93,17 +93,14 @@ def abilities_figure(arms: Arms) -> Figure | None:
     stages = [arm for arm in ABILITY_STAGES if arm in arms]
     if not stages:
         return None
-    modes = {"": "greedy"}
+    modes = {"greedy": False}
     if any("abilities_sampled" in e.summary for arm in stages for e in arms[arm].values()):
-        modes["_sampled"] = "at temperature 1"
+        modes["at temperature 1"] = True
     figure = Figure(figsize=(6 * len(modes), 4.2), layout="constrained")
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-    for axes, (suffix, title) in zip(panels, modes.items(), strict=True):
-        lines = {t: lambda s, a=a, k=suffix: s.get(f"abilities{k}", {}).get(a) for a, t in ABILITIES.items()}
-        lines["EX"] = lambda s, k=suffix: s.get("ex_sampled") if k else s["ex"]["mean"]
-        for text, number in lines.items():
-            heights = [_percent(mean_over_seeds(arms[arm], number)) for arm in stages]
-            heights = [float("nan") if h is None else h for h in heights]
+    for axes, (title, sampled) in zip(panels, modes.items(), strict=True):
+        for text, keys in ability_keys(sampled).items():
+            heights = [mean_over_seeds(arms[arm], *keys, scale=100) for arm in stages]
             style = {"color": "black", "linestyle": "--"} if text == "EX" else {}
             axes.plot(range(len(stages)), heights, marker="o", label=text, **style)
         axes.set_xticks(range(len(stages)), stages)
@@ -121,13 +118,10 @@ def errors_figure(arms: Arms) -> Figure | None:
     if not shown:
         return None
     kinds = list(next(iter(arms[shown[0]].values())).summary["errors"])
-    series = {
-        arm: [_percent(mean_over_seeds(arms[arm], lambda s, k=k: s["errors"].get(k))) for k in kinds]
-        for arm in shown
-    }
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, series, [kind.replace("_", " ") for kind in kinds])
+    _bars(axes, {arm: [mean_over_seeds(arms[arm], "errors", k, scale=100) for k in kinds] for arm in shown})
+    axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
     axes.set_title("questions with an error of the kind, % (Fig. 7)")
     _legend(figure)
     return figure
@@ -138,11 +132,8 @@ def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: boo
 
     With `levels`, dotted lines stand where a run's level of the curriculum changes.
     """
-    shown = [
-        c
-        for c in columns
-        if any(c in row for seeds in logs.values() for rows in seeds.values() for row in rows)
-    ]
+    logged = {c for seeds in logs.values() for rows in seeds.values() for row in rows for c in row}
+    shown = [column for column in columns if column in logged]
     if not shown:
         return None
     width = len(shown) if len(shown) <= 5 else 4
@@ -154,11 +145,11 @@ def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: boo
     for axes, column in zip(panels, shown, strict=False):
         scale = 100 if column.startswith("ex") else 1
         for run, seeds in logs.items():
-            curves = [
+            curves = (
                 {row["step"] + 1: scale * row[column] for row in rows if column in row}
                 for rows in seeds.values()
-            ]
-            _mean_and_seeds(axes, [curve for curve in curves if curve], run)
+            )
+            _mean_and_seeds(axes, list(filter(None, curves)), run)
             starts = {step for rows in seeds.values() for step in level_starts(rows)} if levels else set()
             for step in sorted(starts):
                 axes.axvline(step, color=COLOURS[run], linestyle=":", linewidth=0.9)
@@ -187,13 +178,12 @@ def level_starts(rows: Sequence[Mapping[str, float]]) -> list[float]:
     return [b["step"] + 1 for a, b in pairwise(found) if a["level"] != b["level"]]
 
 
-def _bars(axes: Axes, series: Mapping[str, Sequence[float | None]], names: Sequence[str]) -> None:
-    """Groups of bars, one of each arm; a number that is None has none."""
+def _bars(axes: Axes, series: Mapping[str, Sequence[float | None]]) -> None:
+    """Groups of bars, one of each arm."""
     width = 0.82 / len(series)
     for i, (arm, heights) in enumerate(series.items()):
-        places = [g + (i - (len(series) - 1) / 2) * width for g in range(len(names))]
+        places = [g + (i - (len(series) - 1) / 2) * width for g in range(len(heights))]
         axes.bar(places, [h or 0 for h in heights], width, color=COLOURS[arm], label=arm)
-    axes.set_xticks(range(len(names)), names)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
 
@@ -204,7 +194,3 @@ def _legend(figure: Figure) -> None:
         text: h for axes in figure.axes for h, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=len(labelled))
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share

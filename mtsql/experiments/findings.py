@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -15,10 +15,14 @@ from mtsql.experiments.arms import (
     answers,
     contrast,
     estimate,
+    look_up,
+    measure_of,
     paired_answers,
 )
+from mtsql.experiments.markdown import signed
 from mtsql.report.abilities import ABILITIES
 
+OUT_OF_DOMAIN = ("rl_process_shifted", "short_sft_shifted")
 COMPARISONS = (  # claim, where in the paper, better arm, worse arm
     ("an untrained small model answers better without the tools", "Finding 2", "base_direct", "base"),
     ("the long-horizon warm start beats short-horizon SFT", "Table 2", "round_1", "short_sft"),
@@ -30,31 +34,20 @@ COMPARISONS = (  # claim, where in the paper, better arm, worse arm
     ("the agent needs EXECUTE", "Finding 10", "rl_process", "rl_no_execution"),
     ("the agent needs MEMORY-VERIFY", "Finding 10", "rl_process", "rl_no_memory"),
     ("RL needs the curriculum's order", "section 3.3.1", "rl_process", "rl_shuffled"),
-    (
-        "out of domain the agent beats short-horizon SFT",
-        "Finding 6",
-        "rl_process_shifted",
-        "short_sft_shifted",
-    ),
+    ("out of domain the agent beats short-horizon SFT", "Finding 6", *OUT_OF_DOMAIN),
 )
 STAGES = ("base", "round_3", "rl_process")  # of the five abilities
-Where = Callable[[dict], bool]
-CONTRASTS: tuple[tuple[str, str, Where, str, Where], ...] = (  # later or harder questions against the rest
-    (
-        "later turns",
-        "turns from 3 on",
-        lambda r: r["turn_index"] >= 2,
-        "turn 1",
-        lambda r: r["turn_index"] == 0,
+Where = Callable[[dict], bool]  # whether a record counts
+CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
+    "later turns": (
+        ("turns from 3 on", lambda r: r["turn_index"] >= 2),
+        ("turn 1", lambda r: r["turn_index"] == 0),
     ),
-    (
-        "harder questions",
-        "hard and extra",
-        lambda r: r["hardness"] in ("hard", "extra"),
-        "easy",
-        lambda r: r["hardness"] == "easy",
+    "harder questions": (
+        ("hard and extra", lambda r: r["hardness"] in ("hard", "extra")),
+        ("easy", lambda r: r["hardness"] == "easy"),
     ),
-)
+}
 
 
 @dataclass(frozen=True)
@@ -80,106 +73,81 @@ class Finding:
 
 def findings(arms: Arms, coverage: Mapping[int, Sequence[dict]]) -> list[Finding]:
     """The findings whose arms are finished in at least one common seed, in the paper's order of themes."""
-    return [
-        *_accuracy(arms),
-        *_correctness(arms),
-        *_gains(arms),
-        *_effort(arms),
-        *_abilities(arms),
-        *_coverage(coverage),
-    ]
+    themes = (_accuracy, _correctness, _gains, _effort, _abilities)
+    return [*(finding for theme in themes for finding in theme(arms)), *_coverage(coverage)]
 
 
-def _accuracy(arms: Arms) -> list[Finding]:
-    found = []
+def _gained(arms: Arms, better: str, worse: str, measure: Measure) -> list[Answer]:
+    return paired_answers(arms.get(better, {}), arms.get(worse, {}), measure)
+
+
+def _mean(difference: Difference | None) -> float | None:
+    return difference and difference.mean
+
+
+def _accuracy(arms: Arms) -> Iterator[Finding]:
     for claim, source, better, worse in COMPARISONS:
         ex, sampled = (
-            estimate(paired_answers(arms.get(better, {}), arms.get(worse, {}), _of(metric)))
-            for metric in ("ex", "ex_sampled")
+            estimate(_gained(arms, better, worse, measure_of(key))) for key in ("ex", "ex_sampled")
         )
         if ex:
-            found.append(
-                Finding(claim, source, f"`{better}` - `{worse}`", ex, sampled=sampled and sampled.mean)
-            )
-    return found
+            yield Finding(claim, source, f"`{better}` - `{worse}`", ex, sampled=_mean(sampled))
 
 
-def _correctness(arms: Arms) -> list[Finding]:
+def _correctness(arms: Arms) -> Iterator[Finding]:
     """Finding 3: short-horizon SFT imitates the form of the gold SQL, so EX gains more than EM."""
     difference, sampled = (
-        estimate(paired_answers(arms.get("rl_process", {}), arms.get("short_sft", {}), measure))
-        for measure in (_ex_beyond_em(""), _ex_beyond_em("_sampled"))
+        estimate(_gained(arms, "rl_process", "short_sft", _ex_beyond_em(suffix)))
+        for suffix in ("", "_sampled")
     )
-    if difference is None:
-        return []
-    compared = "`rl_process` - `short_sft`: in EX against in EM"
-    claim = "the gain over short-horizon SFT is larger in EX than in EM"
-    return [Finding(claim, "Finding 3", compared, difference, sampled=sampled and sampled.mean)]
+    if difference:
+        compared = "`rl_process` - `short_sft`: in EX against in EM"
+        claim = "the gain over short-horizon SFT is larger in EX than in EM"
+        yield Finding(claim, "Finding 3", compared, difference, sampled=_mean(sampled))
 
 
-def _gains(arms: Arms) -> list[Finding]:
+def _gains(arms: Arms) -> Iterator[Finding]:
     """Finding 4: the gain over short-horizon SFT is larger at later turns, and on harder questions."""
-    found = []
-    sides = [
-        paired_answers(arms.get("rl_process", {}), arms.get("short_sft", {}), _of(metric))
-        for metric in ("ex", "ex_sampled")
-    ]
-    for what, more, is_more, less, is_less in CONTRASTS:
+    sides = [_gained(arms, "rl_process", "short_sft", measure_of(key)) for key in ("ex", "ex_sampled")]
+    for what, ((more, is_more), (less, is_less)) in CONTRASTS.items():
         gains, at_temperature_1 = ((_where(s, is_more), _where(s, is_less)) for s in sides)
         difference, sampled = contrast(*gains), contrast(*at_temperature_1)
         if difference:
-            of_more, of_less = (100 * fmean(a.value for a in group) for group in gains)
-            compared = (
-                f"`rl_process` - `short_sft`: {more} ({signed(of_more)}) against {less} ({signed(of_less)})"
-            )
+            of_more, of_less = (signed(100 * fmean(a.value for a in group)) for group in gains)
+            compared = f"`rl_process` - `short_sft`: {more} ({of_more}) against {less} ({of_less})"
             claim = f"the gain over short-horizon SFT is larger on {what}"
-            found.append(Finding(claim, "Finding 4", compared, difference, sampled=sampled and sampled.mean))
-    return found
+            yield Finding(claim, "Finding 4", compared, difference, sampled=_mean(sampled))
 
 
-def _effort(arms: Arms) -> list[Finding]:
+def _effort(arms: Arms) -> Iterator[Finding]:
     """Finding 5: more tokens and interactions for later turns and harder questions."""
-    found = []
     for key, unit in (("sampled_tokens", "tokens"), ("interactions", "interactions")):
-        asked = answers(arms.get("rl_process", {}), _of(key))
-        for what, more, is_more, less, is_less in CONTRASTS:
+        asked = answers(arms.get("rl_process", {}), measure_of(key))
+        for what, ((more, is_more), (less, is_less)) in CONTRASTS.items():
             difference = contrast(_where(asked, is_more), _where(asked, is_less))
             if difference:
                 compared = f"`rl_process`: {more} against {less}"
-                found.append(Finding(f"{what} take more {unit}", "Finding 5", compared, difference, unit))
-    return found
+                yield Finding(f"{what} take more {unit}", "Finding 5", compared, difference, unit)
 
 
-def _abilities(arms: Arms) -> list[Finding]:
-    found = []
+def _abilities(arms: Arms) -> Iterator[Finding]:
+    """Finding 11: each ability from stage to stage; at temperature 1 only its means are known."""
     for ability, text in ABILITIES.items():
         for worse, better in pairwise(STAGES):
-            ours, theirs = arms.get(better, {}), arms.get(worse, {})
-            difference = estimate(paired_answers(ours, theirs, lambda r, a=ability: r["abilities"][a]))
+            difference = estimate(_gained(arms, better, worse, lambda r, a=ability: r["abilities"][a]))
             if difference is None:
                 continue
-            sampled = [
-                ours[seed].summary["abilities_sampled"][ability]
-                - theirs[seed].summary["abilities_sampled"][ability]
-                for seed in sorted(ours.keys() & theirs.keys())
-                if all(
-                    side[seed].summary.get("abilities_sampled", {}).get(ability) is not None
-                    for side in (ours, theirs)
-                )
+            means = [
+                [look_up(arms[arm][seed].summary, "abilities_sampled", ability) for arm in (better, worse)]
+                for seed in sorted(arms[better].keys() & arms[worse].keys())
             ]
-            found.append(
-                Finding(
-                    f"ability “{text}” grows",
-                    "Finding 11",
-                    f"`{better}` - `{worse}`",
-                    difference,
-                    sampled=fmean(sampled) if sampled else None,
-                )
-            )
-    return found
+            sampled = [ours - theirs for ours, theirs in means if None not in (ours, theirs)]
+            claim, compared = f"ability “{text}” grows", f"`{better}` - `{worse}`"
+            at_temperature_1 = fmean(sampled) if sampled else None
+            yield Finding(claim, "Finding 11", compared, difference, sampled=at_temperature_1)
 
 
-def _coverage(coverage: Mapping[int, Sequence[dict]]) -> list[Finding]:
+def _coverage(coverage: Mapping[int, Sequence[dict]]) -> Iterator[Finding]:
     """Finding 7: the share of the training questions with a trajectory, last round minus first."""
     by_seed = {
         seed: (rounds[-1]["questions_covered"] - rounds[0]["questions_covered"])
@@ -187,16 +155,11 @@ def _coverage(coverage: Mapping[int, Sequence[dict]]) -> list[Finding]:
         for seed, rounds in coverage.items()
         if len(rounds) > 1
     }
-    if not by_seed:
-        return []
-    last = max(rounds[-1]["round"] for rounds in coverage.values())
-    difference = Difference(fmean(by_seed.values()), None, by_seed)
-    claim = "self-taught rounds cover more training questions"
-    return [Finding(claim, "Finding 7, Table 7", f"round {last} - round 1", difference)]
-
-
-def _of(key: str) -> Measure:
-    return lambda record: record.get(key)
+    if by_seed:
+        last = max(rounds[-1]["round"] for rounds in coverage.values())
+        difference = Difference(fmean(by_seed.values()), None, by_seed)
+        claim = "self-taught rounds cover more training questions"
+        yield Finding(claim, "Finding 7, Table 7", f"round {last} - round 1", difference)
 
 
 def _ex_beyond_em(suffix: str) -> Measure:
@@ -211,8 +174,3 @@ def _ex_beyond_em(suffix: str) -> Measure:
 
 def _where(found: Sequence[Answer], is_in: Where) -> list[Answer]:
     return [answer for answer in found if is_in(answer.record)]
-
-
-def signed(number: float, places: int = 1) -> str:
-    """With its sign; what rounds to 0 is +0."""
-    return f"{round(number, places) + 0.0:+.{places}f}"

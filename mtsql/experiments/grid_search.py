@@ -1,4 +1,4 @@
-"""The grid search over the reward's weights on a held-out part of the training data (section 3.3.2).
+"""The grid search over the reward's weights on held-out dialogues of the training data (section 3.3.2).
 
     python -m mtsql.experiments.grid_search --config configs/toy_suite.toml \\
         --model runs/suite/seed0/sft/policy --data runs/suite/benchmark --held-out 300 --out runs/grid \\
@@ -16,6 +16,7 @@ import json
 from itertools import product
 from pathlib import Path
 
+from mtsql.config import user_errors
 from mtsql.files import write_atomically
 from mtsql.parts import run_part
 
@@ -43,9 +44,8 @@ def main() -> None:
         weights = ["--rewards", "process", "--weights", f"proposal={proposal:g},verify={verify:g}"]
         command = ["train_grpo.py", *shared, "--model", chosen.model, "--out", str(folder / "grpo")]
         policy, summary = folder / "grpo" / "policy", folder / "evaluation" / "summary.json"
-        run_part(
-            f"w3 {proposal:g}, w4 {verify:g}", [*command, *weights, "--resume", *chosen.training], policy
-        )
+        command += [*weights, "--resume", *chosen.training]
+        run_part(f"w3 {proposal:g}, w4 {verify:g}", command, policy)
         command = ["evaluate.py", *shared, "--model", str(policy), "--out", str(summary.parent)]
         run_part("held-out EX", [*command, "--split", "held_out"], summary)
         scores = json.loads(summary.read_text())
@@ -63,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    user_errors(main)

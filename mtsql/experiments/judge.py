@@ -20,15 +20,16 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from tqdm import tqdm
 
-from mtsql.config import Common, user_errors
+from mtsql.config import DataOptions, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.report.errors import ERRORS
 from mtsql.run import load_split
@@ -62,7 +63,7 @@ MAX_FAILURES = 5  # requests in a row without an answer, before the command give
 MAX_ANSWER_BYTES = 4_000_000
 
 
-class JudgeError(ValueError):
+class JudgeError(Exception):
     """The server gave no answer, or one in another form."""
 
 
@@ -120,8 +121,8 @@ def _body(error: urllib.error.HTTPError) -> str:
 
 def _message(body: bytes) -> str:
     try:
-        text = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        text = _object(body)["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
         text = None
     if not isinstance(text, str):
         raise JudgeError("the server's answer holds no choices[0].message.content")
@@ -135,13 +136,9 @@ def parse_kinds(answer: str) -> list[str]:
     """
     text = answer.rpartition("</think>")[2].strip()
     fenced = re.fullmatch(r"```(?:json)?\s(.*)```", text, re.DOTALL)
-    try:
-        content = json.loads(fenced[1] if fenced else text)
-    except (ValueError, RecursionError):
-        raise JudgeError("the answer is not a JSON object") from None
-    kinds = content.get("errors") if isinstance(content, dict) else None
+    kinds = _object(fenced[1] if fenced else text).get("errors")
     if not isinstance(kinds, list) or not kinds:
-        raise JudgeError('the answer has no list "errors" with at least one kind')
+        raise JudgeError('the answer is not a JSON object with a list "errors" of at least one kind')
     unknown = [kind for kind in kinds if kind not in ERRORS]
     if unknown:
         raise JudgeError(f"the answer has the unknown kind {unknown[0]!r:.60}")
@@ -151,55 +148,58 @@ def parse_kinds(answer: str) -> list[str]:
 def read_wrong(path: Path, dataset: Dataset) -> list[tuple[dict, Example]]:
     """The records of wrong predictions with their examples; those whose gold SQL has a problem are left out.
 
-    Raises ValueError, with the line, for what is no such record, or not of this dataset.
+    Raises UserError, with the line, for what is no such record, or not of this dataset.
     """
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; give the predictions.jsonl of an evaluation")
     asked = {example.id: example for example in examples(dataset.dialogues)}
     wrong = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        row = _row(line)
+        row = _object(line)
         for name, kind in FIELDS.items():
             if name not in row or not isinstance(row[name], kind):
-                raise ValueError(
+                raise UserError(
                     f"{path}, line {number}: no field {name!r} as evaluate.py writes it; "
                     "give its predictions.jsonl"
                 )
         example = asked.get(row["example_id"])
         if example is None or (example.db_id, example.gold_sql) != (row["db_id"], row["gold"]):
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number}: {row['example_id']} is not a question of the given dialogues; "
                 "give the --data and --split of that evaluation"
             )
         if not row["ex"] and not row.get("gold_problem"):
             wrong.append((row, example))
     if not wrong:
-        raise ValueError(f"{path} has no wrong prediction to judge")
+        raise UserError(f"{path} has no wrong prediction to judge")
     return wrong
 
 
-def _row(line: str) -> dict:
+def _object(text: str | bytes) -> dict:
+    """A JSON object, empty for what is none."""
     try:
-        row = json.loads(line)
+        found = json.loads(text)
     except (ValueError, RecursionError):
-        row = None
-    return row if isinstance(row, dict) else {}
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_judged(path: Path, model: str, wrong: Sequence[tuple[dict, Example]]) -> list[dict]:
     """What an earlier run wrote, but for a last line that was cut off.
 
-    Raises ValueError if these are judgements by another model, or of other predictions.
+    Raises UserError if these are judgements by another model, or of other predictions.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    records = [_row(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    records = [_object(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     predicted = {row["example_id"]: row["predicted"] for row, _ in wrong}
     for record in records:
         known = record.get("example_id") in predicted and {"kinds", "predicted"} <= record.keys()
         if not known or predicted[record["example_id"]] != record["predicted"]:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds something else than judgements of these predictions; choose another --out"
             )
         if record.get("model") != model:
-            raise ValueError(f"{path} holds judgements by {record.get('model')}; choose another --out")
+            raise UserError(f"{path} holds judgements by {record.get('model')}; choose another --out")
     return records
 
 
@@ -211,7 +211,7 @@ def judge_predictions(
     What `out` holds of an earlier run is kept, judged predictions beyond the limit included.
 
     A record has the judge's `kinds` and its `answer`; kinds is None, and `unjudged` says why, where there is
-    no answer of the right form. Raises ValueError if MAX_FAILURES requests in a row have no answer at all.
+    no answer of the right form. Raises UserError if MAX_FAILURES requests in a row have no answer at all.
     """
     earlier = read_judged(out, judge.model, wrong)
     done = [record for record in earlier if record["kinds"] is not None]
@@ -235,7 +235,7 @@ def judge_predictions(
             done.append(record)
             failures = failures + 1 if record["answer"] is None else 0
             if failures == MAX_FAILURES:
-                raise ValueError(
+                raise UserError(
                     f"{failures} requests in a row failed: {record['unjudged']}; what is judged is in {out}, "
                     "and the same command goes on from there"
                 )
@@ -259,23 +259,22 @@ def format_shares(judged: Sequence[dict], wrong: Sequence[tuple[dict, Example]])
     """The share of the judged predictions that show each kind, by the judge and by the rules."""
     rules = {row["example_id"]: row["errors"] for row, _ in wrong}
     pairs = [(r["kinds"], rules[r["example_id"]]) for r in judged if r["kinds"] is not None]
-    lines = [f"{len(pairs)} wrong predictions judged, {len(judged) - len(pairs)} unjudged"]
-    if pairs:
-        counts = [Counter(kind for kinds in side for kind in kinds) for side in zip(*pairs, strict=True)]
-        lines.append(f"{'share of them with':<22}{'judge':>9}{'rules':>9}")
-        for kind in ERRORS:
-            shares = "".join(f"{100 * count[kind] / len(pairs):>7.1f} %" for count in counts)
-            lines.append(f"{kind:<22}{shares}")
-        same = sum(set(by_judge) == set(by_rules) for by_judge, by_rules in pairs) / len(pairs)
-        lines.append(f"{'the same kinds':<22}{100 * same:>7.1f} %")
-    return "\n".join(lines)
+    counted = f"{len(pairs)} wrong predictions judged, {len(judged) - len(pairs)} unjudged"
+    if not pairs:
+        return counted
+    lines = [counted, f"{'share of them with':<22}{'judge':>9}{'rules':>9}"]
+    for kind in ERRORS:
+        shares = (fmean(kind in kinds for kinds in side) for side in zip(*pairs, strict=True))
+        lines.append(f"{kind:<22}" + "".join(f"{100 * share:>7.1f} %" for share in shares))
+    same = fmean(set(by_judge) == set(by_rules) for by_judge, by_rules in pairs)
+    return "\n".join([*lines, f"{'the same kinds':<22}{100 * same:>7.1f} %"])
 
 
 def read_key(variable: str) -> str:
-    """The key in an environment variable, "" if it is not set. Raises ValueError if it cannot be sent."""
+    """The key in an environment variable, "" if it is not set. Raises UserError if it cannot be sent."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"the environment variable {variable} holds characters that no key has")
+        raise UserError(f"the environment variable {variable} holds characters that no key has")
     return key
 
 
@@ -300,17 +299,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     chosen = parser.parse_args(argv)
     if not re.match(r"https?://[^/\s]+", chosen.address):
-        raise ValueError(f"--address {chosen.address} should be like http://localhost:8000/v1")
+        raise UserError(f"--address {chosen.address} should be like http://localhost:8000/v1")
     if chosen.limit < 0:
-        raise ValueError(f"--limit should be at least 0, not {chosen.limit}")
-    config = Common(
-        data=chosen.data,
-        out=str(chosen.out),
-        tables=chosen.tables,
-        databases=chosen.databases,
-        allow_missing=chosen.allow_missing,
-    )
-    dataset = load_split(config, chosen.split)
+        raise UserError(f"--limit should be at least 0, not {chosen.limit}")
+    given = {name: getattr(chosen, name) for name in ("data", "tables", "databases", "allow_missing")}
+    dataset = load_split(DataOptions(out="", **given), chosen.split)
     wrong = read_wrong(chosen.predictions, dataset)
     temperature = None if chosen.own_temperature else 0.0
     judge = Judge(chosen.address, chosen.model, read_key(chosen.key_variable), temperature)

@@ -1,7 +1,7 @@
 """How long are the prompts? Tokens of the whole prompt of every question of a data file.
 
     python -m mtsql.experiments.prompt_lengths --tokenizer Qwen/Qwen3-1.7B --data sparc/dev.json \
-        --tables sparc/tables.json --databases database --recipe mtsql_r1
+        --databases database --recipe mtsql_r1
 
 A prompt is rendered as in a run: the recipe's messages and tool schemas in the tokenizer's chat template.
 One longer than --max-prompt-tokens is not cut: evaluation counts the question as out_of_tokens, and
@@ -10,11 +10,12 @@ training leaves it out. Dialogues and single questions whose database is missing
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -22,12 +23,12 @@ from tqdm import tqdm
 from mtsql.agent.env import Recipe
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import Tool, make_tools
-from mtsql.config import CHOICES, user_errors
-from mtsql.data.datasets import Dataset, Example, examples, load_dataset
+from mtsql.config import PolicyOptions, option, read_options, user_errors
+from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.files import write_atomically
 from mtsql.learn.model import load_tokenizer
-from mtsql.recipes import RECIPES, load_recipe
-from mtsql.recipes.wording import Wording
+from mtsql.recipes import load_recipe
+from mtsql.run import load_split, wording_of
 
 COLUMNS = ("questions", "mean", "median", "p90", "p95", "p99", "longest", "over")
 
@@ -83,36 +84,33 @@ def format_prompts(summary: dict, limit: int) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--tokenizer", required=True, help="local folder or hub name")
-    parser.add_argument("--data", type=Path, required=True, help="file of dialogues or of single questions")
-    parser.add_argument("--tables", type=Path, required=True, help="tables.json")
-    parser.add_argument("--databases", type=Path, required=True, help="folder of <db_id>/<db_id>.sqlite")
-    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0], help=f"the paper [{RECIPES[0]}]")
-    parser.add_argument("--history", choices=("gold", "questions"), default="gold", help="[gold]")
-    parser.add_argument("--tools", choices=CHOICES["tools"], help="[the recipe's own]")
-    parser.add_argument("--wording", choices=CHOICES["wording"], default="paper", help="[paper]")
-    parser.add_argument("--max-prompt-tokens", type=int, default=4000, help="limit [4000]", metavar="X")
-    parser.add_argument("--json", type=Path, help="file to write the same numbers to")
-    chosen = parser.parse_args()
-    if chosen.max_prompt_tokens < 1:
-        parser.error(f"--max-prompt-tokens should be positive, not {chosen.max_prompt_tokens}")
-    tokens = ChatTokens(load_tokenizer(chosen.tokenizer))
-    dataset = load_dataset(chosen.data, chosen.tables, chosen.databases, allow_missing=True)
-    paper = load_recipe(chosen.recipe)
-    recipe = paper.make_recipe(Wording(chosen.wording == "compact"))
-    tools = make_tools(chosen.tools or paper.SETTINGS.get("tools", "both"))
-    measured = measure_prompts(dataset, recipe, tokens, tools, chosen.history)
-    summary = summarise_prompts(measured, chosen.max_prompt_tokens)
-    print(format_prompts(summary, chosen.max_prompt_tokens))
+@dataclass(frozen=True, kw_only=True)
+class LengthsConfig(PolicyOptions):
+    """Options of the measurement."""
+
+    SECTION: ClassVar = "common"
+    model: str = option("", "not used")
+
+    tokenizer: str = option(..., "local folder or hub name")
+    json: str = option("", "file to write the same numbers to")
+    split: str = option("dev", "train, dev or test, if the data is a folder")
+    out: str = option("", "not used")
+    allow_missing: bool = option(True, "skip dialogues whose database is missing")
+
+
+def main(config: LengthsConfig) -> None:
+    """Measure."""
+    tokens = ChatTokens(load_tokenizer(config.tokenizer))
+    dataset = load_split(config, config.split)
+    recipe = load_recipe(config.recipe).make_recipe(wording_of(config))
+    measured = measure_prompts(dataset, recipe, tokens, make_tools(config.tools), config.history)
+    summary = summarise_prompts(measured, config.max_prompt_tokens)
+    print(format_prompts(summary, config.max_prompt_tokens))
     print(f"dialogues skipped because their database is missing: {dataset.skipped}")
-    if chosen.json:
-        write_atomically(chosen.json, json.dumps({**summary, "skipped": dataset.skipped}, indent=1))
+    if config.json:
+        content = {**summary, "skipped": dataset.skipped}
+        write_atomically(Path(config.json), json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, read_options(LengthsConfig, __doc__))

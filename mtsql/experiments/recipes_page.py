@@ -2,74 +2,51 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mtsql.experiments.arms import Arms, estimate, mean_over_seeds, paired_answers, read_arms, read_json
-from mtsql.experiments.page import Commands, command_list, heading, minutes_table, raw_numbers
-from mtsql.experiments.tables import EMPTY, joined, listed, made_by_arm, percent, shown_difference, table
-from mtsql.files import write_atomically
+from mtsql.experiments import markdown as md
+from mtsql.experiments.arms import (
+    Arms,
+    Seeds,
+    breakdown_keys,
+    estimate,
+    mean_over_seeds,
+    paired_answers,
+    read_arms,
+    read_json,
+)
+from mtsql.experiments.page import write_page
+from mtsql.parts import Part
 from mtsql.recipes import RECIPES
 from mtsql.report.metrics import HARDNESS
 
 PAPERS = {"mtsql_r1": "MTSQL-R1", "skyrl_sql": "SkyRL-SQL", "sql_trail": "SQL-Trail", "mtir_sql": "MTIR-SQL"}
+SEVERAL_TURNS = "RL over several turns beats RL in a single turn"
+SIX_REWARDS = "all six rewards beat the execution reward alone"
+WITHOUT_SCHEMA = "without the schema the trained agent does better than the untrained"
 CLAIMS = (  # claim, paper, better arm, worse arm
-    ("RL over several turns beats RL in a single turn", "SkyRL-SQL", "skyrl_sql_rl", "skyrl_sql_single_rl"),
-    (
-        "RL over several turns beats RL in a single turn",
-        "SQL-Trail, Table 2",
-        "sql_trail_rl",
-        "sql_trail_single_rl",
-    ),
-    (
-        "all six rewards beat the execution reward alone",
-        "SQL-Trail, section 3.3.2",
-        "sql_trail_rl",
-        "sql_trail_execution_rl",
-    ),
+    (SEVERAL_TURNS, "SkyRL-SQL", "skyrl_sql_rl", "skyrl_sql_single_rl"),
+    (SEVERAL_TURNS, "SQL-Trail, Table 2", "sql_trail_rl", "sql_trail_single_rl"),
+    (SIX_REWARDS, "SQL-Trail, section 3.3.2", "sql_trail_rl", "sql_trail_execution_rl"),
     ("GRPO-Filter beats GRPO", "MTIR-SQL, Table 4", "mtir_sql_rl", "mtir_sql_unfiltered_rl"),
     ("the agent needs the schema in its prompt", "SkyRL-SQL, Table 4", "skyrl_sql_rl", "skyrl_sql_rl_names"),
-    (
-        "without the schema the trained agent does better than the untrained",
-        "SkyRL-SQL, Table 4",
-        "skyrl_sql_rl_names",
-        "skyrl_sql_base_names",
-    ),
+    (WITHOUT_SCHEMA, "SkyRL-SQL, Table 4", "skyrl_sql_rl_names", "skyrl_sql_base_names"),
 )
 
 
 def write_recipes_page(
-    runs: Path,
-    seeds: Sequence[int],
-    folder: Path,
-    hardware: str,
-    date: str,
-    made_with: str,
-    commands: Commands,
+    runs: Path, path: Path, seeds: Sequence[int], parts: Sequence[Part], made_with: str
 ) -> Path:
-    """Write recipes.md and recipes.json; only what is finished is in them.
-
-    `commands` are (title, command line, path that exists once it is done).
-    """
+    """Write the page and its raw numbers beside it; only what is finished is in them. Returns `path`."""
     arms = read_arms(runs, seeds)
-    sections = [
-        (
-            "# Four papers on the same machinery",
-            heading(arms, seeds, commands, hardware, date, made_with, folder / "recipes_notes.md"),
-        ),
-        ("## Before and after RL", before_and_after(arms, seeds, questions_of(runs, seeds))),
-        ("## By hardness", by_hardness(arms)),
-        ("## The papers' own comparisons", claims_table(arms, seeds)),
-        ("## Several samples an answer (SQL-Trail, section 4.3)", samples_table(arms)),
-        ("## Minutes", minutes_table(commands, seeds)),
-        ("## Commands", command_list(commands, seeds)),
-    ]
-    raw = ",\n".join(map(json.dumps, raw_numbers(arms)))
-    write_atomically(folder / "recipes.json", f"[\n{raw}\n]\n")
-    page = folder / "recipes.md"
-    write_atomically(page, "\n\n".join(f"{head}\n\n{body}" for head, body in sections if body) + "\n")
-    return page
+    sections = {
+        "Before and after RL": before_and_after(arms, seeds, questions_of(runs, seeds)),
+        "By hardness": by_hardness(arms),
+        "The papers' own comparisons": claims_table(arms, seeds),
+        "Several samples an answer (SQL-Trail, section 4.3)": samples_table(arms),
+    }
+    return write_page(path, "Four papers on the same machinery", arms, seeds, parts, made_with, sections)
 
 
 def questions_of(runs: Path, seeds: Sequence[int]) -> dict[str, int]:
@@ -94,56 +71,43 @@ def data_efficiency(before: float, after: float, questions: int) -> float:
 def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int]) -> str:
     """EX, messages and tokens of each recipe, from the same untrained model."""
     rows = []
-    for recipe in RECIPES:
-        base, rl = arms.get(f"{recipe}_base", {}), arms.get(f"{recipe}_rl", {})
-        gained = paired_answers(rl, base, lambda r: r["ex"])
-        before, after = (mean_over_seeds(side, lambda s: s["ex"]["mean"]) for side in (base, rl))
-        efficiency = EMPTY
+    for recipe, sides in _finished(arms).items():
+        gained = paired_answers(sides[1], sides[0])
+        efficiency = md.EMPTY
         if gained and recipe in asked:
-            efficiency = f"{data_efficiency(before, after, asked[recipe]):.1f}"
-        cells = [_ex(base, seeds), _ex(rl, seeds), shown_difference(gained), efficiency]
-        for key in ("interactions", "sampled_tokens"):
-            numbers = [mean_over_seeds(side, lambda s, k=key: s[k]) for side in (base, rl)]
-            cells.append(" → ".join(EMPTY if n is None else f"{n:.1f}" for n in numbers))
-        if base or rl:
-            rows.append([PAPERS[recipe], *cells])
-    header = [
-        "Recipe",
-        "EX before",
-        "EX after",
-        "difference",
-        "points for 1,000 questions",
-        "messages an answer",
-        "tokens written an answer",
-    ]
+            before, after = (mean_over_seeds(side, "ex", "mean") for side in sides)
+            efficiency = md.decimal(data_efficiency(before, after, asked[recipe]))
+        accuracies = [md.mean_and_seeds(side, seeds) for side in sides]
+        effort = [_before_after(sides, key) for key in ("interactions", "sampled_tokens")]
+        rows.append([PAPERS[recipe], *accuracies, md.difference_of(gained), efficiency, *effort])
+    header = ["Recipe", "EX before", "EX after", "difference", "points for 1,000 questions"]
+    header += ["messages an answer", "tokens written an answer"]
     note = (
-        f"EX in %, greedy: mean over seeds (seeds {listed(seeds)}); the difference in points with its 95 % "
-        "interval, which resamples questions. Points for 1,000 questions are SQL-Trail's data efficiency "
-        "(Equation 5)."
+        f"EX in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with its "
+        "95 % interval, which resamples questions. Points for 1,000 questions are SQL-Trail's data "
+        "efficiency (Equation 5)."
     )
-    return joined(table(header, rows), note, made_by_arm(arms, ("skyrl_sql_rl", *arms))) if rows else ""
+    return md.table(header, rows, note, md.made_by_arm(arms, ("skyrl_sql_rl", *arms)))
 
 
 def by_hardness(arms: Arms) -> str:
     """EX, messages and tokens of each recipe before and after, by hardness."""
-    measures = (  # name, where a summary has it, scale
-        ("EX in %", lambda s: s["ex"]["by_hardness"], 100),
-        ("messages", lambda s: s["interactions_by_hardness"], 1),
-        ("tokens written", lambda s: s["sampled_tokens_by_hardness"], 1),
-    )
-    rows = []
-    for recipe in RECIPES:
-        sides = [arms.get(f"{recipe}_{stage}", {}) for stage in ("base", "rl")]
-        for name, measure, scale in measures if any(sides) else ():
-            cells = []
-            for hardness in HARDNESS:
-                means = [mean_over_seeds(s, lambda x, m=measure, h=hardness: m(x).get(h)) for s in sides]
-                cells.append(" → ".join(EMPTY if m is None else f"{scale * m:.1f}" for m in means))
-            rows.append([PAPERS[recipe], name, *cells])
+    rows = [
+        [
+            *(PAPERS[recipe], name),
+            *(_before_after(sides, *breakdown_keys(quantity, "hardness"), h, scale=scale) for h in HARDNESS),
+        ]
+        for recipe, sides in _finished(arms).items()
+        for name, quantity, scale in (
+            ("EX in %", "ex", 100),
+            ("messages", "interactions", 1),
+            ("tokens written", "sampled_tokens", 1),
+        )
+    ]
     counted = [e.summary["questions_by_hardness"] for found in arms.values() for e in found.values()]
     header = [f"{h} ({max((c.get(h, 0) for c in counted), default=0)})" for h in HARDNESS]
     note = "Before → after RL, an answer, greedy; means over seeds. In the header, the number of questions."
-    return joined(table(["Recipe", "", *header], rows), note) if rows else ""
+    return md.table(["Recipe", "", *header], rows, note)
 
 
 def claims_table(arms: Arms, seeds: Sequence[int]) -> str:
@@ -151,40 +115,44 @@ def claims_table(arms: Arms, seeds: Sequence[int]) -> str:
     rows = []
     for claim, source, better, worse in CLAIMS:
         sides = arms.get(better, {}), arms.get(worse, {})
-        gained = paired_answers(*sides, lambda r: r["ex"])
+        gained = paired_answers(*sides)
         if gained:
             low, high = estimate(gained).interval
             verdict = "holds" if low > 0 else "does not hold" if high < 0 else "not beyond chance"
-            compared = f"`{better}` - `{worse}`"
-            sampled = ", ".join(percent(mean_over_seeds(s, lambda x: x.get("ex_sampled"))) for s in sides)
-            both = [_ex(s, seeds) for s in sides]
-            rows.append([claim, source, compared, *both, shown_difference(gained), verdict, sampled])
+            accuracies = [md.mean_and_seeds(side, seeds) for side in sides]
+            sampled = ", ".join(md.percent(mean_over_seeds(side, "ex_sampled")) for side in sides)
+            cells = [claim, source, f"`{better}` - `{worse}`", *accuracies]
+            rows.append([*cells, md.difference_of(gained), verdict, sampled])
     header = ["The paper finds that", "where", "compared", "EX of the first", "of the second"]
     header += ["difference", "verdict", "sampled EX of both"]
     note = (
         "*Holds*: the whole interval is above 0; *does not hold*: it is below 0. Sampled EX (temperature 1) "
         "has no part in the verdict. In a single turn SQL-Trail's r_turns is off (section 5.1)."
     )
-    return joined(table(header, rows), note) if rows else ""
+    return md.table(header, rows, note)
 
 
 def samples_table(arms: Arms) -> str:
     """Greedy, the mean sample, the majority of the samples, and pass@k."""
-    rows = []
-    for recipe in RECIPES:
-        side = arms.get(f"{recipe}_rl", {})
-        if any("ex_majority" in e.summary for e in side.values()):
-            numbers = (
-                lambda s: s["ex"]["mean"],
-                lambda s: s.get("ex_sampled"),
-                lambda s: s.get("ex_majority"),
-                *(lambda s, k=k: s.get("pass_at_k", {}).get(k) for k in ("2", "4", "8")),
-            )
-            rows.append([PAPERS[recipe], *(percent(mean_over_seeds(side, n)) for n in numbers)])
-    header = ["Recipe", "greedy", "one sample", "majority of 8", "pass@2", "pass@4", "pass@8"]
-    return joined(table(header, rows), "In %, means over seeds, after RL.") if rows else ""
+    columns = {
+        "greedy": ("ex", "mean"),
+        "one sample": ("ex_sampled",),
+        "majority of 8": ("ex_majority",),
+        **{f"pass@{k}": ("pass_at_k", str(k)) for k in (2, 4, 8)},
+    }
+    rows = [
+        [PAPERS[recipe], *(md.percent(mean_over_seeds(after, *keys)) for keys in columns.values())]
+        for recipe, (_, after) in _finished(arms).items()
+        if mean_over_seeds(after, "ex_majority") is not None
+    ]
+    return md.table(["Recipe", *columns], rows, "In %, means over seeds, after RL.")
 
 
-def _ex(side: Mapping, seeds: Sequence[int]) -> str:
-    each = ", ".join(percent(side[s].summary["ex"]["mean"]) if s in side else EMPTY for s in seeds)
-    return f"{percent(mean_over_seeds(side, lambda s: s['ex']['mean']))} ({each})" if side else EMPTY
+def _finished(arms: Arms) -> dict[str, tuple[Seeds, Seeds]]:
+    """The evaluations of each recipe before and after RL, of which at least one is there."""
+    sides = {recipe: (arms.get(f"{recipe}_base", {}), arms.get(f"{recipe}_rl", {})) for recipe in RECIPES}
+    return {recipe: both for recipe, both in sides.items() if any(both)}
+
+
+def _before_after(sides: tuple[Seeds, Seeds], *keys: str, scale: float = 1) -> str:
+    return " → ".join(md.decimal(mean_over_seeds(side, *keys, scale=scale)) for side in sides)

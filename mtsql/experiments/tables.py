@@ -7,70 +7,87 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import correlation, fmean
 
 from mtsql.agent.trajectory import Status
+from mtsql.experiments import markdown as md
 from mtsql.experiments.arms import (
     DESCRIPTIONS,
-    Answer,
     Arms,
-    Seeds,
-    estimate,
+    ability_keys,
+    breakdown_keys,
+    look_up,
     mean_over_seeds,
     paired_answers,
 )
 from mtsql.experiments.figures import MAIN_STAGES
-from mtsql.experiments.findings import signed
-from mtsql.report.abilities import ABILITIES
+from mtsql.experiments.findings import findings
 from mtsql.report.metrics import HARDNESS, TURNS, turn_name
 
-Number = Callable[[dict], float | None]  # of a summary
-EMPTY = "–"
-STAGES = (
-    "base",
-    "base_direct",
-    "short_sft",
-    "short_rl",
-    "round_1",
-    "round_2",
-    "round_3",
-    "rl_outcome",
-    "rl_process",
-    "rl_shuffled",
-)
-LONG_HORIZON = ("base", "round_1", "round_2", "round_3", "rl_outcome", "rl_process", "rl_shuffled")
-ABLATION = {  # with both tools: with fewer
-    "base": ("base_no_execution", "base_no_memory", "base_direct"),
-    "rl_process": ("rl_no_execution", "rl_no_memory"),
+Cell = Callable[[str], str]  # of an arm
+FINAL = "rl_process"  # its command stands below a table, where it is finished
+STAGES = tuple(arm for arm in DESCRIPTIONS if "_no_" not in arm)
+LONG_HORIZON = tuple(arm for arm in STAGES if arm != "base_direct" and not arm.startswith("short"))
+ABLATION = {  # arm: the same policy with both tools
+    "base": "",
+    "base_no_execution": "base",
+    "base_no_memory": "base",
+    "base_direct": "base",
+    "rl_process": "",
+    "rl_no_execution": "rl_process",
+    "rl_no_memory": "rl_process",
 }
 SNOWBALL = ("base", "short_sft", "round_3", "rl_process")
 
 
+def findings_table(arms: Arms, coverage: Mapping[int, Sequence[dict]], seeds: Sequence[int]) -> str:
+    """One row a finding: the difference, its interval and the verdict."""
+    rows = []
+    for f in findings(arms, coverage):
+        scale, unit = (100, "") if f.unit == "points" else (1, f" {f.unit}")
+        d, places = f.difference, 2 if f.unit == "interactions" else 1
+        numbers = (d.mean, f.sampled, *(d.by_seed.get(seed) for seed in seeds))
+        mean, sampled, *each = (md.EMPTY if n is None else md.signed(scale * n, places) for n in numbers)
+        interval = md.interval_of(d, scale, places)
+        cells = [f.claim, f.source, f.compared, mean + unit, ", ".join(each), interval, sampled]
+        rows.append([*cells, f"**{f.verdict}**"])
+    header = ["The paper finds that", "where", "compared", "mean", f"seeds {md.listed(seeds)}"]
+    header += ["95 % interval", "at temperature 1", "verdict"]
+    note = (
+        "Differences on the same questions, in points (of EX, of the ability, of all training questions) "
+        "unless a unit is given. The interval resamples dialogues, with all seeds' answers to a dialogue "
+        "together; it says nothing of further seeds. *Holds*: the whole interval is above 0 (coverage: every "
+        "seed is). *Holds in the mean, not beyond chance*: the mean is above 0, the interval is not. *Does "
+        "not hold*: the mean is below 0. At temperature 1: the same mean of sampled answers."
+    )
+    return md.table(header, rows, note, md.made_by_arm(arms, (FINAL, *arms)))
+
+
 def accuracy_table(arms: Arms, seeds: Sequence[int]) -> str:
     """EX and EM in and out of domain: the mean over seeds, and each seed's."""
-    rows = []
-    for arm in STAGES:
-        sides = [arms.get(arm, {}), arms.get(f"{arm}_shifted", {})]
-        if any(sides):
-            cells = [_mean_and_seeds(side, _mean_of(m), seeds) for side in sides for m in ("ex", "em")]
-            rows.append([_label(arm), *cells])
-    header = ["Arm", "EX", "EM", "EX, out of domain", "EM, out of domain"]
-    note = f"In %: mean over seeds (seeds {listed(seeds)})."
-    return _table_of_arms(header, rows, note, made_by_arm(arms, ("rl_process", *STAGES)))
+
+    def cell(metric: str, suffix: str = "") -> Cell:
+        return lambda arm: md.mean_and_seeds(arms.get(arm + suffix, {}), seeds, metric)
+
+    names = [arm for arm in STAGES if arm in arms or f"{arm}_shifted" in arms]
+    columns = {"EX": cell("ex"), "EM": cell("em")}
+    columns |= {"EX, out of domain": cell("ex", "_shifted"), "EM, out of domain": cell("em", "_shifted")}
+    note = f"In %: mean over seeds (seeds {md.listed(seeds)})."
+    return _table_by_arm(names, columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 
 
 def ablation_table(arms: Arms, seeds: Sequence[int]) -> str:
     """EX and EM with both tools, with one, and with none."""
-    rows = []
-    for full, variants in ABLATION.items():
-        for arm in (full, *variants):
-            if arm in arms:
-                cells = [_mean_and_seeds(arms[arm], _mean_of(metric), seeds) for metric in ("ex", "em")]
-                lost = paired_answers(arms[arm], arms.get(full, {}), lambda r: r["ex"]) if arm != full else []
-                rows.append([_label(arm), *cells, shown_difference(lost)])
-    header = ["Arm", "EX", "EM", "EX minus both tools"]
+    columns = {
+        "EX": lambda arm: md.mean_and_seeds(arms[arm], seeds, "ex"),
+        "EM": lambda arm: md.mean_and_seeds(arms[arm], seeds, "em"),
+        "EX minus both tools": lambda arm: md.difference_of(
+            paired_answers(arms[arm], arms.get(ABLATION[arm], {}))
+        ),
+    }
     note = (
-        f"In %: mean over seeds (seeds {listed(seeds)}). Last column: the difference to the agent with both "
-        "tools, in points with 95 % interval."
+        f"In %: mean over seeds (seeds {md.listed(seeds)}). Last column: the difference to the agent with "
+        "both tools, in points with 95 % interval."
     )
-    return _table_of_arms(header, rows, note, made_by_arm(arms, reversed(ABLATION["rl_process"])))
+    made = md.made_by_arm(arms, ("rl_no_memory", "rl_no_execution"))
+    return _table_by_arm(_finished(arms, ABLATION), columns, note, made)
 
 
 def coverage_table(
@@ -82,83 +99,78 @@ def coverage_table(
     last = max(entry["round"] for rounds in coverage.values() for entry in rounds)
 
     def row(text: str, number: Callable[[Sequence[dict]], float | None]) -> list[str]:
-        found = {seed: number(rounds) for seed, rounds in coverage.items()}
-        known = [n for n in found.values() if n is not None]
-        each = [EMPTY if found.get(seed) is None else f"{found[seed]:,.0f}" for seed in seeds]
-        return [text, f"{fmean(known):,.0f}" if known else EMPTY, *each]
+        found = {seed: n for seed, rounds in coverage.items() if (n := number(rounds)) is not None}
+        return [text, *(md.decimal(n, 0) for n in (fmean(found.values()), *map(found.get, seeds)))]
 
-    def of_round(number: int, key: str) -> Callable[[Sequence[dict]], float | None]:
-        return lambda rounds: next((entry[key] for entry in rounds if entry["round"] == number), None)
+    def covered(number: int) -> Callable[[Sequence[dict]], float | None]:
+        return lambda rounds: next((r["questions_covered"] for r in rounds if r["round"] == number), None)
 
-    rows = [row("all training questions", lambda rounds: rounds[0]["questions_asked"])]
-    for number in range(1, last + 1):
-        rows.append(row(f"with a trajectory after round {number}", of_round(number, "questions_covered")))
-    rows.append(row("trajectories after the last round", lambda rounds: rounds[-1]["trajectories"]))
+    rows = [
+        row("all training questions", lambda rounds: rounds[0]["questions_asked"]),
+        *(row(f"with a trajectory after round {n}", covered(n)) for n in range(1, last + 1)),
+        row("trajectories after the last round", lambda rounds: rounds[-1]["trajectories"]),
+    ]
     header = ["Number of", "mean", *(f"seed {seed}" for seed in seeds)]
-    return joined(table(header, rows), made_by("all rows", *command) if command else "")
+    return md.table(header, rows, md.made_by("all rows", *command) if command else "")
 
 
 def latency_table(arms: Arms) -> str:
     """Seconds an answer, EX and tokens of the stages."""
-    numbers: tuple[tuple[str, Number, Callable], ...] = (
-        ("latency, seconds an answer", lambda s: s.get("latency_seconds"), _decimal(2)),
-        ("EX (%)", _mean_of("ex"), percent),
-        ("tokens written an answer", lambda s: s["sampled_tokens"], _decimal(1)),
-        ("tokens with the tools' responses", lambda s: s["response_tokens"], _decimal(1)),
-        ("interactions an answer", lambda s: s["interactions"], _decimal(2)),
-    )
+    columns = {
+        "latency, seconds an answer": _mean(arms, "latency_seconds", places=2),
+        "EX (%)": _mean(arms, "ex", "mean", scale=100),
+        "tokens written an answer": _mean(arms, "sampled_tokens"),
+        "tokens with the tools' responses": _mean(arms, "response_tokens"),
+        "interactions an answer": _mean(arms, "interactions", places=2),
+    }
     note = "Means over seeds. Latency is of one question at a time."
-    return _mean_table(arms, STAGES, numbers, note, made_by_arm(arms, ("rl_process", *STAGES)))
+    return _table_by_arm(_finished(arms, STAGES), columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 
 
 def breakdown_tables(arms: Arms) -> str:
     """EX, tokens and interactions by turn and by hardness."""
-    kinds: tuple[tuple[str, Callable[[dict, str], dict], Callable], ...] = (
-        ("EX in %", lambda s, by: s["ex"][f"by_{by}"], percent),
-        ("Tokens the model wrote, an answer", lambda s, by: s[f"sampled_tokens_by_{by}"], _decimal(1)),
-        ("Interactions an answer", lambda s, by: s[f"interactions_by_{by}"], _decimal(2)),
-    )
     asked = [e.summary for arm in MAIN_STAGES for e in arms.get(arm, {}).values()]
-    columns = [(by, n) for by, names in (("turn", TURNS), ("hardness", HARDNESS)) for n in names]
-    columns = [(by, n) for by, n in columns if any(s[f"questions_by_{by}"].get(n) for s in asked)]
-    parts = []
-    for title, of, shown in kinds:
-        numbers = [
-            (
-                f"{'turn ' if by == 'turn' else ''}{n} ({asked[0][f'questions_by_{by}'].get(n, 0)})",
-                lambda s, by=by, n=n, of=of: of(s, by).get(n),
-                shown,
-            )
-            for by, n in columns
-        ]
-        parts += [f"{title}, means over seeds:", _mean_table(arms, MAIN_STAGES, numbers)]
+    groups = [(by, n) for by, names in (("turn", TURNS), ("hardness", HARDNESS)) for n in names]
+    groups = [(by, n) for by, n in groups if any(look_up(s, f"questions_by_{by}", n) for s in asked)]
+    paragraphs = []
+    for title, quantity, scale, places in (
+        ("EX in %", "ex", 100, 1),
+        ("Tokens the model wrote, an answer", "sampled_tokens", 1, 1),
+        ("Interactions an answer", "interactions", 1, 2),
+    ):
+        columns = {}
+        for by, n in groups:
+            heading = f"{'turn ' if by == 'turn' else ''}{n} ({asked[0][f'questions_by_{by}'].get(n, 0)})"
+            columns[heading] = _mean(arms, *breakdown_keys(quantity, by), n, scale=scale, places=places)
+        rows = _table_by_arm(_finished(arms, MAIN_STAGES), columns)
+        paragraphs += [f"{title}, means over seeds:", rows]
     note = "In parentheses the number of questions. The command below makes a row of all three tables."
-    return joined(*parts, note, made_by_arm(arms, ("rl_process", *MAIN_STAGES))) if columns else ""
+    return md.joined(*paragraphs, note, md.made_by_arm(arms, (FINAL, *MAIN_STAGES))) if groups else ""
 
 
 def abilities_table(arms: Arms) -> str:
     """The five abilities of section 4.3, greedy and at temperature 1."""
-    keys = {text: ("abilities", ability) for ability, text in ABILITIES.items()} | {"EX": ("ex", "mean")}
-    rows = []
-    for arm in LONG_HORIZON:
-        if arm in arms:
-            cells = []
-            for key, name in keys.values():
-                greedy = mean_over_seeds(arms[arm], lambda s, k=key, n=name: s[k].get(n))
-                at_1 = mean_over_seeds(arms[arm], lambda s, k=key, n=name: _sampled(s, k, n))
-                cells.append(percent(greedy) + (f" ({percent(at_1)})" if at_1 is not None else ""))
-            rows.append([_label(arm), *cells])
+
+    def cell(greedy: Cell, sampled: Cell) -> Cell:
+        return lambda arm: greedy(arm) + (f" ({sampled(arm)})" if sampled(arm) != md.EMPTY else "")
+
+    greedy, sampled = (ability_keys(is_sampled) for is_sampled in (False, True))
+    columns = {
+        text: cell(_mean(arms, *greedy[text], scale=100), _mean(arms, *sampled[text], scale=100))
+        for text in greedy
+    }
     note = "In %, from 0 to 100, means over seeds: greedy, and in parentheses sampled at temperature 1."
-    made = made_by_arm(arms, ("rl_process", *LONG_HORIZON))
-    return _table_of_arms(["Arm", *keys], rows, note, _correlations(arms), made)
+    made = md.made_by_arm(arms, (FINAL, *LONG_HORIZON))
+    return _table_by_arm(_finished(arms, LONG_HORIZON), columns, note, _correlations(arms), made)
 
 
 def _correlations(arms: Arms) -> str:
     """Finding 12: Pearson's correlation of each ability with EX over the agents, arms times seeds."""
     agents = [e.summary for arm in LONG_HORIZON for e in arms.get(arm, {}).values()]
+    *abilities, ex = ability_keys(sampled=False).items()
     found = []
-    for ability, text in ABILITIES.items():
-        pairs = [(s["abilities"][ability], s["ex"]["mean"]) for s in agents]
+    for text, keys in abilities:
+        pairs = [(look_up(s, *keys), look_up(s, *ex[1])) for s in agents]
         pairs = [pair for pair in pairs if pair[0] is not None]
         if len({x for x, _ in pairs}) > 1 and len({y for _, y in pairs}) > 1:
             found.append(f"{text} {correlation(*zip(*pairs, strict=True)):.2f}")
@@ -171,148 +183,68 @@ def errors_table(arms: Arms) -> str:
     """The share of questions with an error of each kind."""
     summaries = [e.summary for arm in STAGES for e in arms.get(arm, {}).values()]
     kinds = list(dict.fromkeys(kind for summary in summaries for kind in summary["errors"]))
-    numbers = [(k.replace("_", " "), lambda s, k=k: s["errors"].get(k), percent) for k in kinds]
+    columns = {kind.replace("_", " "): _mean(arms, "errors", kind, scale=100) for kind in kinds}
     note = "In % of all questions, means over seeds. A wrong answer can show several kinds."
-    return _mean_table(arms, STAGES, numbers, note, made_by_arm(arms, ("rl_process", *STAGES)))
+    return _table_by_arm(_finished(arms, STAGES), columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 
 
 def snowball_table(arms: Arms) -> str:
     """EX by turn with gold SQL, and with the policy's own answers, in the history."""
     rows = []
     for arm in SNOWBALL:
-        both = arms.get(arm, {}).keys() & arms.get(f"{arm}_predicted", {}).keys()
-        gold, predicted = (
-            ({s: arms[name][s] for s in sorted(both)} for name in (arm, f"{arm}_predicted"))
-            if both
-            else ({}, {})
-        )
-        differences = paired_answers(predicted, gold, lambda record: record["ex"])
+        gold, predicted = arms.get(arm, {}), arms.get(f"{arm}_predicted", {})
+        differences = paired_answers(predicted, gold)
         if not differences:
             continue
+        both = sorted(gold.keys() & predicted.keys())
         for text, side in (("gold", gold), ("predicted", predicted)):
-            numbers = [_mean_of("ex"), *(lambda s, t=t: s["ex"]["by_turn"].get(t) for t in TURNS)]
-            rows.append([_label(arm), text, *(percent(mean_over_seeds(side, n)) for n in numbers)])
+            shared = {seed: side[seed] for seed in both}
+            keys = [("ex", "mean"), *(("ex", "by_turn", turn) for turn in TURNS)]
+            rows.append([_label(arm), text, *(md.percent(mean_over_seeds(shared, *k)) for k in keys)])
         by_turn = [[a for a in differences if turn_name(a.record["turn_index"]) == t] for t in TURNS]
-        cells = map(shown_difference, (differences, *by_turn))
-        rows.append(["", "difference", *cells])
+        rows.append(["", "difference", *map(md.difference_of, (differences, *by_turn))])
     header = ["Arm", "history", "all turns", *(f"turn {t}" for t in TURNS)]
     note = (
         "EX in %, means over the seeds that have both. Difference: predicted minus gold in points, with 95 % "
         "interval. If it falls from turn to turn, errors snowball."
     )
-    if not rows:
-        return ""
-    names = [f"{arm}_predicted" for arm in reversed(SNOWBALL)]
-    return joined(table(header, rows), note, made_by_arm(arms, names))
+    made = md.made_by_arm(arms, (f"{arm}_predicted" for arm in reversed(SNOWBALL)))
+    return md.table(header, rows, note, made)
 
 
 def cap_table(arms: Arms) -> str:
     """The final agent with less room for its response."""
-    caps = [arm for arm in arms if re.fullmatch(r"rl_cap_\d+", arm)]
-    if not caps:
-        return ""
-    names = [arm for arm in ("rl_process",) if arm in arms]
-    names += sorted(caps, key=lambda arm: -int(arm.rpartition("_")[2]))
-    rows = []
-    for arm in names:
-        cap = next(iter(arms[arm].values())).response_cap
-        cap = int(arm.rpartition("_")[2]) if arm in caps else cap
-        shares = [mean_over_seeds(arms[arm], n) for n in (_mean_of("ex"), _mean_of("em"), _cut_share)]
-        tokens = mean_over_seeds(arms[arm], lambda s: s["response_tokens"])
-        shown = EMPTY if cap is None else f"{cap:,}"
-        rows.append([f"`{arm}`", shown, *map(percent, shares), _decimal(1)(tokens)])
-    header = ["Arm", "cap, tokens", "EX (%)", "EM (%)", "cut by a limit (%)", "response tokens an answer"]
-    return joined(table(header, rows), "Means over seeds.", made_by_arm(arms, reversed(names)))
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; columns of numbers, signs and intervals are aligned right, the others left."""
-    numbers = [all(re.match(r"[-+\[\d–]", cell) for cell in column) for column in zip(*rows, strict=True)]
-    rule = ["---:" if number else "---" for number in numbers]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
-
-
-def percent(share: float | None) -> str:
-    """A fraction in percent with one decimal."""
-    return EMPTY if share is None else f"{100 * share:.1f}"
-
-
-def with_seed_placeholder(line: str, seed: int) -> str:
-    """A command line with SEED for its seed."""
-    return re.sub(rf"(--seed[ =]|\bseed){seed}\b", r"\1SEED", line)
-
-
-def _mean_table(
-    arms: Arms, names: Sequence[str], numbers: Sequence[tuple[str, Number, Callable]], *notes: str
-) -> str:
-    """One row an arm, one column a number: its heading, the number, and how it is shown."""
+    caps = {arm: int(arm[7:]) for arm in arms if re.fullmatch(r"rl_cap_\d+", arm)}
+    names = sorted(caps, key=caps.__getitem__)
+    uncapped = next((e.response_cap for e in arms.get(FINAL, {}).values()), None)
     rows = [
-        [_label(arm), *(shown(mean_over_seeds(arms[arm], number)) for _, number, shown in numbers)]
-        for arm in names
-        if arm in arms
+        [
+            f"`{arm}`",
+            md.decimal(caps.get(arm, uncapped), 0),
+            *(md.percent(mean_over_seeds(arms[arm], metric, "mean")) for metric in ("ex", "em")),
+            md.percent(mean_over_seeds(arms[arm], "status", Status.OUT_OF_TOKENS)),
+            md.decimal(mean_over_seeds(arms[arm], "response_tokens")),
+        ]
+        for arm in (*_finished(arms, (FINAL,)), *reversed(names))
     ]
-    return _table_of_arms(["Arm", *(heading for heading, _, _ in numbers)], rows, *notes)
+    header = ["Arm", "cap, tokens", "EX (%)", "EM (%)", "cut by a limit (%)", "response tokens an answer"]
+    return md.table(header, rows, "Means over seeds.", md.made_by_arm(arms, (*names, FINAL))) if caps else ""
 
 
-def _table_of_arms(header: Sequence[str], rows: Sequence[Sequence[str]], *notes: str) -> str:
-    return joined(table(header, rows), *notes) if rows else ""
+def _table_by_arm(names: Iterable[str], columns: Mapping[str, Cell], *notes: str) -> str:
+    """One row an arm."""
+    rows = [[_label(arm), *(cell(arm) for cell in columns.values())] for arm in names]
+    return md.table(["Arm", *columns], rows, *notes)
 
 
-def made_by_arm(arms: Arms, names: Iterable[str]) -> str:
-    """The command of the first of these arms that is finished."""
-    for arm in names:
-        for seed, evaluation in arms.get(arm, {}).items():
-            if evaluation.command:
-                return made_by(f"the row of `{arm}`", seed, evaluation.command)
-    return ""
+def _finished(arms: Arms, names: Iterable[str]) -> list[str]:
+    return [arm for arm in names if arm in arms]
 
 
-def made_by(what: str, seed: int, line: str) -> str:
-    """The line below a table that names the command of one of its rows."""
-    return f"Command of {what}: `{with_seed_placeholder(line, seed)}`"
-
-
-def _mean_and_seeds(side: Seeds, number: Number, seeds: Sequence[int]) -> str:
-    each = ", ".join(percent(number(side[s].summary)) if s in side else EMPTY for s in seeds)
-    return f"{percent(mean_over_seeds(side, number))} ({each})" if side else EMPTY
-
-
-def shown_difference(found: Sequence[Answer]) -> str:
-    """The mean of differences in points, with its interval."""
-    difference = estimate(found)
-    if difference is None:
-        return EMPTY
-    low, high = (signed(100 * bound) for bound in difference.interval)
-    return f"{signed(100 * difference.mean)} [{low}, {high}]"
-
-
-def _mean_of(metric: str) -> Number:
-    return lambda summary: summary[metric]["mean"]
-
-
-def _sampled(summary: dict, key: str, name: str) -> float | None:
-    """A number of the summary at temperature 1; EX stands there alone."""
-    found = summary.get(f"{key}_sampled")
-    return found.get(name) if isinstance(found, dict) else found
-
-
-def _cut_share(summary: dict) -> float | None:
-    return summary["status"].get(Status.OUT_OF_TOKENS)
-
-
-def _decimal(places: int) -> Callable[[float | None], str]:
-    return lambda number: EMPTY if number is None else f"{number:,.{places}f}"
+def _mean(arms: Arms, *keys: str, scale: float = 1, places: int = 1) -> Cell:
+    """The mean over seeds of a number of the summaries."""
+    return lambda arm: md.decimal(mean_over_seeds(arms[arm], *keys, scale=scale), places)
 
 
 def _label(arm: str) -> str:
     return f"`{arm}`: {DESCRIPTIONS[arm]}"
-
-
-def listed(seeds: Sequence[int]) -> str:
-    """The seeds in a sentence."""
-    return ", ".join(map(str, seeds))
-
-
-def joined(*parts: str) -> str:
-    """The parts that are not empty, as paragraphs."""
-    return "\n\n".join(part for part in parts if part)

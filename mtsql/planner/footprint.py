@@ -1,4 +1,4 @@
-"""The GPU memory of a run's parts, from shapes alone, on PyTorch's meta device.
+"""The GPU memory of what a run holds, from shapes alone, on PyTorch's meta device.
 
 Weights, adapters, gradients and optimizer are counted on the parameters of a model without data. For
 activations the training code itself runs there on the largest micro-batch, and the rollout's prefill, while
@@ -11,7 +11,6 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from mtsql.agent.cache import STATIC_BUCKET, cache_bytes_per_token
 from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, Generator
 from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.config import TrainingOptions
 from mtsql.errors import UserError
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
@@ -43,34 +43,17 @@ QWEN3 = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """The fields of a stage's configuration that decide about memory, with GrpoConfig's defaults."""
-
-    model: str = ""
-    dtype: str = "float32"
-    quantise: str = "none"
-    optimizer: str = "adamw"
-    layout: str = "shared"
-    lora_rank: int = 0
-    gradient_checkpointing: bool = False
-    micro_batch_positions: int = 16384
-    samples_per_prompt: int = 5
-    beta: float = 0.0
-    rows: int = 256
-    cache_gib: float = 0.0
-    max_prompt_tokens: int = 4000
-    max_response_tokens: int = 8000
-    max_tool_tokens: int = 2000
-    max_sequence_tokens: int = 40960
-
-    @property
-    def longest(self) -> int:
-        """Positions of the longest trajectory."""
-        return min(self.max_prompt_tokens + self.max_response_tokens, self.max_sequence_tokens)
+def longest_trajectory(config: TrainingOptions) -> int:
+    """Its positions: prompt and response as long as the limits allow."""
+    return min(config.max_prompt_tokens + config.max_response_tokens, config.max_sequence_tokens)
 
 
-def build_model(config: PlanConfig) -> PreTrainedModel | PeftModel:
+def _beta(config: TrainingOptions) -> float:
+    """The warm start has no KL penalty."""
+    return getattr(config, "beta", 0.0)
+
+
+def build_model(config: TrainingOptions) -> PreTrainedModel | PeftModel:
     """The policy of `load_policy` on the meta device, with gradients; linear layers are not quantised.
 
     Raises UserError if the shape of the model is not known here, or if a quantised model has no adapter.
@@ -112,7 +95,7 @@ def build_model(config: PlanConfig) -> PreTrainedModel | PeftModel:
     return model.train()
 
 
-def state_bytes(model: PreTrainedModel | PeftModel, config: PlanConfig) -> dict[str, int]:
+def state_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> dict[str, int]:
     """Bytes of weights, adapters, gradients, optimizer and reference policy: what is there all the time."""
     weights = adapters = 0
     quantised = quantised_weights(model) if config.quantise == "nf4" else {}
@@ -128,7 +111,7 @@ def state_bytes(model: PreTrainedModel | PeftModel, config: PlanConfig) -> dict[
         "adapters": adapters,
         "gradients": sum(p.nbytes for p in trainable),
         "optimizer": sum(map(moments, trainable)),
-        "reference policy": (adapters or weights) if config.beta else 0,
+        "reference policy": (adapters or weights) if _beta(config) else 0,
         "CUDA context": CUDA_CONTEXT,
     }
 
@@ -224,14 +207,14 @@ def live_bytes(model: PreTrainedModel | PeftModel) -> Iterator[LiveBytes]:
         yield live
 
 
-def largest_micro_batch(config: PlanConfig) -> list[list[Trajectory]]:
+def largest_micro_batch(config: TrainingOptions) -> list[list[Trajectory]]:
     """The groups of the micro-batch with the most positions, all trajectories as long as they may be.
 
     Where whole trajectories leave some of micro_batch_positions free, they are made longer to fill them,
     since shorter ones would.
     """
     prompt, limit = config.max_prompt_tokens, config.micro_batch_positions
-    samples, response = config.samples_per_prompt, config.longest - config.max_prompt_tokens
+    samples, response = getattr(config, "samples_per_prompt", 1), longest_trajectory(config) - prompt
 
     def group(count: int, length: int) -> list[Trajectory]:
         given, sampled = Segment.given("prompt", [0] * prompt), Segment.sampled([0] * length, [0.0] * length)
@@ -244,14 +227,14 @@ def largest_micro_batch(config: PlanConfig) -> list[list[Trajectory]]:
     return [group(count, length) for count in chosen]
 
 
-def training_bytes(model: PreTrainedModel | PeftModel, config: PlanConfig) -> dict[str, dict[str, int]]:
+def training_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> dict[str, dict[str, int]]:
     """Bytes that the largest micro-batch adds at the peaks of its head and of its layers."""
     groups = largest_micro_batch(config)
     with live_bytes(model) as live:
         batch = token_batch(groups, config.layout, "meta")
         logprobs, _ = token_logprobs(model, batch)
         kept = live.live
-        if config.beta:
+        if _beta(config):
             with torch.no_grad():
                 token_logprobs(model, batch)
         torch.autograd.backward([logprobs.sum()])
@@ -264,9 +247,9 @@ def training_bytes(model: PreTrainedModel | PeftModel, config: PlanConfig) -> di
     }
 
 
-def sampling_rows(model: PreTrainedModel | PeftModel, config: PlanConfig) -> tuple[int, int]:
+def sampling_rows(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> tuple[int, int]:
     """(slots, positions) of the cache that the rollout reserves on a GPU; UserError if it holds no row."""
-    positions = -(-config.longest // STATIC_BUCKET) * STATIC_BUCKET
+    positions = -(-longest_trajectory(config) // STATIC_BUCKET) * STATIC_BUCKET
     held = int(config.cache_gib * GIB / cache_bytes_per_token(model)) // positions
     if config.cache_gib == 0 or config.rows <= held:
         return 1 << (config.rows - 1).bit_length(), positions
@@ -275,21 +258,21 @@ def sampling_rows(model: PreTrainedModel | PeftModel, config: PlanConfig) -> tup
     return 1 << (held.bit_length() - 1), positions
 
 
-def rollout_bytes(model: PreTrainedModel | PeftModel, config: PlanConfig) -> dict[str, int]:
+def rollout_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> dict[str, int]:
     """Bytes that the rollout adds: the cache, and its largest forward pass or the sampling."""
     slots, positions = sampling_rows(model, config)
     cache = slots * positions * cache_bytes_per_token(model)
-    prompt = config.max_prompt_tokens
-    new = min(config.max_tool_tokens, config.longest - prompt)  # tokens of an observation
+    prompt, longest = config.max_prompt_tokens, longest_trajectory(config)
+    new = min(config.max_tool_tokens, longest - prompt)  # tokens of an observation
     rows = min(slots, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(new, prompt)))
     with (
-        Generator(model, [0], longest=config.longest, static_shapes=True) as generator,
+        Generator(model, [0], longest=longest, static_shapes=True) as generator,
         live_bytes(model) as live,
     ):
-        generator.cache.reserve(slots, config.longest)
+        generator.cache.reserve(slots, longest)
         started = generator.start([[i] * prompt for i in range(rows)], [0] * rows, [1] * rows)
         for row in started:
-            row.length = config.longest - new
+            row.length = longest - new
         generator.append(started, [[0] * new] * rows, [1] * rows)
     # Logits three times (the graph's, all, those of rows that decode), scores, log-probabilities and
     # probabilities in float32, their cumulative sum in float64.

@@ -17,19 +17,18 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from mtsql.config import CHOICES, user_errors
+from mtsql.config import GrpoConfig, SftConfig, TrainingOptions, add_option, check, from_toml, user_errors
 from mtsql.errors import UserError
 from mtsql.learn.model import ADAPTER_FILE
 from mtsql.planner.footprint import (
     GIB,
-    PlanConfig,
     build_model,
+    longest_trajectory,
     rollout_bytes,
     sampling_rows,
     state_bytes,
@@ -39,35 +38,31 @@ from mtsql.planner.footprint import (
 FRAGMENTATION = 0.05  # of what comes and goes: holes of the caching allocator
 
 
-def read_config(path: str | None, stage: str, options: dict[str, Any]) -> PlanConfig:
-    """[common] and [stage] of a TOML file, then the given options.
+# The options that decide about memory.
+DECISIVE = (
+    "model", "dtype", "quantise", "optimizer", "layout", "lora_rank", "gradient_checkpointing",
+    "micro_batch_positions", "samples_per_prompt", "beta", "rows", "cache_gib", "max_prompt_tokens",
+    "max_response_tokens", "max_tool_tokens", "max_sequence_tokens",
+)  # fmt: skip
 
-    [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none; [sft]
-    trains on trajectories one by one, packed by default. Raises UserError for what is wrong.
+
+def read_config(path: str | None, stage: str, options: dict[str, Any]) -> TrainingOptions:
+    """The options of train_grpo.py or train_sft.py in a TOML file, then the given ones.
+
+    [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none. Raises
+    UserError for what is wrong.
     """
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML ({error})") from None
-    warm, common, own = (content.get(table, {}) for table in ("sft", "common", stage))
-    merged = {k: v for k, v in warm.items() if k in ("model", "lora_rank")} | common | own
-    if stage == "sft":
-        merged = {"layout": "packed"} | merged | {"samples_per_prompt": 1}
-    hints = get_type_hints(PlanConfig)
-    values = {name: value for name, value in (merged | options).items() if name in hints}
-    for name, value in values.items():
-        if type(value) is not hints[name] and not (hints[name] is float and type(value) is int):
-            raise UserError(f"{name} should be {hints[name].__name__}, not {value!r}")
-        if name in CHOICES and value not in CHOICES[name]:
-            raise UserError(f"{name} {value} is unknown; choose from {', '.join(CHOICES[name])}")
-        if type(value) is int and value < (name != "lora_rank"):
-            raise UserError(f"{name} should be positive, not {value}")
-    config = PlanConfig(**values)
-    if config.longest <= config.max_prompt_tokens:
-        raise UserError("max_sequence_tokens leaves no room for a response; raise it")
-    return config
+    cls = {"grpo": GrpoConfig, "sft": SftConfig}[stage]
+    values = from_toml(Path(path), cls) if path else {}
+    if path and stage == "grpo":
+        warm = from_toml(Path(path), SftConfig)
+        values = {name: warm[name] for name in ("model", "lora_rank") if name in warm} | values
+    hints = get_type_hints(cls, include_extras=True)
+    for name, value in options.items():
+        if name not in hints:
+            raise UserError(f"--{name.replace('_', '-')} is no option of --stage {stage}")
+        check(f"--{name.replace('_', '-')}", value, hints[name])
+    return cls(**{"model": "", "data": "", "out": ""} | values | options)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class Plan:
         return max(map(self.total, self.phases))
 
 
-def make_plan(config: PlanConfig) -> Plan:
+def make_plan(config: TrainingOptions) -> Plan:
     """The plan of a run. The cache is freed before the training step; what it held is used again."""
     model = build_model(config)
     always = state_bytes(model, config)
@@ -101,7 +96,7 @@ def make_plan(config: PlanConfig) -> Plan:
     return Plan(always, phases, sampling_rows(model, config)[0])
 
 
-def knobs(config: PlanConfig, plan: Plan, limit: int) -> Iterator[dict[str, Any]]:
+def knobs(config: TrainingOptions, plan: Plan, limit: int) -> Iterator[dict[str, Any]]:
     """What may be changed to need less, least harm first: time, then precision, then what is trained."""
     if not config.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
@@ -109,8 +104,9 @@ def knobs(config: PlanConfig, plan: Plan, limit: int) -> Iterator[dict[str, Any]
     room = math.floor((cache + limit - plan.total("rollout")) / GIB * 10) / 10
     if cache / plan.slots <= room * GIB < cache:
         yield {"cache_gib": room}
-    if config.micro_batch_positions > config.longest:
-        yield {"micro_batch_positions": max(config.longest, config.micro_batch_positions // 2)}
+    longest = longest_trajectory(config)
+    if config.micro_batch_positions > longest:
+        yield {"micro_batch_positions": max(longest, config.micro_batch_positions // 2)}
     if config.layout != "rows":
         yield {"layout": "rows"}
     if config.optimizer == "adamw":
@@ -124,7 +120,7 @@ def knobs(config: PlanConfig, plan: Plan, limit: int) -> Iterator[dict[str, Any]
         yield {"lora_rank": 8}
 
 
-def advise(config: PlanConfig, plan: Plan, limit: int) -> tuple[dict[str, Any], Plan]:
+def advise(config: TrainingOptions, plan: Plan, limit: int) -> tuple[dict[str, Any], Plan]:
     """The first knobs found with which a run fits in `limit` bytes, and the plan with them.
 
     Each turn takes the least harmful knob that brings the phases nearer to the limit. If none does any
@@ -172,27 +168,27 @@ def main() -> None:
     parser.add_argument("--stage", choices=("grpo", "sft"), default="grpo", help="table of the file [grpo]")
     parser.add_argument("--gpu-memory", type=float, default=24.0, help="GiB [24]", metavar="X")
     parser.add_argument("--typical", type=int, default=2000, help="response of column 2 [2000]", metavar="X")
-    hints = get_type_hints(PlanConfig)
-    for item in fields(PlanConfig):
-        kind: dict[str, Any] = {"type": hints[item.name], "metavar": "X"}
-        if hints[item.name] is bool:
-            kind = {"action": argparse.BooleanOptionalAction}
-        parser.add_argument("--" + item.name.replace("_", "-"), help=f"[{item.default}]", **kind)
+    by_name, hints = {f.name: f for f in fields(GrpoConfig)}, get_type_hints(GrpoConfig, include_extras=True)
+    for name in DECISIVE:
+        default = "" if name == "model" else by_name[name].default
+        add_option(parser, by_name[name], hints[name], default)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     memory, shorter = given.pop("gpu_memory"), given.pop("typical")
     if memory <= 0 or shorter < 1:
-        parser.error("--gpu-memory and --typical should be positive")
+        raise UserError("--gpu-memory and --typical should be positive")
     config = read_config(given.pop("config", None), given.pop("stage"), given)
-    response = config.longest - config.max_prompt_tokens
-    worst = make_plan(config)
-    shorter = min(shorter, response)
+    response = longest_trajectory(config) - config.max_prompt_tokens
+    if response <= 0:
+        raise UserError("max_sequence_tokens leaves no room for a response; raise it")
+    shorter, worst = min(shorter, response), make_plan(config)
     show_plan(worst, make_plan(replace(config, max_response_tokens=shorter)))
     print(f"{config.model}, {config.dtype}; responses of {response:,} tokens, and of {shorter:,}")
     limit = int(memory * GIB)
-    if worst.peak <= limit:
-        print(f"fits in {memory:g} GiB, with {(limit - worst.peak) / GIB:.2f} to spare")
+    spare = (limit - worst.peak) / GIB
+    if spare >= 0:
+        print(f"fits in {memory:g} GiB, with {spare:.2f} to spare")
         return
-    print(f"does not fit in {memory:g} GiB: {(worst.peak - limit) / GIB:.2f} too much")
+    print(f"does not fit in {memory:g} GiB: {-spare:.2f} too much")
     turned, plan = advise(config, worst, limit)
     setting = ", ".join(f"{name} = {str(value).lower()}" for name, value in turned.items())
     if plan.peak <= limit:

@@ -16,13 +16,16 @@ import random
 import re
 import shutil
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
+from mtsql.config import user_errors
+from mtsql.errors import UserError
 from mtsql.toy import words
 from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
-from mtsql.toy.dialogue import Asked, Speaker
-from mtsql.toy.followup import FOLLOW_UPS
-from mtsql.toy.query import mistakes, render
+from mtsql.toy.dialogue import Asked, CannotAsk, Speaker
+from mtsql.toy.followup import ask_follow_up
+from mtsql.toy.query import Query, mistakes, render
 from mtsql.toy.style import DEFAULT, SHIFTED, Style
 
 SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (80, 6)}  # databases, dialogues in each
@@ -44,17 +47,13 @@ def _useful(rows: list[tuple] | None) -> bool:
     return not all(value is None for value in rows[0]) and rows != [(0,)]
 
 
-def _tie(connection: sqlite3.Connection, asked: Asked, database: ToyDatabase) -> bool:
+def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) -> bool:
     """Whether LIMIT 1 would pick one of several equal firsts, so that the answer is arbitrary."""
-    query = asked.query
     if not query.limit:
         return False
-    aggregate = query.order[0]
-    ordered = render(query, database)
-    key = "count(*)" if aggregate else re.search(r"ORDER BY (\S+)", ordered).group(1)
-    sql = re.sub(r"^SELECT .*? FROM ", f"SELECT {key} FROM ", ordered)
-    rows = _answer(connection, sql.replace(" LIMIT 1", " LIMIT 2")) or []
-    return len(rows) == 2 and rows[0] == rows[1]
+    two = replace(query, select=(*query.select, query.order[:2]), limit=2)
+    rows = _answer(connection, render(two, database)) or []
+    return len(rows) == 2 and rows[0][-1] == rows[1][-1]
 
 
 def make_dialogue(
@@ -62,33 +61,22 @@ def make_dialogue(
 ) -> list[tuple[Asked, list[tuple[str, str]]]]:
     """Turns of one dialogue, each with the mistakes that change its answer."""
     speaker = Speaker(database, rng, style)
-    wanted = rng.choice(style.turns)
-    kinds, weights = list(style.follow_ups), list(style.follow_ups.values())
+    length = rng.choice(style.turns)
     turns: list[tuple[Asked, list[tuple[str, str]]]] = []
+    previous, before = None, None  # query and its rows
     for _ in range(60):
-        if len(turns) == wanted:
+        if len(turns) == length:
             break
-        previous = turns[-1][0].query if turns else None
-        if previous is None:
-            asked = speaker.ask_first()
-        else:
-            asked = FOLLOW_UPS[rng.choices(kinds, weights)[0]](speaker, previous)
-        if asked is None:
+        try:
+            asked = ask_follow_up(speaker, previous) if previous else speaker.ask_first()
+        except CannotAsk:
             continue
-        sql = render(asked.query, database)
-        rows = _answer(connection, sql)
-        if not _useful(rows) or _tie(connection, asked, database):
+        rows = _answer(connection, render(asked.query, database))
+        if not _useful(rows) or rows == before or _tie(connection, asked.query, database):
             continue
-        if previous is not None:
-            before = _answer(connection, render(previous, database))
-            if rows == before:
-                continue
-        wrong = [
-            (kind, other)
-            for kind, other in mistakes(asked.query, previous, database)
-            if _answer(connection, other) != rows
-        ]
-        turns.append((asked, wrong))
+        found = mistakes(asked.query, previous, database)
+        turns.append((asked, [(kind, sql) for kind, sql in found if _answer(connection, sql) != rows]))
+        previous, before = asked.query, rows
     return turns
 
 
@@ -132,10 +120,10 @@ def write_benchmark(folder: Path, seed: int, shifted: bool = False, single: bool
     `shifted` chooses the style and the sizes for evaluation out of domain. `single` keeps of each dialogue
     the first question, the only one that surely stands alone.
 
-    Raises FileExistsError if `folder` exists.
+    Raises UserError if `folder` exists.
     """
     if folder.exists():
-        raise FileExistsError(f"{folder} exists already; remove it or name another folder")
+        raise UserError(f"{folder} exists already; remove it or name another folder")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -174,11 +162,8 @@ def main() -> None:
         "--single", action="store_true", help="the first question of each dialogue alone, in Spider's format"
     )
     arguments = parser.parse_args()
-    try:
-        write_benchmark(arguments.folder, arguments.seed, arguments.shifted, arguments.single)
-    except FileExistsError as error:
-        parser.error(str(error))
+    write_benchmark(arguments.folder, arguments.seed, arguments.shifted, arguments.single)
 
 
 if __name__ == "__main__":
-    main()
+    user_errors(main)

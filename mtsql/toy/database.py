@@ -27,9 +27,14 @@ class Column:
     style: str
 
     @property
+    def is_amount(self) -> bool:
+        """Whether it holds amounts, of which one can take the average."""
+        return self.kind.startswith("int")
+
+    @property
     def is_number(self) -> bool:
-        """Whether it holds integers."""
-        return self.kind.startswith("int") or self.kind == "year"
+        """Whether it holds amounts or years."""
+        return self.is_amount or self.kind == "year"
 
     @property
     def is_proper(self) -> bool:
@@ -106,10 +111,10 @@ def _values(kind: str, count: int, rng: random.Random) -> list:
 def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> ToyDatabase:
     """Draw a connected choice of the theme's entities, names, columns, styles and rows."""
     entities = list(words.themes()[theme])
-    wanted = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
+    count = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
     chosen = [rng.choice([e for e in entities if e.parent])]
     chosen.insert(0, next(e for e in entities if e.singular == chosen[0].parent))
-    while len(chosen) < wanted:
+    while len(chosen) < count:
         linked = ({e.singular for e in chosen} | {e.parent for e in chosen}) - {None}
         near = [e for e in entities if e not in chosen and linked & {e.singular, e.parent}]
         if not near:
@@ -127,15 +132,10 @@ def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> T
     sizes = {e.singular: rng.randint(4, 7) if not e.parent else rng.randint(10, 16) for e in chosen}
     for entity in chosen:
         table = table_names[entity.singular]
-        kept = [
-            entity.columns[0],
-            *rng.sample(
-                entity.columns[1:],
-                rng.randint(min(3, len(entity.columns) - 1), len(entity.columns) - 1),
-            ),
-        ]
+        label, *others = entity.columns
+        kept = rng.sample(others, rng.randint(min(3, len(others)), len(others)))
         columns, values = [], []
-        for spec in sorted(kept, key=entity.columns.index):
+        for spec in (label, *sorted(kept, key=others.index)):
             proper, common = spec.kind in words.PROPER, spec.kind in words.COMMON
             styles = ("title", "title", "lower", "lower") if proper else (*("title", "lower") * 4, "code")
             name = rng.choice(spec.names) if rng.random() < style.renamed else spec.names[0]

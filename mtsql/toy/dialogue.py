@@ -7,8 +7,9 @@ another property, change the entity, ask about the answer. Later questions name 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mtsql.toy import words
 from mtsql.toy.database import Column, Table, ToyDatabase
@@ -16,6 +17,18 @@ from mtsql.toy.query import Condition, Query
 from mtsql.toy.style import Style
 
 AGGREGATES = {"avg": "average", "max": "highest", "min": "lowest", "sum": "total"}
+Ask = Callable[..., "Asked"]
+Weights = Mapping[Ask, tuple[int, int]]  # how likely a kind of question is in the default and shifted style
+
+
+class CannotAsk(Exception):
+    """A kind of question does not fit this database or what was asked before."""
+
+
+def require(fits: Any) -> None:
+    """Raise CannotAsk unless `fits` is true or not empty."""
+    if not fits:
+        raise CannotAsk
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ def extremes(column: Column) -> tuple[str, str]:
 
 
 class Speaker:
-    """Makes the questions of one dialogue over one database."""
+    """Makes the questions of one dialogue over one database; what does not fit it raises CannotAsk."""
 
     def __init__(self, database: ToyDatabase, rng: random.Random, style: Style) -> None:
         self.database = database
@@ -58,14 +71,24 @@ class Speaker:
         """One of several wordings."""
         return self.rng.choice(options)
 
+    def draw(self, kinds: Weights) -> Ask:
+        """One of several kinds of question, by their weights."""
+        return self.rng.choices(list(kinds), [weights[self.style.shifted] for weights in kinds.values()])[0]
+
     # Columns and conditions
 
-    def column(self, table: Table, test: Callable[[Column], bool]) -> Column | None:
-        """A random column of `table` that passes `test`, or None."""
+    def column(self, table: Table, test: Callable[[Column], bool]) -> Column:
+        """A random column of `table` that passes `test`."""
         fitting = [c for c in table.columns if test(c)]
-        return self.rng.choice(fitting) if fitting else None
+        require(fitting)
+        return self.rng.choice(fitting)
 
-    def condition(self, table: Table, avoid: tuple[Condition, ...] = ()) -> Condition | None:
+    def numbers_in(self, table: Table, column: Column) -> list[int]:
+        """The values of a column, in order."""
+        place = 1 + table.columns.index(column)
+        return sorted(row[place] for row in self.database.rows[table.name])
+
+    def condition(self, table: Table, avoid: tuple[Condition, ...] = ()) -> Condition:
         """A condition on a column of `table` that no condition of `avoid` uses."""
         used = {c.column for c in avoid}
         categories = [c for c in table.columns if c.is_category and c not in used]
@@ -73,13 +96,35 @@ class Speaker:
         if categories and (self.rng.random() < 0.68 or not numbers):
             column = self.rng.choice(categories)
             return Condition(column, "=", self.rng.choice(self.database.words_of[column]))
-        if not numbers:
-            return None
+        require(numbers)
         column = self.rng.choice(numbers)
-        place = 1 + table.columns.index(column)
-        seen = sorted(row[place] for row in self.database.rows[table.name])
+        seen = self.numbers_in(table, column)
         value = self.rng.choice(seen[len(seen) // 4 : -(len(seen) // 4)])
         return Condition(column, self.rng.choice((">", "<", ">")), value)
+
+    def with_conditions(self, query: Query, table: Table, count: int) -> Query:
+        """The query with so many more conditions on columns of `table`."""
+        for _ in range(count):
+            query = replace(query, where=(*query.where, self.condition(table, query.where)))
+        return query
+
+    def average_condition(self, table: Table) -> Condition:
+        """`column > (SELECT avg(column) FROM table)`, or below it."""
+        column = self.column(table, lambda c: c.is_amount)
+        inner = Query(table.name, (("avg", column),))
+        return Condition(column, self.rng.choice((">", "<")), inner)
+
+    def aggregate(self, table: Table) -> tuple[tuple[str, Column], str]:
+        """An average, maximum, minimum or total to select, and its name."""
+        column = self.column(table, lambda c: c.is_amount)
+        aggregate = self.rng.choice(list(AGGREGATES))
+        return (aggregate, column), f"{AGGREGATES[aggregate]} {column.phrase}"
+
+    def order(self, table: Table) -> tuple[tuple[str, Column, str], str]:
+        """An order by a number, and the word for what comes first."""
+        column = self.column(table, lambda c: c.is_number)
+        direction = self.rng.choice(("DESC", "ASC"))
+        return ("", column, direction), extremes(column)[direction == "ASC"]
 
     def say(self, condition: Condition, main: Table) -> str:
         """A condition as an English phrase behind the plural of `main`."""
@@ -121,57 +166,56 @@ class Speaker:
         )
         return f"with {_a(column)} {side} {value}"
 
-    def say_all(self, query: Query) -> str:
-        """All conditions of a query, behind a noun, with a leading blank (or "")."""
-        main = self.database.tables[query.table]
+    def say_all(self, query: Query, main: Table | None = None) -> str:
+        """All conditions of a query behind the plural of `main`, with a leading blank (or "")."""
+        main = main or self.database.tables[query.table]
         return "".join((" " if i == 0 else " and ") + self.say(c, main) for i, c in enumerate(query.where))
 
     # First questions
 
-    def listing(self, query: Query) -> str:
+    def listing(self, query: Query) -> Asked:
         """A question for the selected columns of a query."""
         table = self.database.tables[query.table]
         conditions = self.say_all(query)
         columns = [c for _, c in query.select]
         if columns == [table.label] and query.where and self.rng.random() < 0.5:
-            return self.pick(
+            question = self.pick(
                 f"Which {table.plural}{conditions} are there?",
                 f"Find the {table.plural}{conditions}.",
                 f"I am looking for {table.plural}{conditions}.",
             )
+            return Asked(question, query)
         wanted = " and ".join(_nouns(c) for c in columns)
         every = "" if query.where else self.pick("all ", "the ", "")
-        return self.pick(
+        question = self.pick(
             f"What are the {wanted} of {every}{table.plural}{conditions}?",
             f"List the {wanted} of {every}{table.plural}{conditions}.",
             f"Show the {wanted} of {every}{table.plural}{conditions}.",
             f"Give me the {wanted} for {every}{table.plural}{conditions}.",
         )
+        return Asked(question, query)
 
-    def ask_list(self, table: Table, conditions: int, columns: int) -> Asked | None:
-        """Columns of a table under 0 to 2 conditions."""
-        chosen = [table.label] if columns == 1 and self.rng.random() < 0.6 else []
-        while len(chosen) < columns:
+    def ask_column(self, table: Table) -> Asked:
+        """A column under at most one condition."""
+        return self._columns(table, 1, conditions=self.rng.choice((0, 1, 1)))
+
+    def ask_two_columns(self, table: Table) -> Asked:
+        """Two columns under at most one condition."""
+        return self._columns(table, 2, conditions=self.rng.choice((0, 1)))
+
+    def _columns(self, table: Table, count: int, conditions: int) -> Asked:
+        chosen = [table.label] if count == 1 and self.rng.random() < 0.6 else []
+        while len(chosen) < count:
             chosen.append(self.rng.choice([c for c in table.columns if c not in chosen]))
         query = Query(table.name, tuple(("", c) for c in chosen))
-        query = self._with_conditions(query, table, conditions)
-        if query is None or {c.column for c in query.where if c.op == "="} & set(chosen):
-            return None
-        return Asked(self.listing(query), query)
+        query = self.with_conditions(query, table, conditions)
+        require(not {c.column for c in query.where if c.op == "="} & set(chosen))
+        return self.listing(query)
 
-    def _with_conditions(self, query: Query, table: Table, count: int) -> Query | None:
-        for _ in range(count):
-            condition = self.condition(table, query.where)
-            if condition is None:
-                return None
-            query = replace(query, where=(*query.where, condition))
-        return query
-
-    def ask_count(self, table: Table, conditions: int) -> Asked | None:
+    def ask_count(self, table: Table) -> Asked:
         """How many there are."""
-        query = self._with_conditions(Query(table.name, (("count", None),)), table, conditions)
-        if query is None:
-            return None
+        conditions = self.rng.choice((0, 1, 1))
+        query = self.with_conditions(Query(table.name, (("count", None),)), table, conditions)
         text = self.say_all(query)
         question = self.pick(
             f"How many {table.plural}{text} are there?",
@@ -180,28 +224,20 @@ class Speaker:
         )
         return Asked(question, query)
 
-    def ask_aggregate(self, table: Table, conditions: int) -> Asked | None:
+    def ask_aggregate(self, table: Table) -> Asked:
         """An average, maximum, minimum or total."""
-        column = self.column(table, lambda c: c.kind.startswith("int"))
-        if column is None:
-            return None
-        aggregate = self.rng.choice(list(AGGREGATES))
-        query = Query(table.name, ((aggregate, column),))
-        query = self._with_conditions(query, table, conditions)
-        if query is None:
-            return None
-        name = f"{AGGREGATES[aggregate]} {column.phrase}"
+        conditions = self.rng.choice((0, 1))
+        selected, name = self.aggregate(table)
+        query = self.with_conditions(Query(table.name, (selected,)), table, conditions)
         question = self.pick(
             f"What is the {name} of {table.plural}{self.say_all(query)}?",
             f"Find the {name} of the {table.plural}{self.say_all(query)}.",
         )
         return Asked(question, query)
 
-    def ask_group(self, table: Table) -> Asked | None:
+    def ask_group(self, table: Table) -> Asked:
         """A count for each value of a column."""
         column = self.column(table, lambda c: c.is_category)
-        if column is None:
-            return None
         query = Query(table.name, (("", column), ("count", None)), group=column)
         question = self.pick(
             f"How many {table.plural} are there for each {column.phrase}?",
@@ -210,11 +246,9 @@ class Speaker:
         )
         return Asked(question, query)
 
-    def ask_having(self, table: Table) -> Asked | None:
+    def ask_having(self, table: Table) -> Asked:
         """Values that occur often enough."""
         column = self.column(table, lambda c: c.is_category)
-        if column is None:
-            return None
         least = self.rng.choice((2, 3))
         query = Query(table.name, (("", column),), group=column, having=(">=", least))
         question = self.pick(
@@ -223,56 +257,39 @@ class Speaker:
         )
         return Asked(question, query)
 
-    def ask_superlative(self, table: Table, conditions: int) -> Asked | None:
+    def ask_superlative(self, table: Table) -> Asked:
         """The entity with the most or the least of something."""
         column = self.column(table, lambda c: c.is_number)
-        if column is None:
-            return None
-        query = self._with_conditions(Query(table.name, (("", table.label),)), table, conditions)
-        if query is None:
-            return None
         direction = self.rng.choice(("DESC", "DESC", "ASC"))
-        query = replace(query, order=("", column, direction), limit=1)
-        noun = table.singular
-        most = self._most(column, direction)
-        text = self.say_all(query)
-        if most:
+        query = Query(table.name, (("", table.label),), order=("", column, direction), limit=1)
+        if column.phrase in words.ADJECTIVES:
+            most = words.ADJECTIVES[column.phrase][2 if direction == "DESC" else 3]
             question = self.pick(
-                f"What is the {table.label.phrase} of the {most} {noun}{text}?",
-                f"Which is the {most} {noun}{text}?",
+                f"What is the {table.label.phrase} of the {most} {table.singular}?",
+                f"Which is the {most} {table.singular}?",
             )
         else:
             extreme = extremes(column)[direction == "ASC"]
             question = self.pick(
-                f"Which {noun}{text} has the {extreme} {column.phrase}?",
-                f"Find the {noun}{text} with the {extreme} {column.phrase}.",
+                f"Which {table.singular} has the {extreme} {column.phrase}?",
+                f"Find the {table.singular} with the {extreme} {column.phrase}.",
             )
         return Asked(question, query)
 
-    def _most(self, column: Column, direction: str) -> str | None:
-        adjective = words.ADJECTIVES.get(column.phrase)
-        return adjective and adjective[2 if direction == "DESC" else 3]
-
-    def ask_parent_condition(self, table: Table, conditions: int) -> Asked | None:
+    def ask_parent_condition(self, table: Table) -> Asked:
         """Entities whose parent meets a condition: a join."""
-        parent = self.database.parent(table.name)
-        condition = parent and self.condition(parent)
-        if condition is None:
-            return None
+        conditions = self.rng.choice((0, 0, 1))
+        condition = self.condition(self.database.parent(table.name))
         counting = self.rng.random() < 0.3
         query = Query(table.name, (("count", None),) if counting else (("", table.label),), (condition,))
-        query = self._with_conditions(query, table, conditions)
-        if query is None:
-            return None
+        query = self.with_conditions(query, table, conditions)
         if counting:
             return Asked(f"How many {table.plural}{self.say_all(query)} are there?", query)
-        return Asked(self.listing(query), query)
+        return self.listing(query)
 
-    def ask_pair(self, table: Table) -> Asked | None:
+    def ask_pair(self, table: Table) -> Asked:
         """Each entity beside its parent: a join without conditions."""
         parent = self.database.parent(table.name)
-        if parent is None:
-            return None
         column = self.rng.choice(parent.columns)
         query = Query(table.name, (("", table.label), ("", column)))
         of_parent = f"the {column.phrase} of its {parent.singular}"
@@ -282,58 +299,40 @@ class Speaker:
         )
         return Asked(question, query)
 
-    def ask_children(self, table: Table, conditions: int) -> Asked | None:
+    def ask_children(self, table: Table) -> Asked:
         """Parents by their number of children: count each, the most, or at least so many."""
+        conditions = self.rng.choice((0, 0, 0, 1))
         parent = self.database.parent(table.name)
-        if parent is None:
-            return None
-        base = Query(parent.name, (("", parent.label),), group=parent.label, joined=table.name)
-        kind = self.rng.choice(("each", "most", "least", "having"))
-        base = self._with_conditions(base, table, conditions)
-        if base is None:
-            return None
-        text = "".join((" " if i == 0 else " and ") + self.say(c, table) for i, c in enumerate(base.where))
+        query = Query(parent.name, (("", parent.label),), group=parent.label, joined=table.name)
+        kind = self.rng.choice(("each", "most", "fewest", "having"))
+        query = self.with_conditions(query, table, conditions)
+        children = table.plural + self.say_all(query, table)
         if kind == "each":
-            query = replace(base, select=(*base.select, ("count", None)))
+            query = replace(query, select=(*query.select, ("count", None)))
             question = self.pick(
-                f"How many {table.plural}{text} does each {parent.singular} have?",
-                f"For each {parent.singular}, count its {table.plural}{text}.",
+                f"How many {children} does each {parent.singular} have?",
+                f"For each {parent.singular}, count its {children}.",
             )
         elif kind == "having":
             least = self.rng.choice((2, 3))
-            query = replace(base, having=(">=", least))
-            question = f"Which {parent.plural} have at least {least} {table.plural}{text}?"
+            query = replace(query, having=(">=", least))
+            question = f"Which {parent.plural} have at least {least} {children}?"
         else:
             direction = "DESC" if kind == "most" else "ASC"
-            query = replace(base, order=("count", None, direction), limit=1)
-            amount = "most" if kind == "most" else "fewest"
+            query = replace(query, order=("count", None, direction), limit=1)
             question = self.pick(
-                f"Which {parent.singular} has the {amount} {table.plural}{text}?",
-                f"Find the {parent.singular} with the {amount} {table.plural}{text}.",
+                f"Which {parent.singular} has the {kind} {children}?",
+                f"Find the {parent.singular} with the {kind} {children}.",
             )
         return Asked(question, query)
 
-    def ask_above_average(self, table: Table) -> Asked | None:
+    def ask_above_average(self, table: Table) -> Asked:
         """Entities above or below the average: a nested query."""
-        condition = self.average_condition(table)
-        if condition is None:
-            return None
-        query = Query(table.name, (("", table.label),), (condition,))
-        return Asked(self.listing(query), query)
+        return self.listing(Query(table.name, (("", table.label),), (self.average_condition(table),)))
 
-    def average_condition(self, table: Table) -> Condition | None:
-        """`column > (SELECT avg(column) FROM table)`, or below it."""
-        column = self.column(table, lambda c: c.kind.startswith("int"))
-        if column is None:
-            return None
-        inner = Query(table.name, (("avg", column),))
-        return Condition(column, self.rng.choice((">", "<")), inner)
-
-    def ask_childless(self, table: Table) -> Asked | None:
+    def ask_childless(self, table: Table) -> Asked:
         """Parents without children: NOT IN."""
         parent = self.database.parent(table.name)
-        if parent is None:
-            return None
         key = Column(parent.name, parent.key, (), "id", "key", "")
         link = Column(table.name, table.foreign_key[0], (), "id", "key", "")
         inner = Query(table.name, (("", link),))
@@ -344,14 +343,13 @@ class Speaker:
         )
         return Asked(question, query)
 
-    def ask_both(self, table: Table) -> Asked | None:
+    def ask_both(self, table: Table) -> Asked:
         """Values shared by two kinds of entity: INTERSECT."""
-        column = self.column(table, lambda c: c.is_category)
+        categories = [c for c in table.columns if c.is_category]
+        column = self.rng.choice(categories) if categories else None
         number = self.column(table, lambda c: c.is_number)
-        if column is None or number is None:
-            return None
-        place = 1 + table.columns.index(number)
-        seen = sorted(row[place] for row in self.database.rows[table.name])
+        require(column)
+        seen = self.numbers_in(table, number)
         low, high = seen[len(seen) // 2], seen[len(seen) // 2 - 1]
         first = Query(table.name, (("", column),), (Condition(number, "<", low),))
         second = Query(table.name, (("", column),), (Condition(number, ">", high),))
@@ -362,26 +360,28 @@ class Speaker:
         )
         return Asked(question, replace(first, combined=("INTERSECT", second)))
 
-    def ask_first(self) -> Asked | None:
+    def ask_first(self) -> Asked:
         """A question that stands on its own."""
         tables = list(self.database.tables.values())
         children = [t for t in tables if t.foreign_key]
-        table = self.rng.choice(tables + children)
-        child = self.rng.choice(children)
-        makers = {
-            "list": lambda: self.ask_list(table, self.rng.choice((0, 1, 1)), 1),
-            "two_columns": lambda: self.ask_list(table, self.rng.choice((0, 1)), 2),
-            "count": lambda: self.ask_count(table, self.rng.choice((0, 1, 1))),
-            "aggregate": lambda: self.ask_aggregate(table, self.rng.choice((0, 1))),
-            "group": lambda: self.ask_group(table),
-            "having": lambda: self.ask_having(table),
-            "superlative": lambda: self.ask_superlative(table, 0),
-            "parent_condition": lambda: self.ask_parent_condition(child, self.rng.choice((0, 0, 1))),
-            "pair": lambda: self.ask_pair(child),
-            "children": lambda: self.ask_children(child, self.rng.choice((0, 0, 0, 1))),
-            "above_average": lambda: self.ask_above_average(table),
-            "childless": lambda: self.ask_childless(child),
-            "both": lambda: self.ask_both(table),
-        }
-        kind = self.rng.choices(list(self.style.first), list(self.style.first.values()))[0]
-        return makers[kind]()
+        table, child = self.rng.choice(tables + children), self.rng.choice(children)
+        ask = self.draw(FIRST_QUESTIONS)
+        return ask(self, child if ask in OF_CHILDREN else table)
+
+
+FIRST_QUESTIONS: Weights = {
+    Speaker.ask_column: (20, 12),
+    Speaker.ask_two_columns: (9, 4),
+    Speaker.ask_count: (9, 16),
+    Speaker.ask_aggregate: (8, 5),
+    Speaker.ask_group: (4, 3),
+    Speaker.ask_having: (3, 3),
+    Speaker.ask_superlative: (6, 14),
+    Speaker.ask_parent_condition: (8, 18),
+    Speaker.ask_pair: (3, 2),
+    Speaker.ask_children: (8, 10),
+    Speaker.ask_above_average: (3, 8),
+    Speaker.ask_childless: (2, 4),
+    Speaker.ask_both: (3, 3),
+}
+OF_CHILDREN = (Speaker.ask_parent_condition, Speaker.ask_pair, Speaker.ask_children, Speaker.ask_childless)

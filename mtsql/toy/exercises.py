@@ -27,7 +27,7 @@ def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Traject
         start = rng.randint(0, length - size)
         copied += source[start : start + size]
         loss_mask += [0] + [1] * (size - 1)
-    prompt = Segment("prompt", tuple(source), (0,) * length, (0.0,) * length)
+    prompt = Segment.given("prompt", source)
     response = Segment("model", tuple(copied), tuple(loss_mask), (0.0,) * length)
     return Trajectory("copying", 0, [prompt, response])
 
@@ -71,6 +71,5 @@ def repair_exercise(tokens: ChatTokens, words: list[int], length: int, rng: rand
     again = sql(query, capital != (fault == "form"))
     answers = [tool_call(EXEC_SQL, again)] + [final_answer(again)] * (not fault)
     after = tokens.message_ids(rng.choice(answers))
-    prompt = Segment("prompt", tuple(before), (0,) * len(before), (0.0,) * len(before))
-    response = Segment("model", tuple(after), (1,) * len(after), (0.0,) * len(after))
-    return Trajectory("repair", 0, [prompt, response])
+    response = Segment.sampled(after, [0.0] * len(after))
+    return Trajectory("repair", 0, [Segment.given("prompt", before), response])

@@ -1,11 +1,20 @@
-"""Follow-up questions of the toy benchmark: what is named is only what changes."""
+"""Follow-up questions of the toy benchmark: what is named is only what changes.
+
+Each is asked by a speaker after `query`, whose main table is `table`; what does not fit raises CannotAsk.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mtsql.toy.dialogue import AGGREGATES, Asked, Speaker, extremes
-from mtsql.toy.query import Condition, Query
+from mtsql.toy.database import Table
+from mtsql.toy.dialogue import Asked, Speaker, Weights, require
+from mtsql.toy.query import Query
+
+
+def ask_follow_up(speaker: Speaker, query: Query) -> Asked:
+    """A question about, or in place of, what was asked last."""
+    return speaker.draw(FOLLOW_UPS)(speaker, query, speaker.database.tables[query.table])
 
 
 def _plain(query: Query) -> bool:
@@ -13,16 +22,17 @@ def _plain(query: Query) -> bool:
     return not (query.group or query.order or query.combined or query.joined)
 
 
-def refine(speaker: Speaker, query: Query) -> Asked | None:
+def _plain_list(query: Query) -> bool:
+    """Columns under conditions, and nothing more."""
+    return _plain(query) and not query.select[0][0]
+
+
+def refine(speaker: Speaker, query: Query, table: Table) -> Asked:
     """Add a constraint, on the entity itself or on its parent."""
-    if not _plain(query) or len(query.where) > 2:
-        return None
-    table = speaker.database.tables[query.table]
+    require(_plain(query) and len(query.where) <= 2)
     parent = speaker.database.parent(query.table)
     source = parent if parent and speaker.rng.random() < 0.25 else table
     condition = speaker.condition(source, query.where)
-    if condition is None:
-        return None
     text = speaker.say(condition, table)
     question = speaker.pick(
         f"Only the ones {text}.",
@@ -34,16 +44,11 @@ def refine(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, where=(*query.where, condition)))
 
 
-def change_property(speaker: Speaker, query: Query) -> Asked | None:
+def change_property(speaker: Speaker, query: Query, table: Table) -> Asked:
     """Other columns of the same entities."""
-    if query.group or query.combined or any(a for a, _ in query.select):
-        return None
-    table = speaker.database.tables[query.table]
+    require(not (query.group or query.combined or any(a for a, _ in query.select)))
     shown = [c for _, c in query.select] + [c.column for c in query.where if c.op == "="]
-    columns = [c for c in table.columns if c not in shown]
-    if not columns:
-        return None
-    column = speaker.rng.choice(columns)
+    column = speaker.column(table, lambda c: c not in shown)
     if query.limit:
         question = speaker.pick(
             f"What is the {column.phrase} of that {table.singular}?",
@@ -58,17 +63,13 @@ def change_property(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, select=(("", column),)))
 
 
-def change_value(speaker: Speaker, query: Query) -> Asked | None:
+def change_value(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The same question about another entity: one value takes the place of another."""
-    if query.combined:
-        return None
     fitting = [c for c in query.where if isinstance(c.value, str) and c.op == "="]
-    if not fitting:
-        return None
+    require(fitting and not query.combined)
     old = speaker.rng.choice(fitting)
     others = [w for w in speaker.database.words_of[old.column] if w != old.value]
-    if not others:
-        return None
+    require(others)
     new = replace(old, value=speaker.rng.choice(others))
     word = new.value if new.column.is_proper else new.value.lower()
     question = speaker.pick(
@@ -80,32 +81,27 @@ def change_value(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, where=tuple(new if c == old else c for c in query.where)))
 
 
-def negate(speaker: Speaker, query: Query) -> Asked | None:
+def negate(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The others: an equality becomes an inequality."""
-    if not _plain(query) or not query.where:
-        return None
+    require(_plain(query) and query.where)
     old = query.where[-1]
-    if not isinstance(old.value, str) or old.op != "=":
-        return None
+    require(isinstance(old.value, str) and old.op == "=")
     new = replace(old, op="!=")
-    text = speaker.say(new, speaker.database.tables[query.table])
+    text = speaker.say(new, table)
     question = speaker.pick(f"And the ones {text}?", f"Now show those {text} instead.")
     return Asked(question, replace(query, where=(*query.where[:-1], new)))
 
 
-def count_those(speaker: Speaker, query: Query) -> Asked | None:
+def count_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """How many the last answer holds."""
-    if not _plain(query) or query.select[0][0] or not query.where:
-        return None
+    require(_plain_list(query) and query.where)
     question = speaker.pick("How many are there?", "How many of them are there?", "Count them.")
     return Asked(question, replace(query, select=(("count", None),)))
 
 
-def list_those(speaker: Speaker, query: Query) -> Asked | None:
+def list_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """Who they are, after a count or an average."""
-    if not _plain(query) or not query.select[0][0]:
-        return None
-    table = speaker.database.tables[query.table]
+    require(_plain(query) and not _plain_list(query))
     question = speaker.pick(
         f"What are their {table.label.phrase}s?",
         f"List the {table.label.phrase}s of these {table.plural}.",
@@ -114,64 +110,41 @@ def list_those(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, select=(("", table.label),)))
 
 
-def aggregate_those(speaker: Speaker, query: Query) -> Asked | None:
+def aggregate_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """An average, maximum, minimum or total over the last answer."""
-    if not _plain(query):
-        return None
-    table = speaker.database.tables[query.table]
-    column = speaker.column(table, lambda c: c.kind.startswith("int"))
-    if column is None:
-        return None
-    aggregate = speaker.rng.choice(list(AGGREGATES))
-    name = f"{AGGREGATES[aggregate]} {column.phrase}"
+    require(_plain(query))
+    selected, name = speaker.aggregate(table)
     question = speaker.pick(f"What is their {name}?", f"And the {name} among them?")
-    return Asked(question, replace(query, select=((aggregate, column),)))
+    return Asked(question, replace(query, select=(selected,)))
 
 
-def sort_those(speaker: Speaker, query: Query) -> Asked | None:
+def sort_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The same list in an order."""
-    if not _plain(query) or query.select[0][0]:
-        return None
-    table = speaker.database.tables[query.table]
-    column = speaker.column(table, lambda c: c.is_number)
-    if column is None:
-        return None
-    direction = speaker.rng.choice(("DESC", "ASC"))
-    first = extremes(column)[direction == "ASC"]
+    require(_plain_list(query))
+    order, first = speaker.order(table)
     question = speaker.pick(
-        f"Sort them by {column.phrase}, {first} first.",
-        f"Order these by {column.phrase} from the {first} on.",
+        f"Sort them by {order[1].phrase}, {first} first.",
+        f"Order these by {order[1].phrase} from the {first} on.",
     )
-    return Asked(question, replace(query, order=("", column, direction)))
+    return Asked(question, replace(query, order=order))
 
 
-def extreme_of_those(speaker: Speaker, query: Query) -> Asked | None:
+def extreme_of_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The one with the most of something among the last answer."""
-    if not _plain(query):
-        return None
-    table = speaker.database.tables[query.table]
-    column = speaker.column(table, lambda c: c.is_number)
-    if column is None:
-        return None
-    direction = speaker.rng.choice(("DESC", "ASC"))
-    first = extremes(column)[direction == "ASC"]
+    require(_plain(query))
+    order, first = speaker.order(table)
     question = speaker.pick(
-        f"Which of them has the {first} {column.phrase}?",
-        f"Name the one with the {first} {column.phrase}.",
+        f"Which of them has the {first} {order[1].phrase}?",
+        f"Name the one with the {first} {order[1].phrase}.",
     )
-    query = replace(query, select=(("", table.label),), order=("", column, direction), limit=1)
-    return Asked(question, query)
+    return Asked(question, replace(query, select=(("", table.label),), order=order, limit=1))
 
 
-def group_those(speaker: Speaker, query: Query) -> Asked | None:
+def group_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The last answer counted by a column."""
-    if not _plain(query):
-        return None
-    table = speaker.database.tables[query.table]
+    require(_plain(query))
     used = {c.column for c in query.where}
     column = speaker.column(table, lambda c: c.is_category and c not in used)
-    if column is None:
-        return None
     question = speaker.pick(
         f"How many of them are there for each {column.phrase}?",
         f"Break their number down by {column.phrase}.",
@@ -179,13 +152,11 @@ def group_those(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, select=(("", column), ("count", None)), group=column))
 
 
-def about_groups(speaker: Speaker, query: Query) -> Asked | None:
+def about_groups(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The largest group, or the large ones."""
-    if not query.group or query.order or query.having:
-        return None
-    name = query.group.phrase
-    if speaker.database.tables[query.group.table].label == query.group:
-        name = speaker.database.tables[query.group.table].singular
+    require(query.group and not (query.order or query.having))
+    grouped = speaker.database.tables[query.group.table]
+    name = grouped.singular if query.group == grouped.label else query.group.phrase
     first = (("", query.group),)
     if speaker.rng.random() < 0.5:
         question = speaker.pick(f"Which {name} has the most?", f"Only the {name} with the most.")
@@ -195,27 +166,20 @@ def about_groups(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, select=first, having=(">=", least)))
 
 
-def above_average(speaker: Speaker, query: Query) -> Asked | None:
+def above_average(speaker: Speaker, query: Query, table: Table) -> Asked:
     """A nested constraint."""
-    if not _plain(query) or query.select[0][0] or len(query.where) > 1:
-        return None
-    table = speaker.database.tables[query.table]
+    require(_plain_list(query) and len(query.where) <= 1)
     condition = speaker.average_condition(table)
-    if condition is None or condition.column in {c.column for c in query.where}:
-        return None
+    require(condition.column not in {c.column for c in query.where})
     text = speaker.say(condition, table)
     question = speaker.pick(f"Only the ones {text}.", f"Keep just those {text}.")
     return Asked(question, replace(query, where=(*query.where, condition)))
 
 
-def combine(speaker: Speaker, query: Query) -> Asked | None:
+def combine(speaker: Speaker, query: Query, table: Table) -> Asked:
     """Leave some out (EXCEPT) or add some (UNION)."""
-    if not _plain(query) or query.select[0][0] or len(query.where) > 1 or len(query.select) > 1:
-        return None
-    table = speaker.database.tables[query.table]
-    condition: Condition | None = speaker.condition(table, query.where)
-    if condition is None:
-        return None
+    require(_plain_list(query) and len(query.where) <= 1 and len(query.select) <= 1)
+    condition = speaker.condition(table, query.where)
     other = Query(query.table, query.select, (condition,))
     text = speaker.say(condition, table)
     if speaker.rng.random() < 0.6 or not query.where:
@@ -225,17 +189,13 @@ def combine(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, combined=("UNION", other)))
 
 
-def parents_of_those(speaker: Speaker, query: Query) -> Asked | None:
+def parents_of_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """What the entities of the answer belong to."""
     parent = speaker.database.parent(query.table)
-    if parent is None or query.group or query.combined or query.select[0][0]:
-        return None
-    table = speaker.database.tables[query.table]
+    require(parent and not (query.group or query.combined or query.select[0][0]))
     column = parent.label if speaker.rng.random() < 0.6 else speaker.rng.choice(parent.columns)
     if query.limit:
-        question = f"What is the {column.phrase} of its {parent.singular}?"
-        if table.person:
-            question = f"What is the {column.phrase} of their {parent.singular}?"
+        question = f"What is the {column.phrase} of {'their' if table.person else 'its'} {parent.singular}?"
     else:
         question = speaker.pick(
             f"What is the {column.phrase} of the {parent.singular} of each?",
@@ -244,25 +204,25 @@ def parents_of_those(speaker: Speaker, query: Query) -> Asked | None:
     return Asked(question, replace(query, select=(("", column),)))
 
 
-def change_topic(speaker: Speaker, query: Query) -> Asked | None:
+def change_topic(speaker: Speaker, query: Query, table: Table) -> Asked:
     """A question that stands on its own, whatever was asked before; only the shifted style asks it."""
     return speaker.ask_first()
 
 
-FOLLOW_UPS = {
-    "refine": refine,
-    "change_property": change_property,
-    "change_value": change_value,
-    "negate": negate,
-    "count_those": count_those,
-    "list_those": list_those,
-    "aggregate_those": aggregate_those,
-    "sort_those": sort_those,
-    "extreme_of_those": extreme_of_those,
-    "group_those": group_those,
-    "about_groups": about_groups,
-    "above_average": above_average,
-    "combine": combine,
-    "parents_of_those": parents_of_those,
-    "change_topic": change_topic,
+FOLLOW_UPS: Weights = {
+    refine: (22, 16),
+    change_property: (13, 20),
+    change_value: (16, 26),
+    negate: (5, 10),
+    count_those: (8, 10),
+    list_those: (12, 16),
+    aggregate_those: (8, 6),
+    sort_those: (4, 3),
+    extreme_of_those: (5, 7),
+    group_those: (6, 2),
+    about_groups: (9, 4),
+    above_average: (2, 5),
+    combine: (3, 4),
+    parents_of_those: (6, 10),
+    change_topic: (0, 8),
 }

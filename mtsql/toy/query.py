@@ -47,20 +47,29 @@ class Query:
         return list(dict.fromkeys(named))
 
 
-def _literal(condition: Condition) -> str:
+def _value(condition: Condition, database: ToyDatabase) -> str:
+    """The right side of a condition in SQL."""
+    if isinstance(condition.value, Query):
+        return f"({render(condition.value, database)})"
     if isinstance(condition.value, int):
         return str(condition.value)
     return "'" + condition.column.stored(condition.value, condition.style) + "'"
+
+
+def _link(database: ToyDatabase, one: str, other: str) -> tuple[str, str] | None:
+    """Two tables as (child, parent) if one points to the other."""
+    for child, parent in ((one, other), (other, one)):
+        link = database.tables[child].foreign_key
+        if link and link[1] == parent:
+            return child, parent
+    return None
 
 
 def _join_path(database: ToyDatabase, tables: list[str]) -> list[str]:
     """FROM clause order: the main table, then each further one linked to a table already there."""
     path, waiting = tables[:1], tables[1:]
     while waiting:
-        linked = [
-            t for t in waiting
-            if any((p := database.parent(a)) and p.name == b for x in path for a, b in ((t, x), (x, t)))
-        ]  # fmt: skip
+        linked = [t for t in waiting if any(_link(database, t, there) for there in path)]
         if not linked:
             # A grandparent: walk up one level from the tables that are there.
             up = next(p for t in path if (p := database.parent(t)) and p.name not in path)
@@ -88,25 +97,12 @@ def render(query: Query, database: ToyDatabase) -> str:
     sql = "SELECT " + ", ".join(expression(a, c) for a, c in query.select)
     sql += f" FROM {path[0]}" + (f" AS {alias[path[0]]}" if len(path) > 1 else "")
     for i, table in enumerate(path[1:], 1):
-        for other in path[:i]:
-            child, parent = (table, other)
-            link = database.tables[child].foreign_key
-            if not link or link[1] != parent:
-                child, parent = (other, table)
-                link = database.tables[child].foreign_key
-            if link and link[1] == parent:
-                key = database.tables[parent].key
-                sql += f" JOIN {table} AS {alias[table]} ON {alias[child]}.{link[0]} = {alias[parent]}.{key}"
-                break
-    parts = []
-    for condition in query.where:
-        if isinstance(condition.value, Query):
-            right = f"({render(condition.value, database)})"
-        else:
-            right = _literal(condition)
-        parts.append(f"{name(condition.column)} {condition.op} {right}")
-    if parts:
-        sql += " WHERE " + " AND ".join(parts)
+        child, parent = next(filter(None, (_link(database, table, other) for other in path[:i])))
+        left, right = database.tables[child].foreign_key[0], database.tables[parent].key
+        sql += f" JOIN {table} AS {alias[table]} ON {alias[child]}.{left} = {alias[parent]}.{right}"
+    if query.where:
+        conditions = (f"{name(c.column)} {c.op} {_value(c, database)}" for c in query.where)
+        sql += " WHERE " + " AND ".join(conditions)
     if query.group:
         sql += f" GROUP BY {name(query.group)}"
         if query.having:
@@ -142,8 +138,7 @@ def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> lis
     """
     found = []
     if previous is not None:
-        inherited = [c for c in query.where if c in previous.where]
-        for lost in inherited:
+        for lost in (c for c in query.where if c in previous.where):
             kept = tuple(c for c in query.where if c != lost)
             found.append(("lost_constraint", replace(query, where=kept)))
         for condition in query.where:
@@ -154,8 +149,7 @@ def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> lis
                     found.append(("stale_value", replace(query, where=changed)))
     for condition in query.where:
         if isinstance(condition.value, str):
-            natural = "title" if condition.column.is_proper else "lower"
-            for style in sorted(("title", "lower"), key=lambda s, natural=natural: s != natural):
+            for style in ("title", "lower") if condition.column.is_proper else ("lower", "title"):
                 if style != condition.column.style:
                     changed = tuple(replace(c, style=style) if c == condition else c for c in query.where)
                     found.append(("value_form", replace(query, where=changed)))
@@ -163,10 +157,9 @@ def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> lis
     for column in columns:
         for table in database.tables.values():
             twin = next((c for c in table.columns if c.name == column.name), None)
-            if twin and twin.table != column.table and column.kind not in ("person", "title", "org"):
-                linked = {t.name for t in (database.parent(column.table), database.parent(twin.table)) if t}
-                if {column.table, twin.table} & linked:
-                    found.append(("look_alike", _replace_column(query, column, replace(twin))))
+            repeats = twin and column.kind not in ("person", "title", "org")
+            if repeats and _link(database, column.table, twin.table):
+                found.append(("look_alike", _replace_column(query, column, twin)))
         own = {c.name for c in database.tables[column.table].columns}
         for wrong in (n for n in column.other_names if n not in own):
             found.append(("misnamed_column", _replace_column(query, column, replace(column, name=wrong))))

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import accumulate
 from pathlib import Path
 
+from mtsql.config import user_errors
+from mtsql.experiments.arms import measure_of, paired_answers, read_evaluation
+from mtsql.experiments.markdown import difference_of
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
-from mtsql.report.metrics import paired_difference
 from mtsql.toy.arms_figure import plot_arms
 
 ARMS = {  # arm: (phase that made its policy, tools it is evaluated with)
@@ -42,41 +45,15 @@ def main() -> None:
     policies = {"imitation": imitation, "sft": out / "sft" / "policy", "grpo": out / "grpo" / "policy"}
     shared = ["--config", arguments.config, "--data", str(data)]
     run_part("benchmark: dialogues over generated databases", ["-m", "mtsql.toy.benchmark", str(data)], data)
-    run_part(
-        "imitation: a tiny model learns from a scripted agent",
-        ["-m", "mtsql.toy.imitation", *shared, "--out", str(imitation)],
-        imitation,
-    )
-    run_part(
-        "warm start: self-taught fine-tuning on its own right trajectories",
-        [
-            "train_sft.py",
-            *shared,
-            "--model",
-            str(imitation),
-            "--out",
-            str(out / "sft"),
-            "--seed",
-            seed,
-            "--resume",
-        ],
-        policies["sft"],
-    )
-    run_part(
-        "GRPO: reinforcement learning on whole trajectories",
-        [
-            "train_grpo.py",
-            *shared,
-            "--model",
-            str(policies["sft"]),
-            "--out",
-            str(out / "grpo"),
-            "--seed",
-            seed,
-            "--resume",
-        ],
-        policies["grpo"],
-    )
+    imitate = ["-m", "mtsql.toy.imitation", *shared, "--out", str(imitation)]
+    run_part("imitation: a tiny model learns from a scripted agent", imitate, imitation)
+
+    def train(title: str, phase: str, start: str) -> None:
+        command = [f"train_{phase}.py", *shared, "--model", str(policies[start]), "--out", str(out / phase)]
+        run_part(title, [*command, "--seed", seed, "--resume"], policies[phase])
+
+    train("warm start: self-taught fine-tuning on its own right trajectories", "sft", "imitation")
+    train("GRPO: reinforcement learning on whole trajectories", "grpo", "sft")
     for arm, (phase, tools) in ARMS.items():
         folder = out / "evaluation" / arm
         command = ["evaluate.py", *shared, "--model", str(policies[phase]), "--tools", tools]
@@ -86,31 +63,20 @@ def main() -> None:
 
 
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
-    ready, total = {}, 0.0
-    for phase, folder in policies.items():
-        total += minutes_of(folder)
-        ready[phase] = total
-    results, records = [], {}
-    for arm, (phase, _) in ARMS.items():
-        folder = out / "evaluation" / arm
-        summary = json.loads((folder / "summary.json").read_text())
-        lines = (folder / "predictions.jsonl").read_text().splitlines()
-        records[arm] = [json.loads(line) for line in lines]
-        results.append(
-            {
-                "arm": arm,
-                "ex": summary["ex"]["mean"],
-                "ex_low": summary["ex"]["low"],
-                "ex_high": summary["ex"]["high"],
-                "em": summary["em"]["mean"],
-                "em_low": summary["em"]["low"],
-                "em_high": summary["em"]["high"],
-                "ex_sampled": summary["ex_sampled"],
-                "questions": summary["questions"],
-                "minutes": round(ready[phase], 2),
-                "seed": seed,
-            }
-        )
+    minutes = dict(zip(policies, accumulate(map(minutes_of, policies.values())), strict=True))
+    arms = {arm: read_evaluation(out / "evaluation" / arm) for arm in ARMS}
+    results = [
+        {
+            "arm": arm,
+            **{metric: arms[arm].summary[metric]["mean"] for metric in ("ex", "em")},
+            **{f"{m}_{end}": arms[arm].summary[m][end] for m in ("ex", "em") for end in ("low", "high")},
+            "ex_sampled": arms[arm].summary["ex_sampled"],
+            "questions": arms[arm].summary["questions"],
+            "minutes": round(minutes[phase], 2),
+            "seed": seed,
+        }
+        for arm, (phase, _) in ARMS.items()
+    ]
     write_atomically(out / "results.json", json.dumps(results, indent=1))
     bars = [{"name": r["arm"], "mean": r["ex"], "low": r["ex_low"], "high": r["ex_high"]} for r in results]
     plot_arms(bars, out / "results.png")
@@ -124,23 +90,14 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
         print(f"{r['arm']:<16} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
     print("\npaired differences in EX, points with 95 % interval (greedy; sampled):")
     for better, worse in COMPARISONS:
-        greedy, sampled = (_paired(records[better], records[worse], key) for key in ("ex", "ex_sampled"))
+        greedy, sampled = (
+            difference_of(paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key)))
+            for key in ("ex", "ex_sampled")
+        )
         print(f"{better} - {worse}: {greedy}; {sampled}")
     print(f"\n{out}/results.json and results.png hold this table, {out}/grpo the training curves.")
     print(f"python -m mtsql.report.viewer {out}/evaluation/rl/trajectories.jsonl shows what the agent did.")
 
 
-def _paired(better: list[dict], worse: list[dict], key: str) -> str:
-    """Difference of two arms with its interval, both in points."""
-    sides = []
-    for records in (better, worse):
-        by_dialogue: dict[str, list[float]] = {}
-        for record in records:
-            by_dialogue.setdefault(record["dialogue_id"], []).append(record[key])
-        sides.append(list(by_dialogue.values()))
-    difference, low, high, _ = paired_difference(*sides)
-    return f"{100 * difference:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
-
-
 if __name__ == "__main__":
-    main()
+    user_errors(main)

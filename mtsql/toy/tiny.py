@@ -16,16 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CAPITAL = "\ue0fe"  # stands before a letter that is a capital; private-use characters, both
@@ -46,7 +37,7 @@ MARKUP_TOKENS = (
     "<memory_verify>pass</memory_verify>\n", "<memory_verify>no_pass</memory_verify>\n",
 )  # fmt: skip
 
-# Aliases (t1.), all-capital words, words with their blank, parts after an underscore, digits, signs
+# Aliases (t1.), all-capital words, words with their blank, what follows an underscore, digits, signs
 # with the marks that follow them, white space.
 _PIECES = (
     rf" ?t\d\.?{GLUE}?| ?(?:{CAPITAL} [a-z]){{2,}}| [a-z]+|_[a-z]+| ?[0-9]{{1,2}}"
@@ -70,17 +61,11 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
     alphabet = [c for c in string.printable if c not in string.ascii_uppercase] + [CAPITAL, GLUE]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
+        vocab_size=vocabulary, initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     vocab = tokenizer.get_vocab()
-    merges = [
-        tuple(m) if isinstance(m, list) else tuple(m.split(" "))
-        for m in json.loads(tokenizer.to_str())["model"]["merges"]
-    ]
+    merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
     for byte in range(256):
         vocab.setdefault(f"<0x{byte:02X}>", len(vocab))
     tokenizer.model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True)
@@ -128,7 +113,7 @@ def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, see
 def start_with_copying_heads(model: Qwen3ForCausalLM) -> None:
     """Set the initial weights so that the model tends to go on as its context went on before.
 
-    Three parts of the induction circuit (Olsson et al., "In-context learning and induction heads"):
+    This is the induction circuit (Olsson et al., "In-context learning and induction heads") in three steps:
     what a head attends to becomes likelier as output, in every layer (its output matrix is the transpose
     of its value matrix); head 0 of layer 0 attends to the previous token; head 0 of layer 1 attends to
     positions whose previous token is the current one. Everything stays trainable.

@@ -84,7 +84,7 @@ class ColumnWords:
 
 @dataclass(frozen=True)
 class EntityWords:
-    """An entity before it is placed in a database; `parent` indexes into its theme or is None."""
+    """An entity before it is placed in a database; `parent` is the singular of another of its theme, or None."""
 
     singular: str
     plural: str
@@ -192,7 +192,7 @@ def _entity(line: str) -> EntityWords:
         singular,
         plural,
         parent[0].strip("()") if parent else None,
-        tuple(_column(part) for part in columns.split(";")),
+        tuple(map(_column, columns.split(";"))),
     )
 
 
