@@ -84,7 +84,7 @@ def questions_of(runs: Path, seeds: Sequence[int]) -> dict[str, int]:
 
 
 def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int]) -> str:
-    """EX, messages and tokens of each recipe, from the same untrained model."""
+    """EX, interactions and tokens of each recipe, from the same untrained model."""
     rows = []
     for recipe in RECIPES:
         base, rl = arms.get(f"{recipe}_base", {}), arms.get(f"{recipe}_rl", {})
@@ -105,7 +105,7 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
         "EX after",
         "difference",
         "points for 1,000 questions",
-        "messages an answer",
+        "interactions an answer",
         "tokens written an answer",
     ]
     note = (
@@ -117,10 +117,10 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
 
 
 def by_hardness(arms: Arms) -> str:
-    """EX, messages and tokens of each recipe before and after, by hardness."""
+    """EX, interactions and tokens of each recipe before and after, by hardness."""
     measures = (  # name, where a summary has it, scale
         ("EX in %", lambda s: s["ex"]["by_hardness"], 100),
-        ("messages", lambda s: s["interactions_by_hardness"], 1),
+        ("interactions", lambda s: s["interactions_by_hardness"], 1),
         ("tokens written", lambda s: s["sampled_tokens_by_hardness"], 1),
     )
     rows = []
