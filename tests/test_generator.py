@@ -264,7 +264,7 @@ def test_training_flags_are_restored(model):
 
 def test_progress_counts_to_the_end(model):
     seen = []
-    episodes = [ScriptedEpisode(seed, [5, 6], messages=1) for seed in range(5)]
+    episodes = [ScriptedEpisode(seed, [5, 6], messages=3) for seed in range(5)]
     rollout(
         model,
         TOKENS,
@@ -276,7 +276,7 @@ def test_progress_counts_to_the_end(model):
     assert seen[-1][:2] == (5, 5)
     assert seen[-1][2]["tokens_per_second"] > 0
     assert 0.5 < seen[-1][2]["slots_in_use"] <= 1.0
-    assert seen[-1][2]["interactions"] == 1.0
+    assert seen[-1][2]["interactions"] == 2.0  # the last message is not answered
 
 
 def test_errors_of_the_environment_reach_the_caller(model):

@@ -6,16 +6,18 @@ import itertools
 import random
 import re
 
+import pytest
 import torch
 from conftest import GOLD, make_episode
 from torch import nn
 
-from mtsql.agent.env import Environment
+from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import make_tools
+from mtsql.agent.trajectory import ActionType, Status
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.wording import Wording
 from mtsql.toy.exercises import copying_exercise, repair_exercise
-from mtsql.toy.scripted_agent import repair_lesson
+from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
 
 
@@ -91,6 +93,27 @@ def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):
             for sql in (GOLD, wrong[0]["query"])
         )
     assert repair_lesson({"both": environment}, episode.example, [], random.Random(0)) == []
+
+
+@pytest.mark.parametrize("kind", ["stale_value", "value_form"])
+def test_attentive_agent_checks_again_what_it_corrected(tiny, kind):
+    """What the memory reveals takes all four interactions, what an empty result reveals three."""
+    value = {"stale_value": "italy", "value_form": "France"}[kind]
+    wrong = [{"kind": kind, "query": GOLD.replace("france", value)}]
+    trajectory = demonstrate(make_episode(tiny, history=True), wrong, ATTENTIVE, random.Random(0))
+    assert (trajectory.status, trajectory.off_protocol) == (Status.ANSWERED, 0)
+    assert trajectory.answer_sql == GOLD
+    assert trajectory.interactions == (4 if kind == "stale_value" else 3)
+    failed = [a.type for a in trajectory.actions if a.passed is False]
+    assert failed == [ActionType.M_VERIFY if kind == "stale_value" else ActionType.E_VERIFY]
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_agent_answers_when_its_interactions_are_spent(tiny, calls):
+    wrong = [{"kind": "value_form", "query": GOLD.replace("france", "France")}]
+    episode = make_episode(tiny, history=True, limits=Limits(max_interactions=calls))
+    trajectory = demonstrate(episode, wrong, ATTENTIVE, random.Random(0))
+    assert (trajectory.status, trajectory.interactions) == (Status.ANSWERED, calls)
 
 
 def test_exercise_is_learned_in_a_few_steps(tiny):

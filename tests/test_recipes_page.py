@@ -80,7 +80,7 @@ def test_page_by_hand(tmp_path: Path):
     hardness = section(page, "By hardness")
     assert "| easy (2) |" in hardness and "| extra (0) |" in hardness
     assert cells(hardness, "SkyRL-SQL", "EX in %")[:2] == ["50.0 → 100.0", "0.0 → 100.0"]
-    assert cells(hardness, "SkyRL-SQL", "messages")[:2] == ["1.0 → 1.0", "2.0 → 2.0"]
+    assert cells(hardness, "SkyRL-SQL", "interactions")[:2] == ["1.0 → 1.0", "2.0 → 2.0"]
     raw = json.loads((tmp_path / "recipes.json").read_text())
     assert {(r["arm"], r["seed"]) for r in raw} == {
         (f"skyrl_sql_{a}", 0) for a in ("base", "rl", "single_rl")

@@ -157,12 +157,12 @@ class Episode:
         message = self.recipe.read(self.tokens.decode(ids))
         self._record(message)
         reply = None if message.problem is None else self.recipe.observe_problem(message.problem, turns_left)
-        if message.problem is not None and (reply is None or turns_left == 0):
+        if message.problem is not None and (reply is None or turns_left < 1):
             return self._end(message.problem)
         if message.answer is not None:
             trajectory.answer_sql = message.answer
             return self._end(Status.ANSWERED)
-        if turns_left == 0:
+        if turns_left < 1:
             return self._end(Status.OUT_OF_INTERACTIONS)
         seen = self._observe(message, reply, turns_left)
         ended = stop is Stop.END_OF_TURN

@@ -69,7 +69,7 @@ def data_efficiency(before: float, after: float, questions: int) -> float:
 
 
 def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int]) -> str:
-    """EX, messages and tokens of each recipe, from the same untrained model."""
+    """EX, interactions and tokens of each recipe, from the same untrained model."""
     rows = []
     for recipe, sides in _finished(arms).items():
         gained = paired_answers(sides[1], sides[0])
@@ -81,7 +81,7 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
         effort = [_before_after(sides, key) for key in ("interactions", "sampled_tokens")]
         rows.append([PAPERS[recipe], *accuracies, md.difference_of(gained), efficiency, *effort])
     header = ["Recipe", "EX before", "EX after", "difference", "points for 1,000 questions"]
-    header += ["messages an answer", "tokens written an answer"]
+    header += ["interactions an answer", "tokens written an answer"]
     note = (
         f"EX in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with its "
         "95 % interval, which resamples questions. Points for 1,000 questions are SQL-Trail's data "
@@ -91,7 +91,7 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
 
 
 def by_hardness(arms: Arms) -> str:
-    """EX, messages and tokens of each recipe before and after, by hardness."""
+    """EX, interactions and tokens of each recipe before and after, by hardness."""
     rows = [
         [
             *(PAPERS[recipe], name),
@@ -100,7 +100,7 @@ def by_hardness(arms: Arms) -> str:
         for recipe, sides in _finished(arms).items()
         for name, quantity, scale in (
             ("EX in %", "ex", 100),
-            ("messages", "interactions", 1),
+            ("interactions", "interactions", 1),
             ("tokens written", "sampled_tokens", 1),
         )
     ]

@@ -9,11 +9,13 @@ listings differ from each other, or we from them:
 - The instructions are the message of the system, the rest that of the user; D prints them as one text.
 - Without earlier questions the schema comes first and 'exec_sql' asks for the answer, as in the authors' code.
   With --history questions the earlier turns have no SQL. External knowledge (BIRD) is our addition.
-- The results of earlier turns are cut to a quarter of the characters of a result, 50 of 200. B.0.1 says so; D.2
-  shows 50 rows of them. A result is cut with its first words, as in D.2, where 200 characters hold both.
+- The results of earlier turns are cut to a quarter of the characters of a result, 50 of 200, as D says of them;
+  D.2 shows 50 rows. A result is cut with its first words, as in D.2, where 200 characters hold both.
+- "Ground-Truth SQL" and "correct SQL" stand there with --history predicted too: the agent is not told otherwise.
 - D.1 shows two results as [[0,]] and [[4,]], which in Python, as elsewhere in D, are [(0,)] and [(4,)]; of the
   parsed elements those of FROM end in a bracket, not in a brace; one full stop of the first task is missing.
-- The elements of an earlier SQL that the official grammar cannot read are those of our lenient reading.
+- The elements of an earlier SQL that the official grammar cannot read are those of our lenient reading, in which
+  any LIMIT is 1.
 - What the paper does not show: an error as a result, the prompt without 'exec_sql', responses without the other tool.
 """
 

@@ -49,11 +49,7 @@ class RewardWeights:
 
 
 def reward(
-    trajectory: Trajectory,
-    example: Example,
-    scorer: Scorer,
-    weights: RewardWeights,
-    string_em: bool = False,
+    trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights, string_em: bool = False
 ) -> Rewards:
     """R_all of a trajectory, from its recorded actions only, which come from what the model wrote.
 

@@ -29,11 +29,9 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, TaggedRecipe, task_text
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, UNTIL, TaggedRecipe, task_text
 from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
-
-__all__ = ["SETTINGS", "make_recipe", "make_reward"]
 
 SETTINGS = {"tools": "no_memory", "max_interactions": 4, "temperature": 0.6, "correct": "ex"}
 
@@ -81,9 +79,7 @@ SECOND_THOUGHT = (
     "I can now output the final SQL as the solution.</think>"
 )
 SOLUTION = "<solution>SELECT COUNT(*) FROM animals WHERE species = 'pig';</solution>"
-ONLY_THOUGHT = (
-    "<think>The question asks how many pigs there are: I count the animals of that species.</think>"
-)
+ONLY_THOUGHT = "<think>The question asks how many pigs there are: I count animals of that species.</think>"
 
 
 def make_recipe(wording: Wording) -> TaggedRecipe:
@@ -101,8 +97,7 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
     shown = wording.schema_text(schema)
     rules = [] if wording.native_thinking else [THOUGHT_RULE]
     if multi_turn:
-        until = "If you find no further exploration is needed or reaches max turns, "
-        rules += [*TOOL_RULES, until + SOLUTION_RULE]
+        rules += [*TOOL_RULES, UNTIL + SOLUTION_RULE]
         blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
     else:
         rules += ["You" + SOLUTION_RULE.removeprefix("you")]

@@ -42,14 +42,12 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, TaggedRecipe, task_text
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, UNTIL, TaggedRecipe, task_text
 from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement
 from mtsql.sql.tree import MAX_CHARACTERS, canonical_tree
-
-__all__ = ["SETTINGS", "make_recipe", "make_reward"]
 
 SETTINGS = {
     "tools": "no_memory",
@@ -119,8 +117,7 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
     instructions += [REFLECT] if multi_turn else []
     rules = [] if wording.native_thinking else [THOUGHT_RULE]
     if multi_turn:
-        until = "If you find no further exploration is needed or reaches max turns, "
-        rules += [*TOOL_RULES, until + SOLUTION_RULE]
+        rules += [*TOOL_RULES, UNTIL + SOLUTION_RULE]
         blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
     else:
         rules += [SOLUTION_RULE.capitalize()]

@@ -55,6 +55,7 @@ TOOL_RULES = (
     "can think again and refine.",
     "The returned dataframe will be truncated in 50 rows if observation is too long.",
 )
+UNTIL = "If you find no further exploration is needed or reaches max turns, "
 
 Task: TypeAlias = Callable[[Wording, Example, Schema, bool], str]
 Table: TypeAlias = Callable[[list[list[str]]], str]

@@ -32,7 +32,7 @@ class Wording:
     def history_text(self, example: Example, with_sql: bool = True) -> str:
         """The earlier questions of the dialogue, with their SQL where it is known; "" without any.
 
-        Without their SQL for an agent that can ask a memory for it.
+        `with_sql` False leaves the SQL to a memory that the agent can ask.
         """
         lines = []
         for number, turn in enumerate(example.history, 1):

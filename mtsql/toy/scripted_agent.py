@@ -81,7 +81,7 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
             say(verdicts + tool_call(MEMORY_RETRIEVE, sql))
             alarm = rng.random() < (habits.notices_memory if sql != gold else habits.false_alarm)
             verdicts = verdict(MEMORY_RETRIEVE, not alarm) + "\n"
-            checked_memory = True
+            checked_memory = not alarm or rng.random() < habits.skips_memory
             if alarm:
                 sql = repair() if sql != gold else sql
                 executed = False
