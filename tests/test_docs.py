@@ -119,7 +119,10 @@ def test_commands_and_options_on_a_page_exist(page: Path):
     for script, rest in commands(page.read_text(encoding="utf-8")):
         assert script.is_file(), script
         for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest.partition(" -- ")[0].partition("#")[0]):
-            assert flag in options(script) or flag.replace("--no-", "--", 1) in options(script), (script, flag)
+            assert flag in options(script) or flag.replace("--no-", "--", 1) in options(script), (
+                script,
+                flag,
+            )
 
 
 @pytest.mark.parametrize("page", PAGES + NOTES, ids=lambda page: page.name)
