@@ -14,8 +14,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 NOTES = sorted((ROOT / "docs" / "results").glob("*.md"))
 HAND_WRITTEN = {"suite_toy_notes.md", "recipes_notes.md", "toy.md", "prompt_lengths.md"}
 STOP = re.compile(r"^(\d+)\. `([\w/]+\.py)`: `([\w.]+)`", re.MULTILINE)
-PLACE = re.compile(r"`([\w/]+\.py)`((?:(?:: |, )`[\w.]+`(?!\.py))*)")
+PLACE = re.compile(r"`([\w/]+\.py)`((?:: `[\w.]+`(?:, `[\w.]+`)*)?)")
 COMMAND = re.compile(r"python (?:-m (mtsql[\w.]*)|([\w/]+\.py))((?: (?!&|#|\|).*)?)")
+FLAG = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
+OTHERS_FLAGS = {"--nproc-per-node", "--index-url"}  # torchrun's and pip's
 LINK = re.compile(r"\]\((?!http)([^)#]+)[^)]*\)")
 
 
@@ -41,7 +43,7 @@ def _assigned(node: ast.stmt) -> set[str]:
 def options(script: Path) -> set[str]:
     """Flags of a script: fields of its configuration and of the shared one, and what argparse is told."""
     text = script.read_text(encoding="utf-8")
-    found = set(re.findall(r'"(--[a-z][a-z-]*)"', text)) | {"--help"}
+    found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
     if "load_config(" in text:
         fields = names(script) | names(ROOT / "mtsql" / "config.py")
         found |= {"--" + name.partition(".")[2].replace("_", "-") for name in fields if "." in name}
@@ -118,11 +120,17 @@ def test_short_file_names_on_a_page_are_those_of_one_file(page: Path):
 def test_commands_and_options_on_a_page_exist(page: Path):
     for script, rest in commands(page.read_text(encoding="utf-8")):
         assert script.is_file(), script
-        for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest.partition(" -- ")[0].partition("#")[0]):
-            assert flag in options(script) or flag.replace("--no-", "--", 1) in options(script), (
-                script,
-                flag,
-            )
+        known = options(script)
+        for flag in FLAG.findall(rest.partition(" -- ")[0].partition("#")[0]):
+            assert flag in known or flag.replace("--no-", "--", 1) in known, (script.name, flag)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_named_on_a_page_are_those_of_some_script(page: Path):
+    scripts = [*ROOT.glob("*.py"), *(ROOT / "mtsql").rglob("*.py"), *(ROOT / "bench").glob("*.py")]
+    known = set().union(*map(options, scripts)) | OTHERS_FLAGS
+    named = re.findall(r"`(--[a-z][a-z0-9-]*)", page.read_text(encoding="utf-8"))
+    assert set(named) <= known
 
 
 @pytest.mark.parametrize("page", PAGES + NOTES, ids=lambda page: page.name)
