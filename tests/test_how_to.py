@@ -1,0 +1,131 @@
+"""Every block of Python in docs/how_to.md runs as it stands, and does what the page says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import GOLD, QUESTION, ROOT, Tiny, say
+
+from mtsql.agent.env import Environment, Episode, Limits, Recipe
+from mtsql.agent.tools import Tool, make_tools
+from mtsql.agent.trajectory import Status
+from mtsql.config import Common
+from mtsql.data import singles
+from mtsql.data.datasets import Example, load_dataset
+from mtsql.recipes.mtsql_r1 import make_recipe
+from mtsql.recipes.wording import Wording
+from mtsql.run import load_split
+from mtsql.sql.score import Scorer
+
+PAGE = (ROOT / "docs" / "how_to.md").read_text(encoding="utf-8")
+BLOCKS = {
+    heading: re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    for heading, section in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+}
+WRONG = "SELECT name FROM singer WHERE country = 'France'"
+EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
+COMPACT = Wording(compact=True)
+
+
+def run_block(heading: str, number: int = 0) -> dict:
+    """The names that a block defines."""
+    namespace = {"__name__": "how_to"}
+    exec(compile(BLOCKS[heading][number], f"how_to.md, {heading}", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def episode_of(tiny: Tiny, recipe: Recipe, tools: dict[str, Tool]) -> Episode:
+    environment = Environment({"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, Limits(), tools)
+    return environment.episodes(EXAMPLE, [0])[0]
+
+
+def call(name: str, argument: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"code": "{argument}"}}}}</tool_call>'
+
+
+def corrected(tiny: Tiny) -> Episode:
+    """An episode with one wrong query, one right one, and the answer."""
+    episode = episode_of(tiny, make_recipe(COMPACT), make_tools("no_memory"))
+    assert say(episode, call("exec_sql", WRONG))
+    assert say(episode, "<exec_verify>no_pass</exec_verify>" + call("exec_sql", GOLD))
+    assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
+    return episode
+
+
+@pytest.mark.parametrize("heading", BLOCKS)
+def test_no_more_than_fifteen_lines_of_code(heading: str):
+    lines = [line for block in BLOCKS[heading] for line in block.splitlines() if line.strip()]
+    assert 0 < len(lines) <= 15
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_tool(tiny: Tiny, compact: bool):
+    tools = make_tools("both") | {"column_values": run_block("A tool")["COLUMN_VALUES"]}
+    episode = episode_of(tiny, make_recipe(Wording(compact)), tools)
+    assert "column_values" in tiny.tokens.decode(episode.trajectory.ids)
+    assert say(episode, call("column_values", "singer.country"))
+    assert say(episode, call("column_values", "singer.continent"))
+    shown, unknown = episode.trajectory.observations
+    assert shown.text == "None, france, italy"
+    assert "continent" in unknown.text
+    assert say(episode, call("exec_sql", GOLD))
+    assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
+    assert episode.trajectory.answer_sql == GOLD
+    assert episode.trajectory.off_protocol == 0
+
+
+def test_a_recipe(tiny: Tiny):
+    module = run_block("A recipe")
+    assert set(module["SETTINGS"]) <= set(Common.__dataclass_fields__) | {"temperature", "correct"}
+    wording = Wording(turns=4)
+    recipe = module["make_recipe"](wording)
+    reward = module["make_reward"]("", "", Scorer({"music": tiny.schema}, tiny.executor), None, wording)
+    episode = episode_of(tiny, recipe, make_tools(module["SETTINGS"]["tools"]))
+    assert say(episode, "<think>Who is there?</think><sql>SELECT name, age FROM singer</sql>")
+    assert "name,age\nAnna,31\nBruno,45\nCarla,27" in episode.trajectory.observations[0].text
+    assert not say(episode, f"<think>France.</think><solution>{GOLD}</solution>")
+    assert reward(episode.trajectory, EXAMPLE).total == 1
+
+
+def test_a_reward(tiny: Tiny):
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    reward = run_block("A reward")["make_reward"]("", "", scorer, tiny.tokens.decode, COMPACT)
+    right = reward(corrected(tiny).trajectory, EXAMPLE)
+    assert (right.ex, right.em, right.parts) == (1, 1, {"interactions": 2})
+    assert right.total == pytest.approx(0.8)
+    wrong = episode_of(tiny, make_recipe(COMPACT), make_tools("none"))
+    say(wrong, f"<answer_sql>{WRONG}</answer_sql>")
+    assert reward(wrong.trajectory, EXAMPLE).total == 0
+
+
+def test_a_metric(tiny: Tiny):
+    first_try = run_block("A metric")["first_try"]
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    assert first_try(corrected(tiny).trajectory, EXAMPLE, scorer) == 0
+    at_once = episode_of(tiny, make_recipe(COMPACT), make_tools("none"))
+    assert first_try(at_once.trajectory, EXAMPLE, scorer) == 0
+    say(at_once, f"<answer_sql>{GOLD}</answer_sql>")
+    assert at_once.trajectory.status is Status.ANSWERED
+    assert first_try(at_once.trajectory, EXAMPLE, scorer) == 1
+
+
+def test_a_dataset_of_single_questions(tiny: Tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(singles, "FORMATS", dict(singles.FORMATS))
+    run_block("A dataset", 0)
+    data = tmp_path / "mine.json"
+    data.write_text(
+        f'[{{"nl_question": "{QUESTION}", "gold": "{GOLD}", "hint": "lower case", "db_id": "music"}}]'
+    )
+    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
+    turn = dataset.dialogues[0].turns[0]
+    assert (turn.question, turn.gold_sql, turn.knowledge) == (QUESTION, GOLD, "lower case")
+
+
+def test_a_dataset_of_dialogues(tiny: Tiny, tmp_path):
+    for name in ("tables.json", "database"):
+        (tmp_path / name).symlink_to(tiny.folder / name)
+    turns = [("How many singers are there?", "SELECT count(*) FROM singer"), (QUESTION, GOLD)]
+    run_block("A dataset", 1)["write_sparc"]([("music", turns)], tmp_path / "dev.json")
+    dialogue = load_split(Common(data=str(tmp_path), out=""), "dev").dialogues[0]
+    assert [(turn.question, turn.gold_sql) for turn in dialogue.turns] == turns
