@@ -69,7 +69,7 @@ class DataOptions:
 class EpisodeOptions(DataOptions):
     """How a question is put, and what an episode may use."""
 
-    recipe: Literal["mtsql_r1", "skyrl_sql", "sql_trail", "mtir_sql"] = option("mtsql_r1", "paper to follow")
+    recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
     wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
     schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
     native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")

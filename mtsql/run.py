@@ -44,8 +44,8 @@ from mtsql.learn.parallel import (
     whole_weights,
 )
 from mtsql.recipes import load_recipe
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
-from mtsql.recipes.wording import Wording
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import summarise
 from mtsql.sql.execute import Executor
@@ -109,14 +109,14 @@ def make_environment(config: EpisodeOptions, dataset: Dataset, tokens: ChatToken
         config.max_tool_tokens,
         config.max_sequence_tokens,
     )
-    recipe = load_recipe(config.recipe).make_recipe(wording_of(config))
+    recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
     executor = Executor(timeout_seconds=config.sql_timeout)
     return Environment(dataset.schemas, recipe, tokens, executor, limits, make_tools(tools))
 
 
-def wording_of(config: EpisodeOptions) -> Wording:
+def prompt_options(config: EpisodeOptions) -> PromptOptions:
     """How the recipe puts its questions."""
-    return Wording(
+    return PromptOptions(
         config.wording == "compact",
         config.result_characters,
         config.schema,
@@ -182,7 +182,7 @@ def reward_function(config: RewardOptions, run: Run, weights: str = "") -> Rewar
     """The recipe's rewards in the preset of --rewards, but for `weights`."""
     recipe = load_recipe(config.recipe)
     return recipe.make_reward(
-        config.rewards, weights, run.scorer, run.tokens.tokenizer.decode, wording_of(config)
+        config.rewards, weights, run.scorer, run.tokens.tokenizer.decode, prompt_options(config)
     )
 
 

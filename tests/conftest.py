@@ -18,7 +18,7 @@ from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
 from mtsql.recipes.mtsql_r1 import MtsqlR1
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import Executor
 from mtsql.toy import benchmark as toy
 from mtsql.toy.tiny import train_tokenizer
@@ -83,7 +83,7 @@ def make_episode(
         "How many singers are there?", "SELECT count(*) FROM singer" if gold_history else None
     )
     example = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, (earlier,) if history else ())
-    recipe = MtsqlR1(Wording(compact, result_characters))
+    recipe = MtsqlR1(PromptOptions(compact, result_characters))
     environment = Environment(
         {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools)
     )

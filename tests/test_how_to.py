@@ -14,7 +14,7 @@ from mtsql.config import Common
 from mtsql.data import singles
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.recipes.mtsql_r1 import make_recipe
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.run import load_split
 from mtsql.sql.score import Scorer
 
@@ -25,7 +25,7 @@ BLOCKS = {
 }
 WRONG = "SELECT name FROM singer WHERE country = 'France'"
 EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
-COMPACT = Wording(compact=True)
+COMPACT = PromptOptions(compact=True)
 
 
 def run_block(heading: str, number: int = 0) -> dict:
@@ -62,7 +62,7 @@ def test_no_more_than_fifteen_lines_of_code(heading: str):
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_tool(tiny: Tiny, compact: bool):
     tools = make_tools("both") | {"column_values": run_block("A tool")["COLUMN_VALUES"]}
-    episode = episode_of(tiny, make_recipe(Wording(compact)), tools)
+    episode = episode_of(tiny, make_recipe(PromptOptions(compact)), tools)
     assert "column_values" in tiny.tokens.decode(episode.trajectory.ids)
     assert say(episode, call("column_values", "singer.country"))
     assert say(episode, call("column_values", "singer.continent"))
@@ -78,9 +78,9 @@ def test_a_tool(tiny: Tiny, compact: bool):
 def test_a_recipe(tiny: Tiny):
     module = run_block("A recipe")
     assert set(module["SETTINGS"]) <= set(Common.__dataclass_fields__) | {"temperature", "correct"}
-    wording = Wording(turns=4)
-    recipe = module["make_recipe"](wording)
-    reward = module["make_reward"]("", "", Scorer({"music": tiny.schema}, tiny.executor), None, wording)
+    options = PromptOptions(turns=4)
+    recipe = module["make_recipe"](options)
+    reward = module["make_reward"]("", "", Scorer({"music": tiny.schema}, tiny.executor), None, options)
     episode = episode_of(tiny, recipe, make_tools(module["SETTINGS"]["tools"]))
     assert say(episode, "<think>Who is there?</think><sql>SELECT name, age FROM singer</sql>")
     assert "name,age\nAnna,31\nBruno,45\nCarla,27" in episode.trajectory.observations[0].text

@@ -15,7 +15,7 @@ from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.recipes.mtsql_r1 import MtsqlR1
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
@@ -71,7 +71,7 @@ def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):
     episode = make_episode(tiny)
     environment = Environment(
         {"music": tiny.schema},
-        MtsqlR1(Wording(True, 40)),
+        MtsqlR1(PromptOptions(True, 40)),
         tiny.tokens,
         tiny.executor,
         episode.limits,

@@ -18,7 +18,7 @@ from mtsql.agent.trajectory import Status
 from mtsql.config import GrpoConfig, SftConfig
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.recipes.mtir_sql import MAX_CHARACTERS, RETHINK, SETTINGS, TOOL, make_recipe, make_reward
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"
@@ -29,7 +29,7 @@ EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
 WRONG = "SELECT name FROM singer WHERE country = 'italy'"
 BROKEN = "SELECT nam FROM singer"
 THINK = "<think>\nIn {braces} I think of <tool_call>.\n</think>\n\n"
-PAPER, COMPACT, NATIVE = Wording(), Wording(compact=True), Wording(native_thinking=True)
+PAPER, COMPACT, NATIVE = PromptOptions(), PromptOptions(compact=True), PromptOptions(native_thinking=True)
 RECIPE = make_recipe(PAPER)
 
 
@@ -42,9 +42,9 @@ def answer(sql: str) -> str:
     return f"<answer>\n```sql\n{sql}\n```\n</answer>"
 
 
-def play(tiny, *messages, tools="no_memory", limits=LONG, wording=PAPER, example=EXAMPLE):
+def play(tiny, *messages, tools="no_memory", limits=LONG, options=PAPER, example=EXAMPLE):
     """An episode after the messages; all but the last leave it open."""
-    recipe = make_recipe(wording)
+    recipe = make_recipe(options)
     environment = Environment(
         {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools)
     )
@@ -192,7 +192,7 @@ def test_result_has_ten_records_errors_their_message(tiny):
     ],
 )
 def test_calls_are_read(text, tool, sql, well_formed):
-    message = RECIPE.read(text)
+    message = RECIPE.parse(text)
     assert (message.tool, message.sql, message.well_formed) == (tool, sql, well_formed)
     assert message.answer is None and message.problem is None
 
@@ -213,7 +213,7 @@ def test_calls_are_read(text, tool, sql, well_formed):
     ],
 )
 def test_answers_are_read(text, sql, well_formed):
-    message = RECIPE.read(text)
+    message = RECIPE.parse(text)
     assert (message.answer, message.well_formed, message.tool) == (sql, well_formed, None)
 
 
@@ -247,8 +247,8 @@ DEEP = "[" * 100_000
     ],
 )
 @pytest.mark.parametrize("wording", [PAPER, COMPACT, NATIVE])
-def test_messages_without_an_action(text, problem, wording):
-    message = make_recipe(wording).read(text)
+def test_messages_without_an_action(text, problem, options):
+    message = make_recipe(options).parse(text)
     assert (message.problem, message.tool, message.sql, message.answer) == (problem, None, None, None)
     assert not message.well_formed
 
@@ -256,16 +256,16 @@ def test_messages_without_an_action(text, problem, wording):
 @pytest.mark.parametrize("wording", [COMPACT, NATIVE])
 @pytest.mark.parametrize("thought", ["", THINK, "opened by the template</think>"])
 @pytest.mark.parametrize("action", [call("SELECT 1"), answer("SELECT 1")])
-def test_thought_is_optional_in_compact_wording_and_with_native_thinking(wording, thought, action):
-    read = make_recipe(wording).read
+def test_thought_is_optional_in_compact_wording_and_with_native_thinking(options, thought, action):
+    read = make_recipe(options).read
     assert read(thought + action).well_formed
     assert not read(thought + "So: " + action).well_formed
 
 
 @pytest.mark.parametrize("sql", [GOLD, 'SELECT "a\\"\nFROM t -- ü {x}'])
 def test_what_the_recipe_writes_it_reads(sql):
-    assert (m := RECIPE.read(THINK + RECIPE.call(sql))).sql == sql and m.well_formed
-    assert (m := RECIPE.read(THINK + RECIPE.answer(sql))).answer == sql and m.well_formed
+    assert (m := RECIPE.parse(THINK + RECIPE.call(sql))).sql == sql and m.well_formed
+    assert (m := RECIPE.parse(THINK + RECIPE.answer(sql))).answer == sql and m.well_formed
 
 
 def test_paper_prompt(tiny):
@@ -297,7 +297,7 @@ def test_paper_prompt(tiny):
 def test_compact_episode(tiny):
     earlier = HistoryTurn("How many singers?", "SELECT 1")
     example = replace(EXAMPLE, history=(earlier,), knowledge="no cities")
-    episode = play(tiny, call(GOLD), answer(GOLD), wording=COMPACT, example=example)
+    episode = play(tiny, call(GOLD), answer(GOLD), options=COMPACT, example=example)
     prompt = tiny.tokens.decode(list(episode.trajectory.segments[0].ids))
     lines = ["1. How many singers?", "SELECT 1", "no cities", f"now: {QUESTION}", "calls: sql"]
     assert "\n".join([tiny.schema.text(compact=True), *lines]) in prompt

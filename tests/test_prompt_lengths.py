@@ -23,7 +23,7 @@ from mtsql.experiments.prompt_lengths import (
 )
 from mtsql.recipes import RECIPES
 from mtsql.recipes.mtsql_r1 import MtsqlR1
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.run import load_split, make_environment
 
 REAL = QWEN3.parent
@@ -50,7 +50,7 @@ def test_lengths_by_hand(tiny, data):
     dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
     tokens = ChatTokens(character_tokenizer(CHATML))
     measured = measure_prompts(
-        dataset, MtsqlR1(Wording(compact=True)), tokens, make_tools("no_memory"), "gold"
+        dataset, MtsqlR1(PromptOptions(compact=True)), tokens, make_tools("no_memory"), "gold"
     )
     assert [(e.id, n) for e, n in measured] == [
         ("00000/0", FIRST), ("00000/1", SECOND), ("00001/0", FIRST)

@@ -19,7 +19,7 @@ from mtsql.config import EvaluateConfig, read_options
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1_prompts import verdict
-from mtsql.run import load_split, make_environment, wording_of
+from mtsql.run import load_split, make_environment, prompt_options
 from mtsql.sql.score import Scorer
 
 QUESTIONS = 25
@@ -109,7 +109,7 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     environment = make_environment(config, dataset, tokens, config.tools)
     schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
     scorer = Scorer(schemas, environment.executor)
-    rewards = load_recipe(name).make_reward("", "", scorer, tokens.decode, wording_of(config))
+    rewards = load_recipe(name).make_reward("", "", scorer, tokens.decode, prompt_options(config))
     control = set(tokenizer.get_added_vocab().values())
     for example in asked:
         thought, messages = messages_of(name, environment, example.gold_sql)

@@ -12,8 +12,8 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.recipes.mtsql_r1 import PRESETS, make_reward
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, reward
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_weights, is_right
-from mtsql.recipes.wording import Wording
 from mtsql.report.abilities import abilities
 from mtsql.sql.score import Scorer
 
@@ -126,7 +126,7 @@ def rewards_of(tiny, scorer, *messages, gold=GOLD, preset="authors", **options):
     episode = play(tiny, *messages, **options)
     example = replace(episode.example, gold_sql=gold)
     return tuple(
-        make_reward(name, "", scorer, tiny.tokens.decode, Wording())(episode.trajectory, example)
+        make_reward(name, "", scorer, tiny.tokens.decode, PromptOptions())(episode.trajectory, example)
         for name in ("process", preset)
     )
 
@@ -151,7 +151,7 @@ def test_presets(tiny, scorer):
     # candidates for the others: the answer in lower case is none of its own.
     episode = play(tiny, call(MORE), call(GOLD, MEMORY_RETRIEVE), answer(lower), history=True)
     totals = {
-        preset: make_reward(preset, "", scorer, tiny.tokens.decode, Wording())(
+        preset: make_reward(preset, "", scorer, tiny.tokens.decode, PromptOptions())(
             episode.trajectory, episode.example
         ).total
         for preset in PRESETS
@@ -359,7 +359,7 @@ def test_weights_that_are_given_replace_those_of_the_preset(tiny, scorer):
     assert chosen_weights(PRESETS, "", "") == RewardWeights(1.0, 1.0, 0.0, 0.0)
     episode = play(tiny, call(GOLD), PASS + answer(GOLD))
     for preset in PRESETS:
-        rewards = make_reward(preset, "em=0,proposal=0,verify=3", scorer, tiny.tokens.decode, Wording())
+        rewards = make_reward(preset, "em=0,proposal=0,verify=3", scorer, tiny.tokens.decode, PromptOptions())
         assert rewards(episode.trajectory, episode.example).total == 1 + 3
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
         chosen_weights(PRESETS, "best", "")
@@ -372,7 +372,7 @@ def test_right_is_what_the_presets_rewards_say(tiny, scorer):
     episode = play(tiny, answer(GOLD.lower()))
     other = play(tiny, answer(OTHER))
     for preset, right in {"outcome": True, "paper": False, "authors": True}.items():
-        rewards = make_reward(preset, "", scorer, tiny.tokens.decode, Wording())
+        rewards = make_reward(preset, "", scorer, tiny.tokens.decode, PromptOptions())
         assert is_right(rewards(episode.trajectory, episode.example), "ex_em") is right
         assert is_right(rewards(episode.trajectory, episode.example), "ex")
         assert not is_right(rewards(other.trajectory, other.example), "ex_em")

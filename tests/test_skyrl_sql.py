@@ -10,14 +10,14 @@ from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.recipes import skyrl_sql, sql_trail
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.guard import ExecutionResult
 from mtsql.sql.score import Scorer
 
 LONG = dict(max_prompt_tokens=20_000, max_response_tokens=20_000, max_tool_tokens=10_000)
 RECIPES = {"skyrl": skyrl_sql, "trail": sql_trail}
-PAPER, COMPACT = Wording(turns=5), Wording(compact=True, turns=5)
-NATIVE, NAMES = Wording(native_thinking=True), Wording(schema="names", turns=5)
+PAPER, COMPACT = PromptOptions(turns=5), PromptOptions(compact=True, turns=5)
+NATIVE, NAMES = PromptOptions(native_thinking=True), PromptOptions(schema="names", turns=5)
 THINK = "<think>First I look.</think>\n"
 BLANK = "<think> \n</think>"
 WRONG = "SELECT name FROM singer WHERE country = 'italy'"
@@ -28,11 +28,11 @@ def example_of(history=False, knowledge="", gold=GOLD):
     return Example("00000/1", "00000", "music", 1, QUESTION, gold, earlier, knowledge)
 
 
-def begin(tiny, module=skyrl_sql, wording=PAPER, tools="no_memory", turns=5, example=None):
+def begin(tiny, module=skyrl_sql, options=PAPER, tools="no_memory", turns=5, example=None):
     limits = Limits(max_interactions=turns - 1, **LONG)
     environment = Environment(
         {"music": tiny.schema},
-        module.make_recipe(wording),
+        module.make_recipe(options),
         tiny.tokens,
         tiny.executor,
         limits,
@@ -56,15 +56,15 @@ def play(tiny, *messages, **options):
     return episode
 
 
-def reward_of(tiny, episode, module=skyrl_sql, weights="", preset="", wording=PAPER):
+def reward_of(tiny, episode, module=skyrl_sql, weights="", preset="", options=PAPER):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = module.make_reward(preset, weights, scorer, tiny.tokens.decode, wording)
+    reward = module.make_reward(preset, weights, scorer, tiny.tokens.decode, options)
     return reward(episode.trajectory, episode.example)
 
 
-def prompt_text(tiny, module, wording, tools="no_memory", **options):
-    messages, schemas = module.make_recipe(wording).prompt(
-        example_of(**options), tiny.schema, make_tools(tools)
+def prompt_text(tiny, module, options, tools="no_memory", **given):
+    messages, schemas = module.make_recipe(options).prompt(
+        example_of(**given), tiny.schema, make_tools(tools)
     )
     assert schemas is None and [m["role"] for m in messages] == ["user"]
     return messages[0]["content"]
@@ -156,7 +156,7 @@ def test_compact_prompt(tiny, module):
 )
 def test_reading_of_an_action(text, sql, answer, well_formed):
     for module in RECIPES.values():
-        message = module.make_recipe(PAPER).read(text)
+        message = module.make_recipe(PAPER).parse(text)
         assert (message.sql, message.answer, message.problem) == (sql, answer, None)
         assert message.tool == (EXEC_SQL if sql else None)
         assert message.well_formed is well_formed
@@ -180,8 +180,8 @@ def test_reading_of_an_action(text, sql, answer, well_formed):
 )
 def test_message_without_an_action(text):
     for module in RECIPES.values():
-        for wording in (PAPER, COMPACT):
-            message = module.make_recipe(wording).read(text)
+        for options in (PAPER, COMPACT):
+            message = module.make_recipe(options).parse(text)
             assert (message.problem, message.well_formed) == (Status.NO_ACTION, False)
             assert message.tool is message.sql is message.answer is None
 
@@ -189,8 +189,8 @@ def test_message_without_an_action(text):
 def test_thoughts_are_not_asked_for_in_the_compact_wording():
     recipe = skyrl_sql.make_recipe(COMPACT)
     for text in (recipe.call("SELECT 1"), THINK + recipe.call("SELECT 1")):
-        assert recipe.read(text).sql == "SELECT 1" and recipe.read(text).well_formed
-    assert not recipe.read(recipe.answer("SELECT 1") + "!").well_formed
+        assert recipe.parse(text).sql == "SELECT 1" and recipe.parse(text).well_formed
+    assert not recipe.parse(recipe.answer("SELECT 1") + "!").well_formed
 
 
 def test_native_thinking_is_not_read():
@@ -200,13 +200,13 @@ def test_native_thinking_is_not_read():
         "a <sql>SELECT 2</sql> b</think>\n\n<sql>SELECT 1</sql>",  # the template opened the thought
         "<sql>SELECT 1</sql>",
     ):
-        assert recipe.read(text).sql == "SELECT 1" and recipe.read(text).well_formed
-    assert recipe.read("<think>a <sql>SELECT 2</sql>").problem is Status.NO_ACTION
+        assert recipe.parse(text).sql == "SELECT 1" and recipe.parse(text).well_formed
+    assert recipe.parse("<think>a <sql>SELECT 2</sql>").problem is Status.NO_ACTION
 
 
 def test_reading_takes_time_in_proportion_to_length():
     text = "<think>x</think>" * 50_000 + "<sql>SELECT 1</sql>" + "<sql>" * 50_000
-    assert skyrl_sql.make_recipe(PAPER).read(text).sql == "SELECT 1"
+    assert skyrl_sql.make_recipe(PAPER).parse(text).sql == "SELECT 1"
 
 
 # Episodes
@@ -372,13 +372,13 @@ def test_an_invented_observation_costs_the_format(module):
         f"<think>a</think><observation>MADE UP</observation><think>b</think><solution>{GOLD}</solution>",
         f"<think>a <observation>MADE UP</observation></think><solution>{GOLD}</solution>",
     ):
-        message = recipe.read(text)
+        message = recipe.parse(text)
         assert message.answer == GOLD and not message.well_formed
 
 
 @pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
 def test_a_native_thought_that_never_ended_is_not_read(module):
     recipe = module.make_recipe(NATIVE)
-    assert recipe.read("I might run <sql>SELECT 1</sql>").problem is Status.NO_ACTION
-    assert recipe.read("I might</think><sql>SELECT 1</sql>").sql == "SELECT 1"
-    assert recipe.read("<sql>SELECT 1</sql>").sql == "SELECT 1"
+    assert recipe.parse("I might run <sql>SELECT 1</sql>").problem is Status.NO_ACTION
+    assert recipe.parse("I might</think><sql>SELECT 1</sql>").sql == "SELECT 1"
+    assert recipe.parse("<sql>SELECT 1</sql>").sql == "SELECT 1"

@@ -10,8 +10,8 @@ from hostile import STATEMENTS
 from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
 from mtsql.recipes import skyrl_sql, sql_trail
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, schema_items, turns_reward
-from mtsql.recipes.wording import Wording
 from mtsql.sql.structure import SqlSchema
 
 REASON = "<reasoning>singer, country</reasoning>\n"
@@ -20,17 +20,17 @@ STAFF = SqlSchema({"employees": ("id", "salary"), "offices": ("id", "city")})
 
 
 def trail(tiny, *messages, turns=10, weights="", preset="", gold=GOLD, **options):
-    wording = Wording(turns=turns)
+    options = PromptOptions(turns=turns)
     episode = play(
         tiny,
         *messages,
         module=sql_trail,
-        wording=wording,
+        options=options,
         turns=turns,
         example=example_of(gold=gold),
         **options,
     )
-    return reward_of(tiny, episode, sql_trail, weights, preset, wording)
+    return reward_of(tiny, episode, sql_trail, weights, preset, options)
 
 
 def query(sql=WRONG):
@@ -69,9 +69,9 @@ def test_prompt_without_schema_asks_for_no_columns(tiny):
 @pytest.mark.parametrize("tag", ["think", "reasoning"])
 def test_both_tags_of_thoughts_count(tag):
     recipe = sql_trail.make_recipe(PAPER)
-    assert recipe.read(f"<{tag}>or <sql>SELECT 2</sql></{tag}><sql>SELECT 1</sql>").sql == "SELECT 1"
-    assert recipe.read(f"<{tag}>so</{tag}><sql>SELECT 1</sql>").well_formed
-    assert not skyrl_sql.make_recipe(PAPER).read(f"{REASON}<sql>SELECT 1</sql>").well_formed
+    assert recipe.parse(f"<{tag}>or <sql>SELECT 2</sql></{tag}><sql>SELECT 1</sql>").sql == "SELECT 1"
+    assert recipe.parse(f"<{tag}>so</{tag}><sql>SELECT 1</sql>").well_formed
+    assert not skyrl_sql.make_recipe(PAPER).parse(f"{REASON}<sql>SELECT 1</sql>").well_formed
 
 
 def test_table_is_that_of_the_paper():

@@ -29,7 +29,7 @@ from mtsql.learn.teacher import (
 )
 from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
-from mtsql.recipes.wording import Wording
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.chat import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
@@ -49,7 +49,7 @@ class StoppingRecipe(MtsqlR1):
 
 
 def environment_of(tiny: Tiny, recipe: MtsqlR1 | None = None, **limits: int) -> Environment:
-    recipe = recipe or MtsqlR1(Wording(True, 40))
+    recipe = recipe or MtsqlR1(PromptOptions(True, 40))
     limit, tools = Limits(**limits), make_tools("both")
     return Environment({"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limit, tools)
 
@@ -69,7 +69,7 @@ def replays_of(tiny: Tiny, folder, *lines: dict | str, environment: Environment 
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
     environment = environment or environment_of(tiny)
     asked = [ASKED, NOT_IN_PLAY]
-    reward = make_reward("", "", scorer, tiny.tokens.decode, Wording())
+    reward = make_reward("", "", scorer, tiny.tokens.decode, PromptOptions())
     return replay_lines(read_teacher(path), asked, {ASKED.id}, environment, reward, "ex_em", False)
 
 
@@ -101,7 +101,7 @@ def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp
 
 
 def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
-    recipe, answer = MtsqlR1(Wording(True, 40)), final_answer(GOLD)
+    recipe, answer = MtsqlR1(PromptOptions(True, 40)), final_answer(GOLD)
     draft = final_answer("SELECT 1")
     for text, kept in (
         (CALL + MADE_UP + answer, CALL),  # a call counts before an answer
@@ -111,12 +111,12 @@ def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
         ("no action </b> at all", "no action </b> at all"),
     ):
         assert message_of(text, recipe)[0] == kept
-    text, stop = message_of("<think>" + CALL + "</think>" + answer, StoppingRecipe(Wording(True, 40)))
+    text, stop = message_of("<think>" + CALL + "</think>" + answer, StoppingRecipe(PromptOptions(True, 40)))
     assert text == "<think>" + CALL and stop == "stop_string"
 
 
 def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path):
-    environment = environment_of(tiny, StoppingRecipe(Wording(True, 40)))
+    environment = environment_of(tiny, StoppingRecipe(PromptOptions(True, 40)))
     line = line_of(CALL + MADE_UP, CHECKED + final_answer(GOLD), example_id="00000/1")
     (replay,) = replays_of(tiny, tmp_path, line, environment=environment)
     assert replay.outcome is Outcome.KEPT

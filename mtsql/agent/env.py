@@ -78,7 +78,7 @@ class Recipe(Protocol):
         """A model message that ends the episode, without thoughts."""
 
     @abstractmethod
-    def read(self, text: str) -> ModelMessage:
+    def parse(self, text: str) -> ModelMessage:
         """The verdicts and the action in one model message."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Recipe(Protocol):
     ) -> str:
         """The text that `memory_retrieve` returns; `result` is None without the execution tool.
 
-        Not for a recipe whose `read` knows no such call.
+        Not for a recipe whose `parse` knows no such call.
         """
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class Episode:
         trajectory.segments.append(Segment.sampled(ids, logprobs))
         if stop is Stop.LIMIT:
             return self._end(Status.OUT_OF_TOKENS)
-        message = self.recipe.read(self.tokens.decode(ids))
+        message = self.recipe.parse(self.tokens.decode(ids))
         self._record(message)
         reply = None if message.problem is None else self.recipe.observe_problem(message.problem, turns_left)
         if message.problem is not None and (reply is None or turns_left < 1):

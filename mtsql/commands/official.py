@@ -7,8 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from mtsql.files import write_atomically
-from mtsql.report.official import (
+from mtsql.commands.prediction_files import (
     Rules,
     compare,
     format_further,
@@ -17,6 +16,7 @@ from mtsql.report.official import (
     score_pairs,
     summarise_items,
 )
+from mtsql.files import write_atomically
 from mtsql.sql.execute import Executor
 
 

@@ -28,7 +28,7 @@ from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.files import write_atomically
 from mtsql.learn.model import load_tokenizer
 from mtsql.recipes import load_recipe
-from mtsql.run import load_split, wording_of
+from mtsql.run import load_split, prompt_options
 
 COLUMNS = ("questions", "mean", "median", "p90", "p95", "p99", "longest", "over")
 
@@ -102,7 +102,7 @@ def main(config: LengthsConfig) -> None:
     """Measure."""
     tokens = ChatTokens(load_tokenizer(config.tokenizer))
     dataset = load_split(config, config.split)
-    recipe = load_recipe(config.recipe).make_recipe(wording_of(config))
+    recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
     measured = measure_prompts(dataset, recipe, tokens, make_tools(config.tools), config.history)
     summary = summarise_prompts(measured, config.max_prompt_tokens)
     print(format_prompts(summary, config.max_prompt_tokens))

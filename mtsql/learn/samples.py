@@ -13,7 +13,7 @@ from torch import Tensor
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.recipes.rewards import Rewards
-from mtsql.report.metrics import describe
+from mtsql.report.metrics import step_metrics
 
 
 @dataclass
@@ -38,7 +38,7 @@ def group_metrics(
     """
     samples = [sample for group in groups for sample in group]
     return {
-        **describe([s.trajectory for s in samples], [s.rewards for s in samples]),
+        **step_metrics([s.trajectory for s in samples], [s.rewards for s in samples]),
         "informative_groups": informative.float().mean().item(),
         "left_out": fmean(not s.in_loss for s in samples),
         "dropped_groups": replaced / (replaced + len(groups)),

@@ -211,9 +211,9 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
     ends = [text.index(string) + len(string) for string in recipe.stop_strings if string in text]
     if ends:
         return text[: min(ends)], Stop.STOP_STRING
-    whole = recipe.read(text)
+    whole = recipe.parse(text)
     for tag in CLOSING_TAG.finditer(text) if whole.problem is None else ():
-        start = recipe.read(text[: tag.end()])
+        start = recipe.parse(text[: tag.end()])
         if (start.tool, start.sql, start.answer) == (whole.tool, whole.sql, whole.answer):
             return text[: tag.end()], Stop.END_OF_TURN
     return text, Stop.END_OF_TURN

@@ -57,9 +57,9 @@ from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
+from mtsql.recipes.prompt_options import PromptOptions, compact_result, truncated
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
 from mtsql.recipes.tool_calls import read_call
-from mtsql.recipes.wording import Wording, compact_result, truncated
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
@@ -152,16 +152,16 @@ ACTION = re.compile(rf"(?:(?:\s*<think>)?{_THOUGHT})?{_ACTION}", re.DOTALL)
 BLOCK = re.compile(r"```(?:sql(?:ite)?\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
-def make_recipe(wording: Wording) -> MtirSql:
+def make_recipe(options: PromptOptions) -> MtirSql:
     """The recipe in a wording."""
-    return MtirSql(wording)
+    return MtirSql(options)
 
 
 @dataclass(frozen=True)
 class MtirSql(Recipe):
     """The recipe in a wording."""
 
-    wording: Wording = Wording()  # noqa: RUF009 (frozen)
+    options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
     observation_role: ClassVar[str] = "tool"  # Qwen3's template puts it into the user's turn (section 3.2)
     stop_strings: ClassVar[tuple[str, ...]] = ()
     verifies: ClassVar[bool] = False
@@ -171,14 +171,14 @@ class MtirSql(Recipe):
     ) -> tuple[list[dict], list[dict] | None]:
         """One user message, and the tool's schema for the chat template."""
         executes = EXEC_SQL in tools
-        history = self.wording.history_text(example)
-        schema_text = self.wording.schema_text(schema)
-        if self.wording.compact:
+        history = self.options.history_text(example)
+        schema_text = self.options.schema_text(schema)
+        if self.options.compact:
             # The schema comes first: prompts over one database share it as a prefix.
             now, tool = f"now: {example.question}", f"calls: {'sql' if executes else 'none'}"
             lines = filter(None, [schema_text, history, example.knowledge, now, tool])
             return [{"role": "user", "content": "\n".join(lines)}], None
-        thinks = not self.wording.native_thinking
+        thinks = not self.options.native_thinking
         either = EITHER.format(analysis=ANALYSIS if thinks else "") if executes else ""
         content = TASK.format(
             validate=VALIDATE if executes else "",
@@ -200,7 +200,7 @@ class MtirSql(Recipe):
         """The message that ends the episode."""
         return f"<answer>\n```sql\n{sql}\n```\n</answer>"
 
-    def read(self, text: str) -> ModelMessage:
+    def parse(self, text: str) -> ModelMessage:
         """A tool call or an answer; thinking is not read.
 
         Of several calls the first counts, of several answers the last; a call beside an answer counts
@@ -209,7 +209,7 @@ class MtirSql(Recipe):
         said = text.rpartition("</think>")[2]
         if "<think>" in said:  # the thinking never ended
             return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
-        thought_optional = self.wording.compact or self.wording.native_thinking
+        thought_optional = self.options.compact or self.options.native_thinking
         well_formed = bool((ACTION if thought_optional else THOUGHT_AND_ACTION).fullmatch(text))
         well_formed &= "<tool_response>" not in text  # only the environment responds
         call = read_call(said, "sql")
@@ -234,8 +234,8 @@ class MtirSql(Recipe):
         self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
     ) -> str:
         """What the tool returns: column names and at most MAX_RECORDS rows as JSON, or the error."""
-        if self.wording.compact:
-            return compact_result(result, self.wording.result_characters)
+        if self.options.compact:
+            return compact_result(result, self.options.result_characters)
         if not result.ok:
             return truncated(f"Error: {result.message}", MAX_CHARACTERS)
         shown = {"columns": result.columns, "data": result.rows[:MAX_RECORDS]}
@@ -272,7 +272,7 @@ def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: Re
 
 
 def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
 ) -> RewardFunction:
     """The rewards of a preset ("" is `paper`) but for the `weights` given as in "format=0,result=2".
 

@@ -25,9 +25,9 @@ from mtsql.data.schema import Schema
 from mtsql.recipes import mtsql_r1_prompts as texts
 from mtsql.recipes.mtsql_r1_authors import authors_reward
 from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
+from mtsql.recipes.prompt_options import PromptOptions, compact_result
 from mtsql.recipes.rewards import Decode, RewardFunction, chosen_weights
 from mtsql.recipes.tool_calls import read_call
-from mtsql.recipes.wording import Wording, compact_result
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
@@ -41,7 +41,7 @@ PRESETS = {"outcome": RewardWeights(), "process": PROCESS, "paper": PROCESS, "au
 
 
 def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
 ) -> RewardFunction:
     """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
 
@@ -54,9 +54,9 @@ def make_reward(
     return lambda trajectory, example: reward(trajectory, example, scorer, given, preset == "paper")
 
 
-def make_recipe(wording: Wording) -> MtsqlR1:
+def make_recipe(options: PromptOptions) -> MtsqlR1:
     """The recipe in a wording."""
-    return MtsqlR1(wording)
+    return MtsqlR1(options)
 
 
 def next_action(
@@ -90,7 +90,7 @@ def next_action(
 class MtsqlR1(Recipe):
     """The recipe in a wording."""
 
-    wording: Wording = Wording()  # noqa: RUF009 (frozen)
+    options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
     observation_role: ClassVar[str] = "tool"
     stop_strings: ClassVar[tuple[str, ...]] = ()
     verifies: ClassVar[bool] = True
@@ -100,10 +100,10 @@ class MtsqlR1(Recipe):
         self, example: Example, schema: Schema, tools: Mapping[str, Tool]
     ) -> tuple[list[dict], list[dict] | None]:
         """System and user message, and the tool schemas for the chat template."""
-        schema_text = self.wording.schema_text(schema)
-        if self.wording.compact:
+        schema_text = self.options.schema_text(schema)
+        if self.options.compact:
             # The schema comes first: prompts over one database share it as a prefix.
-            earlier = self.wording.history_text(example, with_sql=MEMORY_RETRIEVE not in tools)
+            earlier = self.options.history_text(example, with_sql=MEMORY_RETRIEVE not in tools)
             now = f"now: {example.question}\ntools: {' '.join(tools) or 'none'}"
             lines = filter(None, [schema_text, earlier, example.knowledge, now])
             return [{"role": "user", "content": "\n".join(lines)}], None
@@ -112,7 +112,7 @@ class MtsqlR1(Recipe):
             {"role": "user", "content": texts.question_text(example, schema_text, tools)},
         ], [tool.schema for tool in tools.values()] or None
 
-    def read(self, text: str) -> ModelMessage:
+    def parse(self, text: str) -> ModelMessage:
         """Verdicts, and a tool call or an answer; thinking is not read, nor a verdict behind the action.
 
         Of several verdicts the last counts, of several calls the first; a call counts before an answer.
@@ -143,8 +143,8 @@ class MtsqlR1(Recipe):
         self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
     ) -> str:
         """What `exec_sql` returns."""
-        limit = self.wording.result_characters
-        if self.wording.compact:
+        limit = self.options.result_characters
+        if self.options.compact:
             return compact_result(result, limit)
         return texts.execution_text(question, sql, result, check_memory, limit)
 
@@ -152,8 +152,8 @@ class MtsqlR1(Recipe):
         self, question: str, sql: str, result: ExecutionResult | None, memory: tuple[MemoryEntry, ...]
     ) -> str:
         """What `memory_retrieve` returns."""
-        limit = self.wording.result_characters
-        if self.wording.compact:
+        limit = self.options.result_characters
+        if self.options.compact:
             seen = [(entry.sql or "?", compact_result(entry.result, limit // 2)) for entry in memory]
             return "\n".join(f"{i}. {sql} -> {rows}" for i, (sql, rows) in enumerate(seen, 1)) or "empty"
         return texts.memory_text(question, sql, result, memory, limit)

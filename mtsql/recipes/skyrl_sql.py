@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
 from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, UNTIL, TaggedRecipe, task_text
-from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 
 SETTINGS = {"tools": "no_memory", "max_interactions": 4, "temperature": 0.6, "correct": "ex"}
@@ -82,20 +82,20 @@ SOLUTION = "<solution>SELECT COUNT(*) FROM animals WHERE species = 'pig';</solut
 ONLY_THOUGHT = "<think>The question asks how many pigs there are: I count animals of that species.</think>"
 
 
-def make_recipe(wording: Wording) -> TaggedRecipe:
+def make_recipe(options: PromptOptions) -> TaggedRecipe:
     """The recipe in a wording."""
-    return TaggedRecipe(wording, ("think",), task, frame, INVALID)
+    return TaggedRecipe(options, ("think",), task, frame, INVALID)
 
 
-def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -> str:
+def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
     """The prompt of appendix A, with table names only as in D.1, with native thinking as in D.2."""
-    names_only = wording.schema == "names"
+    names_only = options.schema == "names"
     given = "" if names_only else "a database schema and "
     overview = (
         f"You are a data science expert. Below, you are provided with {given}a natural language question."
     )
-    shown = wording.schema_text(schema)
-    rules = [] if wording.native_thinking else [THOUGHT_RULE]
+    shown = options.schema_text(schema)
+    rules = [] if options.native_thinking else [THOUGHT_RULE]
     if multi_turn:
         rules += [*TOOL_RULES, UNTIL + SOLUTION_RULE]
         blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
@@ -103,7 +103,7 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
         rules += ["You" + SOLUTION_RULE.removeprefix("you")]
         blocks = [QUESTION, ONLY_THOUGHT, SOLUTION]
     return task_text(
-        wording,
+        options,
         example,
         f"{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
         f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
@@ -143,7 +143,7 @@ def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: Re
 
 
 def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
 ) -> RewardFunction:
     """The reward of a preset ("" is `paper`) but for the `weights` given as in "invalid=-0.5".
 

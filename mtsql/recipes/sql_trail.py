@@ -41,9 +41,9 @@ from sqlglot import exp
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
 from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, UNTIL, TaggedRecipe, task_text
-from mtsql.recipes.wording import Wording
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement
@@ -103,19 +103,19 @@ SECOND_THOUGHT = (
 SOLUTION = "<solution>SELECT AVG(price) FROM products;</solution>"
 
 
-def make_recipe(wording: Wording) -> TaggedRecipe:
+def make_recipe(options: PromptOptions) -> TaggedRecipe:
     """The recipe in a wording."""
-    return TaggedRecipe(wording, ("reasoning", "think"), task, data_frame, INVALID)
+    return TaggedRecipe(options, ("reasoning", "think"), task, data_frame, INVALID)
 
 
-def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -> str:
+def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
     """The system prompt of A.3."""
-    names_only = wording.schema == "names"
+    names_only = options.schema == "names"
     overview = OVERVIEW.format(given="the table names of a database" if names_only else "a database schema")
     instructions = [*ONLY_WHAT_IS_ASKED]
     instructions += [] if names_only else [SELECT_SCHEMA]
     instructions += [REFLECT] if multi_turn else []
-    rules = [] if wording.native_thinking else [THOUGHT_RULE]
+    rules = [] if options.native_thinking else [THOUGHT_RULE]
     if multi_turn:
         rules += [*TOOL_RULES, UNTIL + SOLUTION_RULE]
         blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
@@ -123,10 +123,10 @@ def task(wording: Wording, example: Example, schema: Schema, multi_turn: bool) -
         rules += [SOLUTION_RULE.capitalize()]
         blocks = [QUESTION, FIRST_THOUGHT, SOLUTION]
     return task_text(
-        wording,
+        options,
         example,
         f"{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
-        ("Table names: " if names_only else "") + wording.schema_text(schema),
+        ("Table names: " if names_only else "") + options.schema_text(schema),
         [f"{i}. {line}" for i, line in enumerate(instructions, 1)],
         [f"{i}. {line}" for i, line in enumerate(rules, 1)],
         blocks,
@@ -219,11 +219,11 @@ def reward(
 
 
 def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, wording: Wording
+    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
 ) -> RewardFunction:
     """The rewards of a preset ("" is `paper`) but for the `weights` given as in "turns=0,bigram=0.5".
 
     Raises ValueError for an unknown preset or weight.
     """
     given = chosen_weights(PRESETS, preset, weights)
-    return lambda trajectory, example: reward(trajectory, example, scorer, given, wording.turns)
+    return lambda trajectory, example: reward(trajectory, example, scorer, given, options.turns)

@@ -29,7 +29,7 @@ from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.wording import Wording, compact_result, truncated
+from mtsql.recipes.prompt_options import PromptOptions, compact_result, truncated
 from mtsql.sql.execute import ExecutionResult
 
 MAX_ROWS = 50  # of a table that is shown
@@ -57,7 +57,7 @@ TOOL_RULES = (
 )
 UNTIL = "If you find no further exploration is needed or reaches max turns, "
 
-Task: TypeAlias = Callable[[Wording, Example, Schema, bool], str]
+Task: TypeAlias = Callable[[PromptOptions, Example, Schema, bool], str]
 Table: TypeAlias = Callable[[list[list[str]]], str]
 
 
@@ -70,7 +70,7 @@ class TaggedRecipe(Recipe):
     usable action.
     """
 
-    wording: Wording
+    options: PromptOptions
     thought_tags: tuple[str, ...]
     task: Task
     table: Table
@@ -82,12 +82,12 @@ class TaggedRecipe(Recipe):
     def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> tuple[list[dict], None]:
         """One message of the user; no tool schemas, since tools are called by tags."""
         multi_turn = EXEC_SQL in tools
-        if self.wording.compact:
-            lines = [self.wording.schema_text(schema), self.wording.history_text(example), example.knowledge]
+        if self.options.compact:
+            lines = [self.options.schema_text(schema), self.options.history_text(example), example.knowledge]
             lines += [f"now: {example.question}", "tags: sql solution" if multi_turn else "tags: solution"]
             text = "\n".join(filter(None, lines))
         else:
-            text = self.task(self.wording, example, schema, multi_turn)
+            text = self.task(self.options, example, schema, multi_turn)
         return [{"role": "user", "content": text}], None
 
     def call(self, sql: str) -> str:
@@ -98,17 +98,17 @@ class TaggedRecipe(Recipe):
         """The message that ends the episode."""
         return f"<solution>{sql}</solution>"
 
-    def read(self, text: str) -> ModelMessage:
+    def parse(self, text: str) -> ModelMessage:
         """The first <sql> or <solution> outside of thoughts.
 
         It is well formed if a thought that is not blank stands before it (not asked for in the compact
         wording and with native thinking), no text after it, no tag in it, and no observation anywhere.
         """
-        if self.wording.native_thinking:
+        if self.options.native_thinking:
             _, ended, text = text.rpartition("</think>")
             if not ended and not re.match(r"\s*<(sql|solution)>", text):
                 return ModelMessage(problem=Status.NO_ACTION, well_formed=False)  # the thinking never ended
-        thought, at = self.wording.compact or self.wording.native_thinking, 0
+        thought, at = self.options.compact or self.options.native_thinking, 0
         opening = re.compile(f"<({'|'.join((*self.thought_tags, 'sql', 'solution'))})>")
         while found := opening.search(text, at):
             tag, end = found[1], text.find(f"</{found[1]}>", found.end())
@@ -133,8 +133,8 @@ class TaggedRecipe(Recipe):
         self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
     ) -> str:
         """A table of the first 50 rows or the error, and the messages that are left."""
-        if self.wording.compact:
-            return self._observation(compact_result(result, self.wording.result_characters), turns_left)
+        if self.options.compact:
+            return self._observation(compact_result(result, self.options.result_characters), turns_left)
         if not result.ok:
             return self._observation(truncated(f"OperationalError: {result.message}", MAX_TABLE), turns_left)
         rows = result.rows[:MAX_ROWS]
@@ -146,11 +146,11 @@ class TaggedRecipe(Recipe):
 
     def observe_problem(self, problem: Status, turns_left: int) -> str:
         """The request to try again."""
-        return self._observation("invalid" if self.wording.compact else self.invalid, turns_left)
+        return self._observation("invalid" if self.options.compact else self.invalid, turns_left)
 
     def _observation(self, text: str, turns_left: int) -> str:
         left = (
-            turns_left if self.wording.compact else f"You have {turns_left} turns left to complete the task."
+            turns_left if self.options.compact else f"You have {turns_left} turns left to complete the task."
         )
         return f"<observation>\n{text}\n{left}\n</observation>"
 
@@ -160,7 +160,7 @@ def _cell(value: object) -> str:
 
 
 def task_text(
-    wording: Wording,
+    options: PromptOptions,
     example: Example,
     overview: str,
     schema_text: str,
@@ -172,8 +172,8 @@ def task_text(
 
     `blocks` make the example; with native thinking its thoughts are left out.
     """
-    sample = "\n".join(b for b in blocks if not (wording.native_thinking and b.startswith("<think>")))
-    history = wording.history_text(example)
+    sample = "\n".join(b for b in blocks if not (options.native_thinking and b.startswith("<think>")))
+    history = options.history_text(example)
     sections = [
         f"Task Overview:\n{overview}",
         "Database Engine:\nSQLite",

@@ -27,7 +27,7 @@ RESAMPLES = 2000  # of a bootstrap interval
 COUNTS = ("interactions", "sampled_tokens", "response_tokens")
 
 
-def describe(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> dict[str, float]:
+def step_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> dict[str, float]:
     """Means over the trajectories of a training step and their rewards."""
     statuses = Counter(t.status for t in trajectories)
     calls = Counter(o.tool for t in trajectories for o in t.observations)

@@ -34,7 +34,7 @@ from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.run import load_split, make_environment, pick_device, wording_of
+from mtsql.run import load_split, make_environment, pick_device, prompt_options
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.scripted_agent import Habits, demonstrations
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
@@ -129,7 +129,7 @@ def make_tokenizer(
     texts += [text for e in asked for text in (e.question, e.gold_sql)]
     texts += [WORDING] * len(asked)
     tagged = [name for name in recipes_of(config) if name != RECIPES[0]]  # its tags are always there
-    tags = [tag for name in tagged for tag in markup(load_recipe(name).make_recipe(wording_of(config)))]
+    tags = [tag for name in tagged for tag in markup(load_recipe(name).make_recipe(prompt_options(config)))]
     return train_tokenizer(texts, config.vocabulary, list(dict.fromkeys(tags)))
 
 

@@ -10,7 +10,7 @@ from mtsql.sql.execute import ExecutionResult
 
 
 @dataclass(frozen=True)
-class Wording:
+class PromptOptions:
     """`compact` for the tiny model, else the paper's; `result_characters` is MTSQL-R1's cut of results.
 
     `schema` is "full" or "names" (table names only); `turns` the model messages of an episode, its answer
