@@ -223,7 +223,10 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     early.add_argument("--recipe")
     chosen, _ = early.parse_known_args(argv)
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]   (--help lists the options)",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", help="TOML file; the options below override it")
     try:

@@ -17,7 +17,7 @@ STOP = re.compile(r"^(\d+)\. `([\w/]+\.py)`: `([\w.]+)`", re.MULTILINE)
 PLACE = re.compile(r"`([\w/]+\.py)`((?:: `[\w.]+`(?:, `[\w.]+`)*)?)")
 COMMAND = re.compile(r"python (?:-m (mtsql[\w.]*)|([\w/]+\.py))((?: (?!&|#|\|).*)?)")
 FLAG = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
-OTHERS_FLAGS = {"--nproc-per-node", "--index-url"}  # torchrun's and pip's
+OTHERS_FLAGS = {"--nproc-per-node", "--python", "--torch-backend"}  # torchrun's and uv's
 LINK = re.compile(r"\]\((?!http)([^)#]+)[^)]*\)")
 
 
@@ -43,8 +43,12 @@ def _assigned(node: ast.stmt) -> set[str]:
 def options(script: Path) -> set[str]:
     """Flags of a script: fields of its configuration and of the shared one, and what argparse is told."""
     text = script.read_text(encoding="utf-8")
+    if "mtsql.experiments.suite" in text:
+        text += (ROOT / "mtsql/experiments/suite.py").read_text(encoding="utf-8")
+    if "official" in text:
+        text += (ROOT / "mtsql/commands/official.py").read_text(encoding="utf-8")
     found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
-    if "load_config(" in text:
+    if "read_options(" in text:
         fields = names(script) | names(ROOT / "mtsql" / "config.py")
         found |= {"--" + name.partition(".")[2].replace("_", "-") for name in fields if "." in name}
         found.add("--config")

@@ -10,8 +10,8 @@ from conftest import GOLD, QUESTION, ROOT, Tiny, say
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tools import Tool, make_tools
 from mtsql.agent.trajectory import Status
-from mtsql.config import Common
-from mtsql.data import singles
+from mtsql.config import DataOptions, GrpoConfig
+from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.recipes.mtsql_r1 import make_recipe
 from mtsql.recipes.prompt_options import PromptOptions
@@ -77,7 +77,7 @@ def test_a_tool(tiny: Tiny, compact: bool):
 
 def test_a_recipe(tiny: Tiny):
     module = run_block("A recipe")
-    assert set(module["SETTINGS"]) <= set(Common.__dataclass_fields__) | {"temperature", "correct"}
+    assert set(module["SETTINGS"]) <= set(GrpoConfig.__dataclass_fields__) | {"correct"}
     options = PromptOptions(turns=4)
     recipe = module["make_recipe"](options)
     reward = module["make_reward"]("", "", Scorer({"music": tiny.schema}, tiny.executor), None, options)
@@ -111,7 +111,7 @@ def test_a_metric(tiny: Tiny):
 
 
 def test_a_dataset_of_single_questions(tiny: Tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(singles, "FORMATS", dict(singles.FORMATS))
+    monkeypatch.setattr(datasets, "SINGLE_FORMATS", dict(datasets.SINGLE_FORMATS))
     run_block("A dataset", 0)
     data = tmp_path / "mine.json"
     data.write_text(
@@ -127,5 +127,5 @@ def test_a_dataset_of_dialogues(tiny: Tiny, tmp_path):
         (tmp_path / name).symlink_to(tiny.folder / name)
     turns = [("How many singers are there?", "SELECT count(*) FROM singer"), (QUESTION, GOLD)]
     run_block("A dataset", 1)["write_sparc"]([("music", turns)], tmp_path / "dev.json")
-    dialogue = load_split(Common(data=str(tmp_path), out=""), "dev").dialogues[0]
+    dialogue = load_split(DataOptions(data=str(tmp_path), out=""), "dev").dialogues[0]
     assert [(turn.question, turn.gold_sql) for turn in dialogue.turns] == turns
