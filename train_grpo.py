@@ -48,7 +48,7 @@ from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_or
 from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
-from mtsql.learn.optimizer import optimizer_step
+from mtsql.learn.optimizer import optimizer_step, warmup_rate
 from mtsql.learn.parallel import leave_processes, whole_weights
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, mean_divergence
 from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_variants
@@ -97,7 +97,7 @@ def main(config: GrpoConfig) -> None:
             # Normalise the rewards within each group.
             informative = set_advantages(config, groups)  # (questions,)
             # Clipped policy gradient on what the policy wrote.
-            rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+            rate = warmup_rate(config.learning_rate, step)
             statistics = clipped_step(config, run, groups, informative, rate, step)
             trained = time.perf_counter()
             if processes.is_main:

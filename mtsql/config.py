@@ -117,7 +117,6 @@ class TrainingOptions(RewardOptions):
     optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
-    keep_checkpoints: Positive = option(2, "newest checkpoints that are kept")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 
 
@@ -164,8 +163,7 @@ class GrpoConfig(TrainingOptions):
     prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
     samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
     temperature: float = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
-    learning_rate: float = option(1e-6, "constant after --warmup-steps (paper: 1e-6)")
-    warmup_steps: Count = option(3, "steps of linear warm-up")
+    learning_rate: float = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
     curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
     weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")

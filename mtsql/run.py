@@ -51,6 +51,7 @@ from mtsql.report.metrics import summarise
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
 
+KEPT_CHECKPOINTS = 2
 CHUNK = 16  # Questions are sampled as many at a time as make so many times --rows trajectories.
 
 
@@ -253,7 +254,7 @@ def save_checkpoint(
     """Write the state of a training run after `step` steps; all processes must call it."""
     weights, optimizer_state = whole_state(run.policy, optimizer)
     if run.processes.is_main:
-        with new_checkpoint(run.out, step, config.keep_checkpoints) as folder:
+        with new_checkpoint(run.out, step, KEPT_CHECKPOINTS) as folder:
             save_policy(run.policy, run.tokens.tokenizer, folder / "policy", weights)
             save_training_state(folder, optimizer_state, step, state)
 

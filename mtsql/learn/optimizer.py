@@ -35,6 +35,11 @@ def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
     return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warmup) / (1.0 - warmup))))
 
 
+def warmup_rate(peak: float, step: int, steps: int = 3) -> float:
+    """Learning rate of a step: linear warm-up over the first `steps`, then constant."""
+    return peak * min(1.0, (step + 1) / steps)
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
