@@ -174,7 +174,10 @@ class GrpoConfig(TrainingOptions):
     aggregate: Literal["trajectory", "token", "constant"] = option(
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
     )
-    divide_by: Literal["group", "batch", "none"] = option("group", "advantages over whose deviation")
+    divide_by: Literal["group", "batch", "none"] = option(
+        "group",
+        "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
+    )
     beta: float = option(0.0, "weight of the KL penalty")
     kl: Literal["k1", "k2", "k3"] = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
     dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")

@@ -48,7 +48,7 @@ def group_metrics(
 
 
 def mean_divergence(groups: Sequence[Sequence[Sample]]) -> float:
-    """The divergence from the reference that was taken off the rewards, a token, meant over the samples."""
+    """The divergence from the reference that was taken off the rewards, a token: mean over the samples."""
     return fmean(s.divergence / max(1, s.trajectory.sampled_length) for group in groups for s in group)
 
 

@@ -1,0 +1,83 @@
+"""What Algorithm 1 keeps, why it rejects the rest, and what a checkpoint remembers of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from conftest import GOLD, Tiny, make_episode, say
+
+from mtsql.agent.trajectory import Status, Stop
+from mtsql.config import SftConfig
+from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
+from mtsql.recipes.mtsql_r1 import make_reward
+from mtsql.recipes.mtsql_r1_prompts import final_answer
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.sql.score import Scorer
+
+REWRITTEN = GOLD.replace("SELECT", "select")  # another string, the same clauses
+OTHER_CLAUSES = "SELECT name FROM singer WHERE country IN ('france')"  # the same result
+WRONG = "SELECT name FROM singer"
+
+
+def reason(tiny: Tiny, sql: str, preset: str = "", correct: str = "ex_em", tools: str = "none") -> str | None:
+    episode = make_episode(tiny, tools=tools)
+    say(episode, final_answer(sql))
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    reward = make_reward(preset, "", scorer, tiny.tokens.decode, PromptOptions())
+    return rejection(episode.trajectory, reward(episode.trajectory, episode.example), correct)
+
+
+@pytest.mark.parametrize(
+    ("sql", "how", "expected"),
+    [
+        (GOLD, {}, None),
+        (GOLD, {"tools": "both"}, "off_protocol"),  # answered without executing
+        (WRONG, {}, "wrong_ex"),
+        (OTHER_CLAUSES, {}, "wrong_em"),
+        (OTHER_CLAUSES, {"correct": "ex"}, None),
+        (REWRITTEN, {}, None),
+        (REWRITTEN, {"preset": "paper"}, "wrong_em"),  # the paper's text compares strings
+        (GOLD, {"preset": "paper"}, None),
+    ],
+)
+def test_the_first_filter_that_rejects_is_named(tiny, sql, how, expected):
+    assert reason(tiny, sql, **how) == expected
+
+
+def test_an_unfinished_trajectory_has_no_answer(tiny):
+    episode = make_episode(tiny)
+    episode.step([1, 2], [0.0, 0.0], Stop.LIMIT)
+    assert episode.trajectory.status is Status.OUT_OF_TOKENS
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    reward = make_reward("", "", scorer, tiny.tokens.decode, PromptOptions())
+    assert rejection(episode.trajectory, reward(episode.trajectory, episode.example), "ex_em") == "no_answer"
+
+
+def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(tiny):
+    episodes = [make_episode(tiny, history=history, tools="none") for history in (False, True)]
+    for episode in episodes:
+        say(episode, final_answer(GOLD))
+    pool = [episodes[0].example]
+    progress, rng = Progress(list(pool)), random.Random(0)
+    found = Collected(pool[0].id, 4, 2, [episodes[0].trajectory], Counter(wrong_ex=2, not_selected=1))
+    progress.add([found], rng)
+    (round_1,) = progress.coverage
+    assert round_1["rejected"] == {"not_selected": 1, "wrong_ex": 2} and round_1["questions_solved"] == 1
+    progress.index = 3
+    plain = json.loads(json.dumps(progress.to_plain()))
+    again = Progress.from_plain(plain | {"rng": progress.rng_state}, pool, step=7)
+    assert [t.ids for t in again.kept] == [t.ids for t in progress.kept]
+    assert (again.round, again.index, again.step, again.collected) == (0, 3, 7, True)
+    assert (again.remaining, again.solved, again.coverage) == (pool, {pool[0].id}, progress.coverage)
+    again.drop_solved()
+    assert again.remaining == [] and not again.collected and again.index == 0
+
+
+def test_options_that_collect_nothing_say_so():
+    given = {"data": "d", "out": "o", "model": "m"}
+    assert idle_targets(SftConfig(**given, samples_per_question=4)) == []
+    sentences = idle_targets(SftConfig(**given, samples_per_question=4, correct="ex", targets="gold"))
+    assert [sentence.split()[0] for sentence in sentences] == ["--samples-per-question", "--correct"]
