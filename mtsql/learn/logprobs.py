@@ -215,7 +215,10 @@ def _layout(
 
 
 def _take(x: Tensor, slots: Tensor) -> Tensor:
-    """x[slots] along the first dimension, as a look-up whose backward pass is faster."""
+    """x[slots] along the first dimension, as a look-up whose backward pass is faster.
+
+    It also adds up in a fixed order, where indexing adds atomically from several threads.
+    """
     return nn.functional.embedding(slots, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
@@ -345,7 +348,7 @@ def token_logprobs(
         hidden = inner(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
     else:
         hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
-    hidden = hidden.flatten(0, 1)[batch.source]  # (tokens, hidden)
+    hidden = _take(hidden.flatten(0, 1), batch.source)  # (tokens, hidden)
     if chunk is None:
         chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
     return _HeadLogprobs.apply(hidden.to(head.weight.dtype), head.weight, batch.targets, temperature, chunk)
