@@ -29,7 +29,7 @@ class Column:
     @property
     def is_amount(self) -> bool:
         """Whether it holds amounts, of which one can take the average."""
-        return self.kind.startswith("int")
+        return self.kind == "amount"
 
     @property
     def is_number(self) -> bool:
@@ -89,28 +89,20 @@ class ToyDatabase:
         return self.tables[link[1]] if link else None
 
 
-def _values(kind: str, count: int, rng: random.Random) -> list:
-    """`count` values of a kind, in the words people use; labels are unique."""
-    if kind == "year":
-        return [rng.randint(1980, 2019) for _ in range(count)]
-    if kind.startswith("int"):
-        low, high = map(int, kind.split()[1:])
-        return [rng.randint(low, high) for _ in range(count)]
-    if kind == "person":
-        return rng.sample(words.PERSONS, count)
-    if kind == "org":
-        return rng.sample(words.ORG_FIRST, count)
-    if kind == "title":
-        pairs = [f"{a} {b}" for a in words.TITLE_FIRST for b in words.TITLE_SECOND]
-        return rng.sample(pairs, count)
-    pool = words.PROPER.get(kind) or words.COMMON[kind]
+def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
+    """`count` values of a column, in the words people use; labels are unique."""
+    if column.bounds:
+        return [rng.randint(*column.bounds) for _ in range(count)]
+    if column.kind in words.LABELS:
+        return rng.sample(words.LABELS[column.kind], count)
+    pool = words.PROPER.get(column.kind) or words.COMMON[column.kind]
     pool = rng.sample(pool, min(len(pool), rng.randint(3, 5)))
     return [rng.choice(pool) for _ in range(count)]
 
 
 def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> ToyDatabase:
     """Draw a connected choice of the theme's entities, names, columns, styles and rows."""
-    entities = list(words.themes()[theme])
+    entities = words.themes()[theme]
     count = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
     chosen = [rng.choice([e for e in entities if e.parent])]
     chosen.insert(0, next(e for e in entities if e.singular == chosen[0].parent))
@@ -148,7 +140,7 @@ def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> T
                 spec.kind,
                 rng.choice(styles) if proper or common else "",
             )
-            drawn = _values(spec.kind, sizes[entity.singular], rng)
+            drawn = _values(spec, sizes[entity.singular], rng)
             if column.is_category:
                 words_of[column] = tuple(dict.fromkeys(drawn))
                 drawn = [column.stored(word) for word in drawn]
