@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mtsql.report.abilities import ABILITIES
-from mtsql.report.metrics import bootstrap_interval
+from mtsql.report.metrics import RESAMPLES, bootstrap_interval
 
-RESAMPLES = 2000  # as in bootstrap_interval
 DESCRIPTIONS = {
     "base": "untrained, both tools",
     "base_direct": "untrained, no tools",

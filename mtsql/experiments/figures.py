@@ -10,13 +10,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mtsql.experiments.arms import (
-    Arms,
-    ability_keys,
-    breakdown_keys,
-    mean_over_seeds,
-    read_logs,
-)
+from mtsql.experiments.arms import Arms, ability_keys, breakdown_keys, mean_over_seeds, read_logs
 from mtsql.report.metrics import HARDNESS, TURNS
 from mtsql.report.plots import save_figure
 
@@ -56,8 +50,8 @@ def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, na
         "breakdown": breakdown_figure(arms),
         "abilities": abilities_figure(arms),
         "errors": errors_figure(arms),
-        "training": log_figure(training, TRAINING_PANELS, levels=True),
-        "dev": log_figure(dev, dev_panels, levels=False),
+        "training": log_figure(training, TRAINING_PANELS),
+        "dev": log_figure(dev, dev_panels),
     }
     return {
         key: save_figure(figure, folder / f"{name}_{key}.png", DPI)
@@ -127,10 +121,10 @@ def errors_figure(arms: Arms) -> Figure | None:
     return figure
 
 
-def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: bool) -> Figure | None:
+def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str]) -> Figure | None:
     """Columns of training logs over steps: the mean over seeds, and each seed as a thin line.
 
-    With `levels`, dotted lines stand where a run's level of the curriculum changes.
+    Dotted lines stand where a run's level of the curriculum changes.
     """
     logged = {c for seeds in logs.values() for rows in seeds.values() for row in rows for c in row}
     shown = [column for column in columns if column in logged]
@@ -150,8 +144,7 @@ def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: boo
                 for rows in seeds.values()
             )
             _mean_and_seeds(axes, list(filter(None, curves)), run)
-            starts = {step for rows in seeds.values() for step in level_starts(rows)} if levels else set()
-            for step in sorted(starts):
+            for step in sorted({step for rows in seeds.values() for step in level_starts(rows)}):
                 axes.axvline(step, color=COLOURS[run], linestyle=":", linewidth=0.9)
         axes.set_title(columns[column])
         axes.set_xlabel("step")

@@ -71,14 +71,10 @@ def _join_path(database: ToyDatabase, tables: list[str]) -> list[str]:
     path, waiting = tables[:1], tables[1:]
     while waiting:
         linked = [t for t in waiting if any(_link(database, t, there) for there in path)]
-        if not linked:
-            # A grandparent: walk up one level from the tables that are there.
-            up = next(p for t in path if (p := database.parent(t)) and p.name not in path)
-            path.append(up.name)
-            waiting = [t for t in waiting if t != up.name]
-            continue
+        if not linked:  # a grandparent: walk up one level from the tables that are there
+            linked = [p.name for t in path if (p := database.parent(t)) and p.name not in path]
         path.append(linked[0])
-        waiting.remove(linked[0])
+        waiting = [t for t in waiting if t != linked[0]]
     return path
 
 
