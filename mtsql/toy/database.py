@@ -1,7 +1,7 @@
 """Databases of the toy benchmark: two to four linked tables with rows, written as SQLite files.
 
-What makes execution matter: a text column stores its values with a capital, in lower case, or as a
-one-letter code, and the first row, the only one that the schema text shows, usually holds a NULL there.
+An agent has to run its queries to get them right: a text column stores its values with a capital, in lower
+case, or as a one-letter code. The schema text shows only the first row, which usually holds a NULL there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from mtsql.toy.style import Style
 
 @dataclass(frozen=True)
 class Column:
-    """A column of one database. `style` is "" where values are stored as written (names, numbers)."""
+    """A column of one database.
+
+    `phrase` is what questions call it, `other_names` are names that it could have had. `kind` is that of
+    `mtsql.toy.words`. `style` is the form of the stored values: "title", "lower", "code", or "" where they
+    are stored as they are (names, numbers).
+    """
 
     table: str
     name: str
@@ -28,7 +33,7 @@ class Column:
 
     @property
     def is_amount(self) -> bool:
-        """Whether it holds amounts, of which one can take the average."""
+        """Whether it holds amounts, whose average makes sense."""
         return self.kind == "amount"
 
     @property
@@ -43,11 +48,11 @@ class Column:
 
     @property
     def is_category(self) -> bool:
-        """Whether its values repeat and can be asked for by equality."""
+        """Whether its values repeat, so that questions can ask for one of them."""
         return self.is_proper or self.kind in words.COMMON
 
     def stored(self, word: str, style: str | None = None) -> str:
-        """The form in which the database holds `word` (or would hold it under another style)."""
+        """The form in which the database stores `word`, by the column's style or the given one."""
         style = self.style if style is None else style
         if style == "lower":
             return word.lower()
@@ -58,7 +63,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: key column, own columns, foreign key (column, parent table) or None."""
+    """A table with its key column, its own columns, and its foreign key (column, parent table) or None.
+
+    `person` says whether questions call its entities "who".
+    """
 
     name: str
     singular: str
@@ -70,13 +78,17 @@ class Table:
 
     @property
     def label(self) -> Column:
-        """The column that names an entity (its values are unique)."""
+        """The column that names an entity; its values are unique."""
         return self.columns[0]
 
 
 @dataclass(frozen=True)
 class ToyDatabase:
-    """A schema and its rows; `rows[table]` are tuples in the order key, columns, foreign key."""
+    """A schema and its rows.
+
+    `rows[table]` are tuples in the order key, columns, foreign key. `words_of` has the values of each
+    category column as people write them.
+    """
 
     db_id: str
     tables: dict[str, Table]
@@ -84,7 +96,7 @@ class ToyDatabase:
     words_of: dict[Column, tuple[str, ...]]
 
     def parent(self, table: str) -> Table | None:
-        """The table that `table` points to."""
+        """The table that the foreign key of `table` points to, None without one."""
         link = self.tables[table].foreign_key
         return self.tables[link[1]] if link else None
 
@@ -101,7 +113,7 @@ def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
 
 
 def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> ToyDatabase:
-    """Draw a connected choice of the theme's entities, names, columns, styles and rows."""
+    """Draw a database: some linked entities of the theme, their columns, names, forms of values, and rows."""
     entities = words.themes()[theme]
     count = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
     chosen = [rng.choice([e for e in entities if e.parent])]
@@ -171,7 +183,7 @@ def _all_columns(database: ToyDatabase, table: Table) -> list[tuple[str, str, st
 
 
 def write_sqlite(database: ToyDatabase, path: Path) -> None:
-    """Write `path` as a new SQLite file with keys and rows."""
+    """Write tables, keys and rows to `path`, a new SQLite file."""
     connection = sqlite3.connect(path)
     for table in database.tables.values():
         lines = [

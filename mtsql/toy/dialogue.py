@@ -63,11 +63,11 @@ class Speaker:
         self.style = style
 
     def pick(self, *options: str) -> str:
-        """One of several wordings."""
+        """One of several wordings, at random."""
         return self.rng.choice(options)
 
     def draw(self, kinds: Weights) -> Ask:
-        """One of several kinds of question, by their weights."""
+        """One of several kinds of question, at random by their weights in the speaker's style."""
         return self.rng.choices(list(kinds), [weights[self.style.shifted] for weights in kinds.values()])[0]
 
     # Columns and conditions
@@ -79,7 +79,7 @@ class Speaker:
         return self.rng.choice(fitting)
 
     def numbers_in(self, table: Table, column: Column) -> list[int]:
-        """The values of a column, in order."""
+        """The values of a column of numbers, from small to large."""
         place = 1 + table.columns.index(column)
         return sorted(row[place] for row in self.database.rows[table.name])
 
@@ -98,13 +98,13 @@ class Speaker:
         return Condition(column, self.rng.choice((">", "<", ">")), value)
 
     def with_conditions(self, query: Query, table: Table, count: int) -> Query:
-        """The query with so many more conditions on columns of `table`."""
+        """The query with `count` more conditions on columns of `table`."""
         for _ in range(count):
             query = replace(query, where=(*query.where, self.condition(table, query.where)))
         return query
 
     def average_condition(self, table: Table) -> Condition:
-        """`column > (SELECT avg(column) FROM table)`, or below it."""
+        """`column > (SELECT avg(column) FROM table)`, or `<`, for a random column."""
         column = self.column(table, lambda c: c.is_amount)
         inner = Query(table.name, (("avg", column),))
         return Condition(column, self.rng.choice((">", "<")), inner)
@@ -123,7 +123,7 @@ class Speaker:
         return ("", column, direction), extremes[direction == "ASC"]
 
     def say(self, condition: Condition, main: Table) -> str:
-        """A condition as an English phrase behind the plural of `main`."""
+        """A condition as an English phrase that stands behind the plural of `main`."""
         column, value = condition.column, condition.value
         if column.table != main.name:
             other = self.database.tables[column.table]
@@ -158,7 +158,7 @@ class Speaker:
         return f"with {_a(column)} {side} {bound}"
 
     def say_all(self, query: Query, main: Table | None = None) -> str:
-        """All conditions of a query behind the plural of `main`, with a leading blank (or "")."""
+        """All conditions of a query as such a phrase with a leading blank; "" without conditions."""
         main = main or self.database.tables[query.table]
         return "".join((" " if i == 0 else " and ") + self.say(c, main) for i, c in enumerate(query.where))
 

@@ -1,6 +1,7 @@
 """Follow-up questions of the toy benchmark: what is named is only what changes.
 
-Each is asked by a speaker after `query`, whose main table is `table`; what does not fit raises CannotAsk.
+Each function is one kind: a question that a speaker asks after `query`, whose main table is `table`. Each
+raises CannotAsk where it does not fit.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class Query:
-    """One SELECT. `select` and `order` hold (aggregate or "", column or None for *)."""
+    """One SELECT. `select` and `order` hold (aggregate or "", column or None for *), `order` ASC or DESC too.
+
+    `having` is (operator, number) on count(*). `combined` is INTERSECT, EXCEPT or UNION with another query.
+    """
 
     table: str
     select: tuple[tuple[str, Column | None], ...]
@@ -41,7 +44,7 @@ class Query:
     joined: str | None = None  # a child table that is counted, though none of its columns is named
 
     def tables(self) -> list[str]:
-        """Every table whose column is named, the main table first."""
+        """Every table that the FROM clause needs for the columns named, the main table first."""
         columns = [c for _, c in self.select] + [c.column for c in self.where] + [self.group]
         columns += [self.order[1]] if self.order else []
         named = [self.table] + [c.table for c in columns if c] + ([self.joined] if self.joined else [])
@@ -129,7 +132,7 @@ def _replace_column(query: Query, old: Column, new: Column) -> Query:
 
 
 def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> list[tuple[str, str]]:
-    """(kind, SQL) of wrong versions of `query`, the likeliest first within each kind.
+    """(kind, SQL) of wrong versions of `query`, which followed `previous` (None for a first question).
 
     Kinds: lost_constraint, stale_value, value_form, look_alike, misnamed_column.
     """
