@@ -297,4 +297,4 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
     assert "at least 0" in refused(*named, teacher, "--teacher-kept", -1)
     assert not (tmp_path / "none").exists()
     teacher.write_text("nothing\n")
-    assert "can be kept; the counts above say why" in refused(*named, teacher)
+    assert "can be kept: the counts above say why" in refused(*named, teacher)
