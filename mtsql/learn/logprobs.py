@@ -61,13 +61,13 @@ class TokenBatch:
     """
 
     ids: Tensor  # (rows, positions) int64
-    position_ids: Tensor | None  # (rows, positions) int64; None counts from 0
-    layout: SharedPromptLayout | None  # None is ordinary causal attention in each row
     source: Tensor  # (tokens,) int64, into the flattened rows x positions
     targets: Tensor  # (tokens,) int64, the trained token ids
     trajectory_index: Tensor  # (tokens,) int64, in the order in which trajectories were given
     sampling_logprobs: Tensor  # (tokens,) float32, under the sampler
     advantages: Tensor  # (trajectories,) float32
+    position_ids: Tensor | None = None  # (rows, positions) int64; None counts from 0
+    layout: SharedPromptLayout | None = None  # None is ordinary causal attention in each row
 
 
 def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
@@ -79,7 +79,7 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     ids = torch.tensor([t.ids + [0] * (width - len(t.ids)) for t in trajectories])  # (rows, width)
     masks = torch.tensor([t.loss_mask + [0] * (width - len(t.ids)) for t in trajectories])  # (rows, width)
     source = masks.flatten().nonzero()[:, 0] - 1  # (tokens,): position t - 1 predicts token t
-    return _token_batch(trajectories, ids, None, None, source, device)
+    return _token_batch(trajectories, ids, source, device)
 
 
 def token_batch(
@@ -136,17 +136,13 @@ def shared_prompt_batch(
                 position_ids += range(len(prompt), len(prompt) + length)
     flat = [t for group in groups for t in group]
     source = torch.cat(sources) if sources else torch.zeros(0)  # (tokens,)
+    batch = _token_batch(flat, torch.tensor([ids]), source, device)
     layout = _layout(prompts, responses, device)
-    return _token_batch(flat, torch.tensor([ids]), torch.tensor([position_ids]), layout, source, device)
+    return replace(batch, position_ids=torch.tensor([position_ids], device=device), layout=layout)
 
 
 def _token_batch(
-    trajectories: Sequence[Trajectory],
-    ids: Tensor,
-    position_ids: Tensor | None,
-    layout: SharedPromptLayout | None,
-    source: Tensor,
-    device: torch.device | str,
+    trajectories: Sequence[Trajectory], ids: Tensor, source: Tensor, device: torch.device | str
 ) -> TokenBatch:
     if len(source) == 0:
         raise ValueError("a batch needs at least one token of loss mask 1")
@@ -159,8 +155,6 @@ def _token_batch(
     targets, trajectory_index, logprobs = zip(*trained, strict=True)
     return TokenBatch(
         ids=ids.to(device),
-        position_ids=None if position_ids is None else position_ids.to(device),
-        layout=layout,
         source=source.to(device),
         targets=torch.tensor(targets, device=device),
         trajectory_index=torch.tensor(trajectory_index, device=device),
