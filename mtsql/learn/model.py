@@ -154,9 +154,8 @@ def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
 def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:
     """Put the weights that `save_policy` wrote to `folder` into a model of the same kind.
 
-    Raises UserError if the folder is not there, or holds an adapter and the model has none, or the reverse.
+    Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
     """
-    _check_exists(folder)
     adapter = folder / "adapter_model.safetensors"
     if adapter.is_file() != isinstance(model, PeftModel):
         article = "a" if adapter.is_file() else "no"

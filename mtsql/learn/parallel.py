@@ -148,11 +148,9 @@ def whole_state(
     # Asked for the state of an optimizer that has none, torch would take a step to make one.
     stepped = optimizer is not None and optimizer.state
     state = get_optimizer_state_dict(policy, optimizer, options=options) if stepped else {}
-    once = {name for name, _ in policy.named_parameters()}
-    for name, _ in policy.named_parameters(remove_duplicate=False):
-        if name not in once:  # tied to another, under whose name it is saved
-            weights.pop(name, None)
-    return weights, state
+    once, every = (dict(policy.named_parameters(remove_duplicate=single)) for single in (True, False))
+    tied = every.keys() - once.keys()  # to weights under another name, which are saved
+    return {name: weight for name, weight in weights.items() if name not in tied}, state
 
 
 def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:

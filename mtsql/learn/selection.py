@@ -41,10 +41,10 @@ def select_trajectories(
     counts = [t.interactions for t in distinct]
     if simple:
         most = max(SHORT, min(counts))
-        candidates = [t for t, count in zip(distinct, counts, strict=True) if count <= most]
+        candidates = [t for t in distinct if t.interactions <= most]
         return rng.sample(candidates, min(KEPT_SHORT, len(candidates)))
     fewest = min(LONG, max(counts))
-    candidates = [t for t, count in zip(distinct, counts, strict=True) if count >= fewest]
+    candidates = [t for t in distinct if t.interactions >= fewest]
     if len(candidates) <= CLUSTERS:
         return candidates
     labels = cluster(embed(candidates), CLUSTERS, rng)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -255,10 +254,7 @@ def prefer_harder(
 
 def format_replays(replays: Sequence[Replay]) -> str:
     """A small table: how many lines were kept, and why the others were dropped."""
-    counts = Counter(replay.outcome for replay in replays)
-    lines = [f"{'lines of the teacher':<52}{len(replays):>8,}"]
-    lines += [f"  {outcome:<50}{counts[outcome]:>8,}" for outcome in Outcome if counts[outcome]]
-    other = sum(replay.other_observation for replay in replays)
-    if other:
-        lines.append(f"{'kept that saw another observation than the source':<52}{other:>8,}")
-    return "\n".join(lines)
+    counts = {f"  {outcome}": sum(r.outcome is outcome for r in replays) for outcome in Outcome}
+    counts["kept that saw another observation than the source"] = sum(r.other_observation for r in replays)
+    rows = [("lines of the teacher", len(replays)), *(row for row in counts.items() if row[1])]
+    return "\n".join(f"{name:<52}{count:>8,}" for name, count in rows)
