@@ -227,9 +227,7 @@ def find_checkpoint(out: Path, resume: bool) -> Path | None:
     """
     newest = newest_checkpoint(out)
     if newest is not None and not resume:
-        raise UserError(
-            f"{out} holds checkpoints of an earlier run; go on with --resume or take another --out"
-        )
+        raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
     if newest is None and resume:
         print(f"{out} holds no checkpoint; starting at the beginning")
     return newest
