@@ -72,13 +72,13 @@ def _fill(
 ) -> list[list[Sequence[Trajectory]]]:
     """Groups, given as (longest, prefix, trajectories), in micro-batches; `longest` leaves out the prefix."""
     batches: list[list[Sequence[Trajectory]]] = []
-    prefixes = rows = 0
+    prefixes = count = 0
     for longest, prefix, group in sorted(groups, key=lambda m: m[0]):
         prefixes += prefix
-        rows += len(group)
-        if not batches or prefixes + rows * longest > max_positions:
+        count += len(group)
+        if not batches or prefixes + count * longest > max_positions:
             batches.append([])
-            prefixes, rows = prefix, len(group)
+            prefixes, count = prefix, len(group)
         batches[-1].append(group)
     return batches
 

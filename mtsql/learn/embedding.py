@@ -65,7 +65,7 @@ def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folde
             # The tokenizer appends an end of text, whose hidden state is the embedding.
             inputs = tokenizer([texts[i] for i in part], padding=True, return_tensors="pt", **limit)
             hidden = model()(**inputs.to(policy.device), use_cache=False).last_hidden_state
-            last = hidden[:, -1].float()  # (rows, d)
+            last = hidden[:, -1].float()  # (micro-batch, d)
             vectors[part] = nn.functional.normalize(last, dim=-1).cpu().numpy()
         return vectors
 
@@ -81,11 +81,11 @@ def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequen
         batch = row_batch([trajectories[i] for i in part], policy.device)
         # Through the policy's own forward, which is the one that FSDP2 knows; without its logits.
         outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (rows x positions, d)
+        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (micro-batch x positions, d)
         written = hidden[batch.source + 1].float()  # (tokens, d); `source` is the position before
-        sums = written.new_zeros(len(part), written.shape[1])  # (rows, d)
+        sums = written.new_zeros(len(part), written.shape[1])  # (micro-batch, d)
         sums.index_add_(0, batch.trajectory_index, written)
-        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (rows,)
+        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (micro-batch,)
         vectors[part] = (sums / counts[:, None]).cpu().numpy()
     policy.train(was_training)
     return vectors
@@ -94,9 +94,9 @@ def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequen
 def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Indices of sequences of similar length, the same number at a time."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    rows = max(1, MICRO_BATCH_POSITIONS // max(lengths))
-    for start in range(0, len(order), rows):
-        yield order[start : start + rows]
+    size = max(1, MICRO_BATCH_POSITIONS // max(lengths))
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
 
 
 def _not_loadable(folder: str) -> UserError:

@@ -77,8 +77,8 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     """
     width = max(len(t.ids) for t in trajectories)
     ids = torch.tensor([t.ids + [0] * (width - len(t.ids)) for t in trajectories])  # (rows, width)
-    masks = torch.tensor([t.loss_mask + [0] * (width - len(t.ids)) for t in trajectories])  # (rows, width)
-    source = masks.flatten().nonzero()[:, 0] - 1  # (tokens,): position t - 1 predicts token t
+    loss_mask = torch.tensor([t.loss_mask + [0] * (width - len(t.ids)) for t in trajectories])  # as ids
+    source = loss_mask.flatten().nonzero()[:, 0] - 1  # (tokens,): position t - 1 predicts token t
     return _token_batch(trajectories, ids, source, device)
 
 

@@ -119,8 +119,8 @@ def _check_exists(name_or_path: str | Path) -> None:
     recover_folder(Path(name_or_path))
     if Path(name_or_path).is_dir():
         return
-    parts = str(name_or_path).split("/")
-    if len(parts) > 2 or not all(parts) or parts[0] in (".", "..", "~"):
+    names = str(name_or_path).split("/")
+    if len(names) > 2 or not all(names) or names[0] in (".", "..", "~"):
         raise UserError(f"{name_or_path} is not a folder; {WHAT_TO_GIVE}")
 
 

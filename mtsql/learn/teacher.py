@@ -256,5 +256,5 @@ def format_replays(replays: Sequence[Replay]) -> str:
     """A small table: how many lines were kept, and why the others were dropped."""
     counts = {f"  {outcome}": sum(r.outcome is outcome for r in replays) for outcome in Outcome}
     counts["kept that saw another observation than the source"] = sum(r.other_observation for r in replays)
-    rows = [("lines of the teacher", len(replays)), *(row for row in counts.items() if row[1])]
-    return "\n".join(f"{name:<52}{count:>8,}" for name, count in rows)
+    lines = [("lines of the teacher", len(replays)), *(line for line in counts.items() if line[1])]
+    return "\n".join(f"{name:<52}{count:>8,}" for name, count in lines)
