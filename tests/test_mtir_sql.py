@@ -246,14 +246,14 @@ DEEP = "[" * 100_000
         (f"<tool_call>{'1' * 5000}</tool_call>", Status.MALFORMED_CALL),
     ],
 )
-@pytest.mark.parametrize("wording", [PAPER, COMPACT, NATIVE])
+@pytest.mark.parametrize("options", [PAPER, COMPACT, NATIVE])
 def test_messages_without_an_action(text, problem, options):
     message = make_recipe(options).parse(text)
     assert (message.problem, message.tool, message.sql, message.answer) == (problem, None, None, None)
     assert not message.well_formed
 
 
-@pytest.mark.parametrize("wording", [COMPACT, NATIVE])
+@pytest.mark.parametrize("options", [COMPACT, NATIVE])
 @pytest.mark.parametrize("thought", ["", THINK, "opened by the template</think>"])
 @pytest.mark.parametrize("action", [call("SELECT 1"), answer("SELECT 1")])
 def test_thought_is_optional_in_compact_wording_and_with_native_thinking(options, thought, action):

@@ -21,7 +21,8 @@ from mtsql.learn.selection import select_trajectories
 from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.report.chat import chat_record
-from mtsql.run import load_split, make_environment, make_scorer
+from mtsql.run import load_split, make_environment
+from mtsql.sql.score import Scorer
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -60,7 +61,7 @@ def test_a_good_agent_is_paid_kept_exported_and_learned(dataset, random_model):
     config = EvaluateConfig(model="", out="", allow_missing=True, **options(dataset))
     split = load_split(config, "dev")
     environment = make_environment(config, split, tokens, "both")
-    scorer = make_scorer(environment)
+    scorer = Scorer(environment.schemas, environment.executor)
     asked = examples(split.dialogues)
     rng = random.Random(0)
     asked = [e for e in rng.sample(asked, 2 * QUESTIONS) if scorer.gold_problem(e.db_id, e.gold_sql) is None]

@@ -16,7 +16,8 @@ from mtsql.data.schema import load_schemas
 from mtsql.errors import UserError
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
-from mtsql.run import load_split, make_environment, make_scorer
+from mtsql.run import load_split, make_environment
+from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
@@ -245,7 +246,7 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     config = EvaluateConfig(model="", out="", data=str(lay_out(tiny, tmp_path, files, "dev_databases")))
     dataset = load_split(config, "dev")
     environment = make_environment(config, dataset, tiny.tokens, "both")
-    scorer = make_scorer(environment)
+    scorer = Scorer(environment.schemas, environment.executor)
     asked = examples(dataset.dialogues)
     played = [
         (e, demonstrate(environment.episodes(e, [0])[0], [], ATTENTIVE, random.Random(0))) for e in asked
