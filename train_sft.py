@@ -120,7 +120,7 @@ def main(config: SftConfig) -> None:
                 if not progress.kept:
                     raise UserError(
                         f"no trajectory of {config.teacher or config.model} can be kept: "
-                        "the counts above say why"
+                        "the counts above say why, and there is nothing to learn from"
                     )
                 save_checkpoint(config, run, optimizer, progress.step, progress.to_plain())
             rng.setstate(progress.rng_state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Environment, Limits
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Status
-from mtsql.config import GrpoConfig, SftConfig
+from mtsql.config import GrpoConfig, SftConfig, check
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.recipes.mtir_sql import MAX_CHARACTERS, RETHINK, SETTINGS, TOOL, make_recipe, make_reward
 from mtsql.recipes.prompt_options import PromptOptions
@@ -257,9 +257,9 @@ def test_messages_without_an_action(text, problem, options):
 @pytest.mark.parametrize("thought", ["", THINK, "opened by the template</think>"])
 @pytest.mark.parametrize("action", [call("SELECT 1"), answer("SELECT 1")])
 def test_thought_is_optional_in_compact_wording_and_with_native_thinking(options, thought, action):
-    read = make_recipe(options).read
-    assert read(thought + action).well_formed
-    assert not read(thought + "So: " + action).well_formed
+    parse = make_recipe(options).parse
+    assert parse(thought + action).well_formed
+    assert not parse(thought + "So: " + action).well_formed
 
 
 @pytest.mark.parametrize("sql", [GOLD, 'SELECT "a\\"\nFROM t -- ü {x}'])
@@ -333,6 +333,8 @@ def test_qwen3_template_writes_the_tools_of_c1(tiny):
 
 
 def test_settings_are_options_of_their_types():
-    types = get_type_hints(SftConfig) | get_type_hints(GrpoConfig)
-    assert all(type(value) is types[name] for name, value in SETTINGS.items())
-    assert SETTINGS["tools"] in TOOL_SETS
+    options = {item.name: item for config in (SftConfig, GrpoConfig) for item in fields(config)}
+    hints = get_type_hints(SftConfig, include_extras=True) | get_type_hints(GrpoConfig, include_extras=True)
+    for name, value in SETTINGS.items():
+        assert type(value) is type(options[name].default), name
+        check(name, value, hints[name])

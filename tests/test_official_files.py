@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import evaluate as evaluate_script
+from mtsql.commands import official
 from mtsql.commands.prediction_files import compare, read_pairs
 from mtsql.config import user_errors
 from mtsql.errors import UserError
@@ -62,7 +62,7 @@ def evaluate(folder, *options):
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["evaluate.py", *options])
         try:
-            user_errors(evaluate_script.main)
+            user_errors(official.main)
         except SystemExit as error:
             returncode = error.code
     return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue(), returncode=returncode)

@@ -110,4 +110,4 @@ def test_a_random_model_is_played_on_full_prompts(dataset, script, random_model,
     else:
         small = ["--questions", 104, "--samples-per-question", 1, "--rounds", 1]
         out = run(*command, *small, expect=2)
-        assert "0 of 104 rollouts right" in out and "nothing to learn from" in out
+        assert "0 of 104 rollouts right" in out and "there is nothing to learn from" in out

@@ -44,7 +44,7 @@ def test_commands_are_valid_and_in_order():
     )
     assert configs["skyrl_sql_single"].tools == configs["evaluate skyrl_sql_single_rl"].tools == "none"
     assert configs["sql_trail_single"].weights == "turns=0" and configs["sql_trail"].weights == ""
-    assert configs["sql_trail_single"].max_interactions == 1
+    assert configs["sql_trail_single"].max_interactions == 0
     assert configs["skyrl_sql"].tools == "no_memory"
     assert (configs["sql_trail"].rewards, configs["sql_trail_execution"].rewards) == ("", "execution")
     assert configs["evaluate skyrl_sql_rl_names"].schema == "names"

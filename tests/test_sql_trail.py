@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
-from conftest import GOLD, ROOT
+from conftest import GOLD
 from hostile import STATEMENTS
 from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
+from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, check
 from mtsql.recipes import skyrl_sql, sql_trail
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, schema_items, turns_reward
@@ -19,7 +21,7 @@ HARD = "SELECT name FROM singer WHERE age = (SELECT max(age) FROM singer)"
 STAFF = SqlSchema({"employees": ("id", "salary"), "offices": ("id", "city")})
 
 
-def trail(tiny, *messages, turns=10, weights="", preset="", gold=GOLD, **options):
+def trail(tiny, *messages, turns=10, weights="", preset="", gold=GOLD, **given):
     options = PromptOptions(turns=turns)
     episode = play(
         tiny,
@@ -28,7 +30,7 @@ def trail(tiny, *messages, turns=10, weights="", preset="", gold=GOLD, **options
         options=options,
         turns=turns,
         example=example_of(gold=gold),
-        **options,
+        **given,
     )
     return reward_of(tiny, episode, sql_trail, weights, preset, options)
 
@@ -226,14 +228,10 @@ def test_presets_and_weights(tiny):
 
 
 @pytest.mark.parametrize("module", [skyrl_sql, sql_trail])
-def test_settings_are_options_with_values_of_their_type(module, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    import evaluate
-    import train_grpo
-    import train_sft
-
-    configs = (train_grpo.GrpoConfig, train_sft.SftConfig, evaluate.EvaluateConfig)
-    hints = {name: kind for config in configs for name, kind in get_type_hints(config).items()}
-    assert {name: type(value) for name, value in module.SETTINGS.items()} == {
-        name: hints[name] for name in module.SETTINGS
-    }
+def test_settings_are_options_with_values_of_their_type(module):
+    configs = (GrpoConfig, SftConfig, EvaluateConfig)
+    options = {item.name: item for config in configs for item in fields(config)}
+    hints = {name: kind for c in configs for name, kind in get_type_hints(c, include_extras=True).items()}
+    for name, value in module.SETTINGS.items():
+        assert type(value) is type(options[name].default), name
+        check(name, value, hints[name])
