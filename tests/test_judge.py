@@ -9,9 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from conftest import GOLD, QUESTION
 
-from mtsql.config import DataOptions, user_errors
+from mtsql.config import DataOptions, read_options, user_errors
 from mtsql.errors import UserError
-from mtsql.experiments.judge import Judge, JudgeError, judge_predictions, main, parse_kinds, read_wrong
+from mtsql.experiments.judge import (
+    Judge,
+    JudgeConfig,
+    JudgeError,
+    judge_predictions,
+    main,
+    parse_kinds,
+    read_wrong,
+)
 from mtsql.run import load_split
 
 KEY = "sk-secret-of-the-test"
@@ -106,6 +114,13 @@ def evaluated(tiny, tmp_path):
     return path, load_split(config, "dev"), config
 
 
+def options(path, config, out):
+    """The command line but for the address."""
+    given = {"predictions": path, "data": config.data, "tables": config.tables, "out": out}
+    given |= {"databases": config.databases, "judge": "referee", "key-variable": "MY_KEY"}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -121,10 +136,8 @@ def test_the_command_judges_and_prints_shares_but_not_the_key(
     )
     monkeypatch.setenv("MY_KEY", KEY + "\n")
     out = tmp_path / "judged.jsonl"
-    main(
-        [str(path), "--data", config.data, "--tables", config.tables, "--databases", config.databases,
-         "--address", server.address, "--model", "referee", "--out", str(out), "--key-variable", "MY_KEY"]
-    )  # fmt: skip
+    words = [*options(path, config, out), "--address", server.address]
+    main(read_options(JudgeConfig, "", words))
     records = lines_of(out)
     assert [r["example_id"] for r in records] == ["00000/0", "00000/1", "00001/1"]
     assert [r["kinds"] for r in records] == [["constraint", "aggregation"], ["constraint"], ["execution"]]
@@ -257,11 +270,10 @@ def test_wrong_input_is_one_sentence(evaluated, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="is not a file"):
         read_wrong(path.with_name("nowhere.jsonl"), dataset)
     path.write_text(json.dumps(row) + "\n")
-    arguments = [str(path), "--data", config.data, "--tables", config.tables, "--databases", config.databases]
-    arguments += ["--model", "referee", "--out", str(out), "--key-variable", "MY_KEY", "--address"]
     monkeypatch.setenv("MY_KEY", "sk\nsecret")
     for address, message in (("http://localhost:1/v1", "MY_KEY"), ("file:///etc", "--address file:///etc")):
         with pytest.raises(SystemExit) as stopped:
-            user_errors(lambda address=address: main([*arguments, address]))
+            words = [*options(path, config, out), "--address", address]
+            user_errors(main, read_options(JudgeConfig, "", words))
         shown = capsys.readouterr().err
         assert stopped.value.code == 2 and message in shown and "secret" not in shown

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mtsql.report.abilities import ABILITIES
-from mtsql.report.metrics import bootstrap_interval
+from mtsql.report.metrics import RESAMPLES, bootstrap_interval
 
-RESAMPLES = 2000  # as in bootstrap_interval
 DESCRIPTIONS = {
     "base": "untrained, both tools",
     "base_direct": "untrained, no tools",
@@ -51,7 +50,7 @@ Measure: TypeAlias = Callable[[dict], float | None]  # of a record
 
 
 def read_arms(runs: Path, seeds: Sequence[int]) -> dict[str, dict[int, Evaluation]]:
-    """The finished evaluations below runs/seed<S>/evaluation, by arm and seed."""
+    """The finished evaluations in runs/seed<S>/evaluation/<arm>, by arm and seed."""
     arms: dict[str, dict[int, Evaluation]] = {}
     for seed in seeds:
         for path in sorted((runs / f"seed{seed}" / "evaluation").glob("*/summary.json")):
@@ -77,7 +76,7 @@ def read_coverage(runs: Path, seeds: Sequence[int]) -> dict[int, list[dict]]:
 
 
 def read_logs(runs: Path, seeds: Sequence[int], run: str, file: str) -> dict[int, list[dict[str, float]]]:
-    """The rows of runs/seed<S>/<run>/<file> by seed; an empty cell and a line cut off are left out."""
+    """The rows of the CSV file runs/seed<S>/<run>/<file> by seed, without empty cells and cut-off lines."""
     logs = {}
     for seed in seeds:
         path = runs / f"seed{seed}" / run / file
@@ -160,7 +159,7 @@ def answers(seeds: Seeds, measure: Measure) -> list[Answer]:
 
 
 def measure_of(key: str) -> Measure:
-    """A number of a record, None if it has none."""
+    """The measure that reads the number `key` of a record, None where there is none."""
     return lambda record: record.get(key)
 
 

@@ -10,13 +10,8 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mtsql.experiments.arms import (
-    Arms,
-    ability_keys,
-    breakdown_keys,
-    mean_over_seeds,
-    read_logs,
-)
+from mtsql.experiments.arms import Arms, ability_keys, breakdown_keys, mean_over_seeds, read_logs
+from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import HARDNESS, TURNS
 from mtsql.report.plots import save_figure
 
@@ -48,7 +43,7 @@ Rows = Mapping[int, Sequence[Mapping[str, float]]]  # of a training log, by seed
 
 
 def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, name: str) -> dict[str, Path]:
-    """Write folder/<name>_<figure>.png of every figure there are numbers for; returns figure -> path."""
+    """Write folder/<name>_<figure>.png for every figure that has numbers. Returns figure -> path."""
     training = {run: read_logs(runs, seeds, run, "metrics.csv") for run in TRAINING_RUNS}
     dev = {run: read_logs(runs, seeds, run, "dev.csv") for run in DEV_RUNS}
     dev_panels = {"ex": "EX, % (Fig. 11)", **{f"ex_{h}": f"EX, {h}, %" for h in HARDNESS}}
@@ -56,8 +51,8 @@ def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, na
         "breakdown": breakdown_figure(arms),
         "abilities": abilities_figure(arms),
         "errors": errors_figure(arms),
-        "training": log_figure(training, TRAINING_PANELS, levels=True),
-        "dev": log_figure(dev, dev_panels, levels=False),
+        "training": log_figure(training, TRAINING_PANELS),
+        "dev": log_figure(dev, dev_panels),
     }
     return {
         key: save_figure(figure, folder / f"{name}_{key}.png", DPI)
@@ -117,20 +112,19 @@ def errors_figure(arms: Arms) -> Figure | None:
     shown = [arm for arm in MAIN_STAGES if arm in arms]
     if not shown:
         return None
-    kinds = list(next(iter(arms[shown[0]].values())).summary["errors"])
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     axes = figure.subplots()
-    _bars(axes, {arm: [mean_over_seeds(arms[arm], "errors", k, scale=100) for k in kinds] for arm in shown})
-    axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
+    _bars(axes, {arm: [mean_over_seeds(arms[arm], "errors", k, scale=100) for k in ERRORS] for arm in shown})
+    axes.set_xticks(range(len(ERRORS)), [kind.replace("_", " ") for kind in ERRORS])
     axes.set_title("questions with an error of the kind, % (Fig. 7)")
     _legend(figure)
     return figure
 
 
-def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: bool) -> Figure | None:
+def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str]) -> Figure | None:
     """Columns of training logs over steps: the mean over seeds, and each seed as a thin line.
 
-    With `levels`, dotted lines stand where a run's level of the curriculum changes.
+    Dotted lines stand where a run's level of the curriculum changes.
     """
     logged = {c for seeds in logs.values() for rows in seeds.values() for row in rows for c in row}
     shown = [column for column in columns if column in logged]
@@ -150,8 +144,7 @@ def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: boo
                 for rows in seeds.values()
             )
             _mean_and_seeds(axes, list(filter(None, curves)), run)
-            starts = {step for rows in seeds.values() for step in level_starts(rows)} if levels else set()
-            for step in sorted(starts):
+            for step in sorted({step for rows in seeds.values() for step in level_starts(rows)}):
                 axes.axvline(step, color=COLOURS[run], linestyle=":", linewidth=0.9)
         axes.set_title(columns[column])
         axes.set_xlabel("step")
@@ -161,7 +154,7 @@ def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str], levels: boo
 
 
 def _mean_and_seeds(axes: Axes, curves: Sequence[Mapping[float, float]], run: str) -> None:
-    """The mean of a run's curves (step -> value) where all have the step, and each curve thin."""
+    """Draw each of a run's curves (step -> value) thin, and their mean at the steps that all of them have."""
     if not curves:
         return
     for curve in curves if len(curves) > 1 else []:
@@ -173,13 +166,13 @@ def _mean_and_seeds(axes: Axes, curves: Sequence[Mapping[float, float]], run: st
 
 
 def level_starts(rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """The steps, from 1, at which a log's `level` is another than the step before."""
+    """The steps, counted from 1, at which a log's `level` changes."""
     found = [row for row in rows if "level" in row]
     return [b["step"] + 1 for a, b in pairwise(found) if a["level"] != b["level"]]
 
 
 def _bars(axes: Axes, series: Mapping[str, Sequence[float | None]]) -> None:
-    """Groups of bars, one of each arm."""
+    """Draw groups of bars; each group has one bar for each arm."""
     width = 0.82 / len(series)
     for i, (arm, heights) in enumerate(series.items()):
         places = [g + (i - (len(series) - 1) / 2) * width for g in range(len(heights))]

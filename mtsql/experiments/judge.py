@@ -1,18 +1,17 @@
 """A language model sorts wrong predictions into the error kinds of MTSQL-R1 (section 4.4, Figure 7).
 
-    python -m mtsql.experiments.judge runs/eval/predictions.jsonl --data DATA \\
-        --address http://localhost:8000/v1 --model NAME --out runs/eval/judged.jsonl
+    python -m mtsql.experiments.judge --predictions runs/eval/predictions.jsonl --data DATA \\
+        --address http://localhost:8000/v1 --judge NAME --out runs/eval/judged.jsonl
 
 The judge is any server that speaks OpenAI's /chat/completions; the paper's was GPT-5. It sees the schema, the
-dialogue so far with its gold SQL, the question, the gold SQL and the prediction, and names the kinds. Every
-judgement is written at once: the same command again goes on where it stopped, and asks anew about what is
-"unjudged" because the server failed or answered in another form. The table printed at the end has the rules
-of `mtsql.report.errors` beside the judge. The key, where one is needed, comes from an environment variable.
+dialogue so far with its gold SQL, the question, the gold SQL and the prediction, and names the kinds. Each
+judgement is written as soon as it is made. The same command again continues, and repeats what is "unjudged"
+because the server failed or answered in another form. The table printed at the end compares the judge with
+the rules of `mtsql.report.errors`. The key, where one is needed, comes from an environment variable.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -24,10 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar, Literal
 
 from tqdm import tqdm
 
-from mtsql.config import DataOptions, user_errors
+from mtsql.config import Count, DataOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -278,38 +278,32 @@ def read_key(variable: str) -> str:
     return key
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("predictions", type=Path, help="predictions.jsonl of evaluate.py")
-    parser.add_argument("--data", required=True, help="the dialogues that were evaluated, as for evaluate.py")
-    parser.add_argument("--split", default="dev", help="train, dev or test [dev]")
-    parser.add_argument("--tables", default="", help="tables.json, if not beside the data")
-    parser.add_argument("--databases", default="", help="folder of databases, if not beside the data")
-    parser.add_argument("--allow-missing", action="store_true", help="skip dialogues without database")
-    parser.add_argument("--address", required=True, help="http(s)://host:port/v1")
-    parser.add_argument("--model", required=True, help="name of the judge at that address")
-    parser.add_argument("--out", type=Path, required=True, help="judged.jsonl to write, or to go on with")
-    parser.add_argument("--limit", type=int, default=0, help="first wrong predictions only; 0: all [0]")
-    parser.add_argument("--key-variable", default="OPENAI_API_KEY", help="holds the key [OPENAI_API_KEY]")
-    parser.add_argument(
-        "--own-temperature", action="store_true", help="leave out temperature 0, which some models refuse"
-    )
-    chosen = parser.parse_args(argv)
-    if not re.match(r"https?://[^/\s]+", chosen.address):
-        raise UserError(f"--address {chosen.address} should be like http://localhost:8000/v1")
-    if chosen.limit < 0:
-        raise UserError(f"--limit should be at least 0, not {chosen.limit}")
-    given = {name: getattr(chosen, name) for name in ("data", "tables", "databases", "allow_missing")}
-    dataset = load_split(DataOptions(out="", **given), chosen.split)
-    wrong = read_wrong(chosen.predictions, dataset)
-    temperature = None if chosen.own_temperature else 0.0
-    judge = Judge(chosen.address, chosen.model, read_key(chosen.key_variable), temperature)
-    judged = judge_predictions(judge, wrong, dataset, chosen.out, chosen.limit)
-    print(format_shares(judged, wrong))
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(DataOptions):
+    """Options of the judge; the data is that of the evaluation."""
+
+    SECTION: ClassVar = "common"
+
+    predictions: str = option(..., "predictions.jsonl of evaluate.py")
+    split: Literal["train", "dev", "test", "held_out"] = option("dev", "part of the data, as evaluated")
+    address: str = option(..., "http(s)://host:port/v1")
+    judge: str = option(..., "name of the judge at that address")
+    out: str = option(..., "judged.jsonl to write, or to continue")
+    limit: Count = option(0, "first wrong predictions only; 0 is all of them")
+    key_variable: str = option("OPENAI_API_KEY", "environment variable that holds the key")
+    own_temperature: bool = option(False, "leave out temperature 0, which some models refuse")
+
+
+def main(config: JudgeConfig) -> None:
+    """Judge, and print the table. Raises UserError for an unusable address, key, or file."""
+    if not re.match(r"https?://[^/\s]+", config.address):
+        raise UserError(f"--address {config.address} should be like http://localhost:8000/v1")
+    dataset = load_split(config, config.split)
+    wrong = read_wrong(Path(config.predictions), dataset)
+    temperature = None if config.own_temperature else 0.0
+    judge = Judge(config.address, config.judge, read_key(config.key_variable), temperature)
+    print(format_shares(judge_predictions(judge, wrong, dataset, Path(config.out), config.limit), wrong))
 
 
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, read_options(JudgeConfig, __doc__))

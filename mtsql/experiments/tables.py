@@ -19,6 +19,7 @@ from mtsql.experiments.arms import (
 )
 from mtsql.experiments.figures import MAIN_STAGES
 from mtsql.experiments.findings import findings
+from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import HARDNESS, TURNS, turn_name
 
 Cell = Callable[[str], str]  # of an arm
@@ -181,9 +182,7 @@ def _correlations(arms: Arms) -> str:
 
 def errors_table(arms: Arms) -> str:
     """The share of questions with an error of each kind."""
-    summaries = [e.summary for arm in STAGES for e in arms.get(arm, {}).values()]
-    kinds = list(dict.fromkeys(kind for summary in summaries for kind in summary["errors"]))
-    columns = {kind.replace("_", " "): _mean(arms, "errors", kind, scale=100) for kind in kinds}
+    columns = {kind.replace("_", " "): _mean(arms, "errors", kind, scale=100) for kind in ERRORS}
     note = "In % of all questions, means over seeds. A wrong answer can show several kinds."
     return _table_by_arm(_finished(arms, STAGES), columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 

@@ -14,13 +14,13 @@ import argparse
 import json
 import random
 import re
-import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.files import folder_atomically
 from mtsql.toy import words
 from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
 from mtsql.toy.dialogue import Asked, CannotAsk, Speaker
@@ -41,10 +41,8 @@ def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
 
 
 def _useful(rows: list[tuple] | None) -> bool:
-    """Whether a gold result says something: rows, no lone NULL or zero, not the whole world."""
-    if not rows or len(rows) > 40:
-        return False
-    return not all(value is None for value in rows[0]) and rows != [(0,)]
+    """Whether a gold result says something: at most 40 rows, the first not all NULL, no lone zero."""
+    return bool(rows) and len(rows) <= 40 and any(value is not None for value in rows[0]) and rows != [(0,)]
 
 
 def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) -> bool:
@@ -59,7 +57,10 @@ def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) ->
 def make_dialogue(
     database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, style: Style
 ) -> list[tuple[Asked, list[tuple[str, str]]]]:
-    """Turns of one dialogue, each with the mistakes that change its answer."""
+    """The turns of one dialogue, each with its mistakes (kind, SQL) that change the answer.
+
+    `connection` is to the database's file. After 60 tries the dialogue is left as short as it is.
+    """
     speaker = Speaker(database, rng, style)
     length = rng.choice(style.turns)
     turns: list[tuple[Asked, list[tuple[str, str]]]] = []
@@ -114,38 +115,36 @@ def _write_split(
     return entries, dialogues, wrong
 
 
+def _first_question(dialogue: dict) -> dict:
+    """A dialogue's first question in Spider's format."""
+    first = dialogue["interaction"][0]
+    return {"db_id": dialogue["database_id"], "question": first["utterance"], "query": first["query"]}
+
+
 def write_benchmark(folder: Path, seed: int, shifted: bool = False, single: bool = False) -> None:
     """Write the whole benchmark into `folder`, which appears only when it is complete.
 
     `shifted` chooses the style and the sizes for evaluation out of domain. `single` keeps of each dialogue
     the first question, the only one that surely stands alone.
 
-    Raises UserError if `folder` exists.
+    The same `seed` gives the same bytes. Raises UserError if `folder` exists.
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     entries = []
     style, splits = (SHIFTED, SHIFTED_SPLITS) if shifted else (DEFAULT, SPLITS)
-    for split, (databases, dialogues_each) in splits.items():
-        rng = random.Random(f"{seed}/{split}{style.suffix}")
-        found, dialogues, wrong = _write_split(partial, split, databases, dialogues_each, rng, style)
-        entries += found
-        name = "train_spider.json" if single and split == "train" else f"{split}.json"
-        if single:
-            dialogues = [
-                {"db_id": d["database_id"], "question": first["utterance"], "query": first["query"]}
-                for d in dialogues
-                for first in d["interaction"][:1]
-            ]
-            wrong = [by_turn[:1] for by_turn in wrong]
-        (partial / name).write_text(json.dumps(dialogues, indent=1))
-        if split == "train":
-            (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
-    (partial / "tables.json").write_text(json.dumps(entries, indent=1))
-    partial.rename(folder)
+    with folder_atomically(folder) as partial:
+        for split, (databases, dialogues_each) in splits.items():
+            rng = random.Random(f"{seed}/{split}{style.suffix}")
+            found, dialogues, wrong = _write_split(partial, split, databases, dialogues_each, rng, style)
+            entries += found
+            if single:
+                dialogues, wrong = list(map(_first_question, dialogues)), [turns[:1] for turns in wrong]
+            name = "train_spider.json" if single and split == "train" else f"{split}.json"
+            (partial / name).write_text(json.dumps(dialogues, indent=1))
+            if split == "train":
+                (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
+        (partial / "tables.json").write_text(json.dumps(entries, indent=1))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Databases of the toy benchmark: two to four linked tables with rows, written as SQLite files.
 
-What makes execution matter: a text column stores its values with a capital, in lower case, or as a
-one-letter code, and the first row, the only one that the schema text shows, usually holds a NULL there.
+An agent has to run its queries to get them right: a text column stores its values with a capital, in lower
+case, or as a one-letter code. The schema text shows only the first row, which usually holds a NULL there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from mtsql.toy.style import Style
 
 @dataclass(frozen=True)
 class Column:
-    """A column of one database. `style` is "" where values are stored as written (names, numbers)."""
+    """A column of one database.
+
+    `phrase` is what questions call it, `other_names` are names that it could have had. `kind` is that of
+    `mtsql.toy.words`. `style` is the form of the stored values: "title", "lower", "code", or "" where they
+    are stored as they are (names, numbers).
+    """
 
     table: str
     name: str
@@ -28,8 +33,8 @@ class Column:
 
     @property
     def is_amount(self) -> bool:
-        """Whether it holds amounts, of which one can take the average."""
-        return self.kind.startswith("int")
+        """Whether it holds amounts, whose average makes sense."""
+        return self.kind == "amount"
 
     @property
     def is_number(self) -> bool:
@@ -43,11 +48,11 @@ class Column:
 
     @property
     def is_category(self) -> bool:
-        """Whether its values repeat and can be asked for by equality."""
+        """Whether its values repeat, so that questions can ask for one of them."""
         return self.is_proper or self.kind in words.COMMON
 
     def stored(self, word: str, style: str | None = None) -> str:
-        """The form in which the database holds `word` (or would hold it under another style)."""
+        """The form in which the database stores `word`, by the column's style or the given one."""
         style = self.style if style is None else style
         if style == "lower":
             return word.lower()
@@ -58,7 +63,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: key column, own columns, foreign key (column, parent table) or None."""
+    """A table with its key column, its own columns, and its foreign key (column, parent table) or None.
+
+    `person` says whether questions call its entities "who".
+    """
 
     name: str
     singular: str
@@ -70,13 +78,17 @@ class Table:
 
     @property
     def label(self) -> Column:
-        """The column that names an entity (its values are unique)."""
+        """The column that names an entity; its values are unique."""
         return self.columns[0]
 
 
 @dataclass(frozen=True)
 class ToyDatabase:
-    """A schema and its rows; `rows[table]` are tuples in the order key, columns, foreign key."""
+    """A schema and its rows.
+
+    `rows[table]` are tuples in the order key, columns, foreign key. `words_of` has the values of each
+    category column as people write them.
+    """
 
     db_id: str
     tables: dict[str, Table]
@@ -84,33 +96,25 @@ class ToyDatabase:
     words_of: dict[Column, tuple[str, ...]]
 
     def parent(self, table: str) -> Table | None:
-        """The table that `table` points to."""
+        """The table that the foreign key of `table` points to, None without one."""
         link = self.tables[table].foreign_key
         return self.tables[link[1]] if link else None
 
 
-def _values(kind: str, count: int, rng: random.Random) -> list:
-    """`count` values of a kind, in the words people use; labels are unique."""
-    if kind == "year":
-        return [rng.randint(1980, 2019) for _ in range(count)]
-    if kind.startswith("int"):
-        low, high = map(int, kind.split()[1:])
-        return [rng.randint(low, high) for _ in range(count)]
-    if kind == "person":
-        return rng.sample(words.PERSONS, count)
-    if kind == "org":
-        return rng.sample(words.ORG_FIRST, count)
-    if kind == "title":
-        pairs = [f"{a} {b}" for a in words.TITLE_FIRST for b in words.TITLE_SECOND]
-        return rng.sample(pairs, count)
-    pool = words.PROPER.get(kind) or words.COMMON[kind]
+def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
+    """`count` values of a column, in the words people use; labels are unique."""
+    if column.bounds:
+        return [rng.randint(*column.bounds) for _ in range(count)]
+    if column.kind in words.LABELS:
+        return rng.sample(words.LABELS[column.kind], count)
+    pool = words.PROPER.get(column.kind) or words.COMMON[column.kind]
     pool = rng.sample(pool, min(len(pool), rng.randint(3, 5)))
     return [rng.choice(pool) for _ in range(count)]
 
 
 def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> ToyDatabase:
-    """Draw a connected choice of the theme's entities, names, columns, styles and rows."""
-    entities = list(words.themes()[theme])
+    """Draw a database: some linked entities of the theme, their columns, names, forms of values, and rows."""
+    entities = words.themes()[theme]
     count = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
     chosen = [rng.choice([e for e in entities if e.parent])]
     chosen.insert(0, next(e for e in entities if e.singular == chosen[0].parent))
@@ -148,7 +152,7 @@ def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> T
                 spec.kind,
                 rng.choice(styles) if proper or common else "",
             )
-            drawn = _values(spec.kind, sizes[entity.singular], rng)
+            drawn = _values(spec, sizes[entity.singular], rng)
             if column.is_category:
                 words_of[column] = tuple(dict.fromkeys(drawn))
                 drawn = [column.stored(word) for word in drawn]
@@ -179,7 +183,7 @@ def _all_columns(database: ToyDatabase, table: Table) -> list[tuple[str, str, st
 
 
 def write_sqlite(database: ToyDatabase, path: Path) -> None:
-    """Write `path` as a new SQLite file with keys and rows."""
+    """Write tables, keys and rows to `path`, a new SQLite file."""
     connection = sqlite3.connect(path)
     for table in database.tables.values():
         lines = [

@@ -54,11 +54,6 @@ def _a(column: Column) -> str:
     return ("an " if column.phrase[0] in "aei" else "a ") + column.phrase
 
 
-def extremes(column: Column) -> tuple[str, str]:
-    """The words for its largest and its smallest value."""
-    return ("latest", "earliest") if column.kind == "year" else ("highest", "lowest")
-
-
 class Speaker:
     """Makes the questions of one dialogue over one database; what does not fit it raises CannotAsk."""
 
@@ -68,11 +63,11 @@ class Speaker:
         self.style = style
 
     def pick(self, *options: str) -> str:
-        """One of several wordings."""
+        """One of several wordings, at random."""
         return self.rng.choice(options)
 
     def draw(self, kinds: Weights) -> Ask:
-        """One of several kinds of question, by their weights."""
+        """One of several kinds of question, at random by their weights in the speaker's style."""
         return self.rng.choices(list(kinds), [weights[self.style.shifted] for weights in kinds.values()])[0]
 
     # Columns and conditions
@@ -84,7 +79,7 @@ class Speaker:
         return self.rng.choice(fitting)
 
     def numbers_in(self, table: Table, column: Column) -> list[int]:
-        """The values of a column, in order."""
+        """The values of a column of numbers, from small to large."""
         place = 1 + table.columns.index(column)
         return sorted(row[place] for row in self.database.rows[table.name])
 
@@ -103,13 +98,13 @@ class Speaker:
         return Condition(column, self.rng.choice((">", "<", ">")), value)
 
     def with_conditions(self, query: Query, table: Table, count: int) -> Query:
-        """The query with so many more conditions on columns of `table`."""
+        """The query with `count` more conditions on columns of `table`."""
         for _ in range(count):
             query = replace(query, where=(*query.where, self.condition(table, query.where)))
         return query
 
     def average_condition(self, table: Table) -> Condition:
-        """`column > (SELECT avg(column) FROM table)`, or below it."""
+        """`column > (SELECT avg(column) FROM table)`, or `<`, for a random column."""
         column = self.column(table, lambda c: c.is_amount)
         inner = Query(table.name, (("avg", column),))
         return Condition(column, self.rng.choice((">", "<")), inner)
@@ -120,54 +115,50 @@ class Speaker:
         aggregate = self.rng.choice(list(AGGREGATES))
         return (aggregate, column), f"{AGGREGATES[aggregate]} {column.phrase}"
 
-    def order(self, table: Table) -> tuple[tuple[str, Column, str], str]:
-        """An order by a number, and the word for what comes first."""
+    def order(self, table: Table, *directions: str) -> tuple[tuple[str, Column, str], str]:
+        """An order by a number in one of the directions, and the word for what comes first."""
         column = self.column(table, lambda c: c.is_number)
-        direction = self.rng.choice(("DESC", "ASC"))
-        return ("", column, direction), extremes(column)[direction == "ASC"]
+        direction = self.pick(*directions)
+        extremes = ("latest", "earliest") if column.kind == "year" else ("highest", "lowest")
+        return ("", column, direction), extremes[direction == "ASC"]
 
     def say(self, condition: Condition, main: Table) -> str:
-        """A condition as an English phrase behind the plural of `main`."""
+        """A condition as an English phrase that stands behind the plural of `main`."""
         column, value = condition.column, condition.value
         if column.table != main.name:
             other = self.database.tables[column.table]
             inner = self.say(condition, other)
             link = self.pick("of", "that belong to", "of the")
             return f"{link} {other.plural} {inner}"
-        if isinstance(value, Query):
-            if column.kind != "year" and column.phrase in words.ADJECTIVES:
-                more, less, *_ = words.ADJECTIVES[column.phrase]
-                return f"{more if condition.op == '>' else less} the average"
-            side = self.pick("above", "over") if condition.op == ">" else "below"
-            return f"with {_a(column)} {side} the average"
         if isinstance(value, str):
-            word = value if column.is_proper else value.lower()
-            if condition.op == "!=":
-                if column.kind == "city":
-                    return f"not in {word}" if not main.person else f"not from {word}"
-                if column.kind == "country":
-                    return f"not from {word}"
-                return f"whose {column.phrase} is not {word}"
+            negation = "not " if condition.op == "!=" else ""
             if column.kind in ("city", "country"):
-                return f"from {word}" if main.person or column.kind == "country" else f"in {word}"
+                return f"{negation}{'from' if main.person or column.kind == 'country' else 'in'} {value}"
+            if negation:
+                return f"whose {column.phrase} is not {value}"
             return self.pick(
-                f"whose {column.phrase} is {word}",
-                f"with the {column.phrase} {word}",
-                f"with {word} as {column.phrase}",
+                f"whose {column.phrase} is {value}",
+                f"with the {column.phrase} {value}",
+                f"with {value} as {column.phrase}",
             )
         more = condition.op == ">"
         if column.kind == "year":
             when = "after" if more else "before"
             return f"from {when} {value}" if column.phrase == "year" else f"with {_a(column)} {when} {value}"
-        if column.phrase in words.ADJECTIVES and self.rng.random() < 0.7:
-            return f"{words.ADJECTIVES[column.phrase][0 if more else 1]} {value}"
-        side = (
-            self.pick("above", "over", "greater than") if more else self.pick("below", "under", "less than")
-        )
-        return f"with {_a(column)} {side} {value}"
+        average = isinstance(value, Query)
+        bound = "the average" if average else value
+        if column.phrase in words.ADJECTIVES and (average or self.rng.random() < 0.7):
+            return f"{words.ADJECTIVES[column.phrase][not more]} {bound}"
+        if average:
+            side = self.pick("above", "over") if more else "below"
+        elif more:
+            side = self.pick("above", "over", "greater than")
+        else:
+            side = self.pick("below", "under", "less than")
+        return f"with {_a(column)} {side} {bound}"
 
     def say_all(self, query: Query, main: Table | None = None) -> str:
-        """All conditions of a query behind the plural of `main`, with a leading blank (or "")."""
+        """All conditions of a query as such a phrase with a leading blank; "" without conditions."""
         main = main or self.database.tables[query.table]
         return "".join((" " if i == 0 else " and ") + self.say(c, main) for i, c in enumerate(query.where))
 
@@ -259,9 +250,8 @@ class Speaker:
 
     def ask_superlative(self, table: Table) -> Asked:
         """The entity with the most or the least of something."""
-        column = self.column(table, lambda c: c.is_number)
-        direction = self.rng.choice(("DESC", "DESC", "ASC"))
-        query = Query(table.name, (("", table.label),), order=("", column, direction), limit=1)
+        order, extreme = self.order(table, "DESC", "DESC", "ASC")
+        _, column, direction = order
         if column.phrase in words.ADJECTIVES:
             most = words.ADJECTIVES[column.phrase][2 if direction == "DESC" else 3]
             question = self.pick(
@@ -269,12 +259,11 @@ class Speaker:
                 f"Which is the {most} {table.singular}?",
             )
         else:
-            extreme = extremes(column)[direction == "ASC"]
             question = self.pick(
                 f"Which {table.singular} has the {extreme} {column.phrase}?",
                 f"Find the {table.singular} with the {extreme} {column.phrase}.",
             )
-        return Asked(question, query)
+        return Asked(question, Query(table.name, (("", table.label),), order=order, limit=1))
 
     def ask_parent_condition(self, table: Table) -> Asked:
         """Entities whose parent meets a condition: a join."""

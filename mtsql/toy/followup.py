@@ -1,6 +1,7 @@
 """Follow-up questions of the toy benchmark: what is named is only what changes.
 
-Each is asked by a speaker after `query`, whose main table is `table`; what does not fit raises CannotAsk.
+Each function is one kind: a question that a speaker asks after `query`, whose main table is `table`. Each
+raises CannotAsk where it does not fit.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def change_value(speaker: Speaker, query: Query, table: Table) -> Asked:
     old = speaker.rng.choice(fitting)
     others = [w for w in speaker.database.words_of[old.column] if w != old.value]
     require(others)
-    new = replace(old, value=speaker.rng.choice(others))
-    word = new.value if new.column.is_proper else new.value.lower()
+    word = speaker.rng.choice(others)
+    new = replace(old, value=word)
     question = speaker.pick(
         f"What about {word}?",
         f"And for {word}?",
@@ -121,7 +122,7 @@ def aggregate_those(speaker: Speaker, query: Query, table: Table) -> Asked:
 def sort_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The same list in an order."""
     require(_plain_list(query))
-    order, first = speaker.order(table)
+    order, first = speaker.order(table, "DESC", "ASC")
     question = speaker.pick(
         f"Sort them by {order[1].phrase}, {first} first.",
         f"Order these by {order[1].phrase} from the {first} on.",
@@ -132,7 +133,7 @@ def sort_those(speaker: Speaker, query: Query, table: Table) -> Asked:
 def extreme_of_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     """The one with the most of something among the last answer."""
     require(_plain(query))
-    order, first = speaker.order(table)
+    order, first = speaker.order(table, "DESC", "ASC")
     question = speaker.pick(
         f"Which of them has the {first} {order[1].phrase}?",
         f"Name the one with the {first} {order[1].phrase}.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mtsql.toy import words
 from mtsql.toy.database import Column, ToyDatabase
 
 
@@ -27,7 +28,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class Query:
-    """One SELECT. `select` and `order` hold (aggregate or "", column or None for *)."""
+    """One SELECT. `select` and `order` hold (aggregate or "", column or None for *), `order` ASC or DESC too.
+
+    `having` is (operator, number) on count(*). `combined` is INTERSECT, EXCEPT or UNION with another query.
+    """
 
     table: str
     select: tuple[tuple[str, Column | None], ...]
@@ -40,7 +44,7 @@ class Query:
     joined: str | None = None  # a child table that is counted, though none of its columns is named
 
     def tables(self) -> list[str]:
-        """Every table whose column is named, the main table first."""
+        """Every table that the FROM clause needs for the columns named, the main table first."""
         columns = [c for _, c in self.select] + [c.column for c in self.where] + [self.group]
         columns += [self.order[1]] if self.order else []
         named = [self.table] + [c.table for c in columns if c] + ([self.joined] if self.joined else [])
@@ -70,14 +74,10 @@ def _join_path(database: ToyDatabase, tables: list[str]) -> list[str]:
     path, waiting = tables[:1], tables[1:]
     while waiting:
         linked = [t for t in waiting if any(_link(database, t, there) for there in path)]
-        if not linked:
-            # A grandparent: walk up one level from the tables that are there.
-            up = next(p for t in path if (p := database.parent(t)) and p.name not in path)
-            path.append(up.name)
-            waiting = [t for t in waiting if t != up.name]
-            continue
+        if not linked:  # a grandparent: walk up one level from the tables that are there
+            linked = [p.name for t in path if (p := database.parent(t)) and p.name not in path]
         path.append(linked[0])
-        waiting.remove(linked[0])
+        waiting = [t for t in waiting if t != linked[0]]
     return path
 
 
@@ -132,7 +132,7 @@ def _replace_column(query: Query, old: Column, new: Column) -> Query:
 
 
 def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> list[tuple[str, str]]:
-    """(kind, SQL) of wrong versions of `query`, the likeliest first within each kind.
+    """(kind, SQL) of wrong versions of `query`, which followed `previous` (None for a first question).
 
     Kinds: lost_constraint, stale_value, value_form, look_alike, misnamed_column.
     """
@@ -157,7 +157,7 @@ def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> lis
     for column in columns:
         for table in database.tables.values():
             twin = next((c for c in table.columns if c.name == column.name), None)
-            repeats = twin and column.kind not in ("person", "title", "org")
+            repeats = twin and column.kind not in words.LABELS
             if repeats and _link(database, column.table, twin.table):
                 found.append(("look_alike", _replace_column(query, column, twin)))
         own = {c.name for c in database.tables[column.table].columns}

@@ -55,10 +55,9 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
         others = [q for q in likely if q != sql]
         return gold if not others or rng.random() < habits.right_repair else rng.choice(others)
 
-    def say(text: str) -> bool:
-        """Send one message; whether the episode goes on."""
+    def say(text: str) -> None:
         ids = episode.tokens.message_ids(text)
-        return episode.step(ids, [0.0] * len(ids), stop=Stop.END_OF_TURN) is not None
+        episode.step(ids, [0.0] * len(ids), stop=Stop.END_OF_TURN)
 
     has_memory = recipe.verifies and MEMORY_RETRIEVE in tools and bool(episode.example.history)
     verdicts = ""
@@ -74,8 +73,8 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
             suspicious = _suspicious(episode)
             alarm = rng.random() < (habits.notices_execution if suspicious else habits.false_alarm)
             verdicts = verdict(EXEC_SQL, not alarm) + "\n" if recipe.verifies else ""
-            if alarm:
-                sql = repair() if suspicious else sql
+            if alarm and suspicious:
+                sql = repair()
             executed = not alarm
         else:
             say(verdicts + tool_call(MEMORY_RETRIEVE, sql))
@@ -136,14 +135,13 @@ def demonstrations(
     without any or, where there are two, with a single one, so that the model knows every set of Table 4.
     A repair lesson goes with it.
     """
-    shown = ["none"]
-    if phase == "agent":
-        single = (
-            ("no_execution", "no_memory", None, None) if environments["both"].recipe.verifies else (None,)
-        )
-        others = (rng.choice(("none", None)), rng.choice(single))
-        shown = ["both", *filter(None, others)]
-    lessons = repair_lesson(environments, example, wrong, rng) if phase == "agent" else []
-    return [
-        demonstrate(environments[tools].episodes(example, [0])[0], wrong, habits, rng) for tools in shown
-    ] + lessons
+
+    def show(tools: str) -> Trajectory:
+        return demonstrate(environments[tools].episodes(example, [0])[0], wrong, habits, rng)
+
+    if phase == "answers":
+        return [show("none")]
+    single = ("no_execution", "no_memory", None, None) if environments["both"].recipe.verifies else (None,)
+    others = filter(None, (rng.choice(("none", None)), rng.choice(single)))
+    lessons = repair_lesson(environments, example, wrong, rng)
+    return [show("both"), *map(show, others), *lessons]
