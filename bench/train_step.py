@@ -35,8 +35,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.files import write_atomically
-from mtsql.learn.advantages import group_advantages
-from mtsql.learn.batches import group_micro_batches, row_micro_batches
+from mtsql.learn.advantages import group_advantages, informative_groups
+from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import TokenBatch, row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, sft_loss
 
@@ -110,26 +110,29 @@ class Step:
         self.groups = make_groups(self.work, task)
         self.flat = [t for group in self.groups for t in group]
         rewards = torch.rand(len(self.groups), SAMPLES)  # (questions, G)
-        advantages = group_advantages(rewards)[0].flatten()  # (questions x G,)
+        advantages = group_advantages(rewards, informative_groups(rewards)).flatten()  # (questions x G,)
         self.advantage_of = dict(zip(map(id, self.flat), advantages, strict=False))
         self.tokens = sum(t.sampled_length for t in self.flat)
 
     def parts(self, layout: str) -> list:
-        """The step's micro-batches: lists of trajectories, or of groups."""
+        """The step's micro-batches: lists of groups, for "plain" lists of trajectories."""
         if layout == "plain":
             rows = self.work.plain_rows
             return [self.flat[i : i + rows] for i in range(0, len(self.flat), rows)]
-        positions = self.work.positions[self.task]
+        layout = "shared" if layout == "shared_prompt" else layout
+        return micro_batches(self.groups, layout, self.work.positions[self.task])
+
+    def batch(self, layout: str, part: list) -> TokenBatch:
+        """A micro-batch of ours as tensors."""
         if layout == "rows":
-            return row_micro_batches(self.flat, positions)
-        groups = self.groups if layout == "shared_prompt" else [[t] for t in self.flat]
-        return group_micro_batches(groups, positions)
+            return row_batch([t for group in part for t in group])
+        return shared_prompt_batch(part)
 
     def positions(self, layout: str) -> int:
         """Positions that the model runs on, padding included."""
-        if layout in ("plain", "rows"):
+        if layout == "plain":
             return sum(len(part) * max(len(t.ids) for t in part) for part in self.parts(layout))
-        return sum(shared_prompt_batch(part).ids.numel() for part in self.parts(layout))
+        return sum(self.batch(layout, part).ids.numel() for part in self.parts(layout))
 
     def run(self, layout: str) -> None:
         """Leave the gradient in the model."""
@@ -139,7 +142,7 @@ class Step:
 
     def our_loss(self, layout: str, part: list) -> Tensor:
         """As train_sft.py and train_grpo.py."""
-        batch = row_batch(part) if layout == "rows" else shared_prompt_batch(part)
+        batch = self.batch(layout, part)
         logprobs, _ = token_logprobs(self.model, batch)  # (tokens,)
         if self.task == "sft":
             return sft_loss(logprobs, self.tokens)
@@ -212,7 +215,7 @@ def loss_peak(layout: str, tokens: int, chunk: int | None = None) -> tuple[float
         output = SimpleNamespace(last_hidden_state=hidden)
         model = SimpleNamespace(config=None, base_model=lambda **_: output)
         model.get_output_embeddings = lambda: head
-        batch = TokenBatch(everything[None], None, None, everything, targets, everything, everything)
+        batch = TokenBatch(everything[None], everything, targets, everything, everything, everything)
         return sft_loss(token_logprobs(model, batch, **({"chunk": chunk} if chunk else {}))[0], tokens)
 
     return peak_of(lambda: loss().backward())

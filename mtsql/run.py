@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,13 @@ from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
 
 KEPT_CHECKPOINTS = 2
-CHUNK = 16  # Questions are sampled as many at a time as make so many times --rows trajectories.
+CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 
 
 def find_split(data: str, split: str) -> Path:
     """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
 
-    Raises UserError if there is none.
+    Raises UserError if the folder has no such file.
     """
     root = Path(data)
     if root.is_file():
@@ -71,11 +71,11 @@ def find_split(data: str, split: str) -> Path:
 
 
 def load_split(config: DataOptions, split: str) -> Dataset:
-    """The dialogues of a split with their schemas; tables and databases beside the data by default.
+    """The dialogues of a split with their schemas; tables and databases are by default beside the data.
 
     A folder with Spider's train_spider.json gives its train_others.json too. With --held-out N the last N
-    dialogues of `train` are the split `held_out`, and not in `train`. Raises UserError if that leaves one of
-    the two empty.
+    dialogues of `train` make the split `held_out` and leave `train`. Raises UserError if that leaves one of
+    the two empty, and where tables or databases are not there.
     """
     path = find_split(config.data, "train" if split == "held_out" else split)
     tables = Path(config.tables) if config.tables else beside(path, "tables.json")
@@ -94,22 +94,14 @@ def load_split(config: DataOptions, split: str) -> Dataset:
         count = len(dataset.dialogues)
         if not 0 < config.held_out < count:
             raise UserError(f"--held-out should be 1 to {count - 1} of the {count} dialogues of {path}")
-        cut = count - config.held_out
-        shown = dataset.dialogues[cut:] if split == "held_out" else dataset.dialogues[:cut]
-        dataset = replace(dataset, dialogues=shown)
+        kept, held_out = dataset.dialogues[: -config.held_out], dataset.dialogues[-config.held_out :]
+        dataset = replace(dataset, dialogues=held_out if split == "held_out" else kept)
     return dataset
 
 
 def make_environment(config: EpisodeOptions, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
     """The environment that all episodes of a run share."""
-    limits = Limits(
-        config.max_interactions,
-        config.max_prompt_tokens,
-        config.max_response_tokens,
-        config.max_turn_tokens,
-        config.max_tool_tokens,
-        config.max_sequence_tokens,
-    )
+    limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
     recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
     executor = Executor(timeout_seconds=config.sql_timeout)
     return Environment(dataset.schemas, recipe, tokens, executor, limits, make_tools(tools))
@@ -117,13 +109,9 @@ def make_environment(config: EpisodeOptions, dataset: Dataset, tokens: ChatToken
 
 def prompt_options(config: EpisodeOptions) -> PromptOptions:
     """How the recipe puts its questions."""
-    return PromptOptions(
-        config.wording == "compact",
-        config.result_characters,
-        config.schema,
-        config.max_interactions + 1,  # messages: the answer is one more
-        config.native_thinking,
-    )
+    turns = config.max_interactions + 1  # the answer is one more message
+    compact = config.wording == "compact"
+    return PromptOptions(compact, config.result_characters, config.schema, turns, config.native_thinking)
 
 
 def make_sampling(config: PolicyOptions, environment: Environment, temperature: float) -> Sampling:
@@ -133,7 +121,10 @@ def make_sampling(config: PolicyOptions, environment: Environment, temperature: 
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is a GPU: of several the one that `join_processes` took."""
+    """The device of --device; `auto` is CUDA where there is a GPU.
+
+    Of several GPUs it is the one that `join_processes` chose. Raises UserError for `cuda` without a GPU.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -180,19 +171,17 @@ def training_questions(config: RewardOptions, run: Run) -> list[Example]:
 
 
 def reward_function(config: RewardOptions, run: Run, weights: str = "") -> RewardFunction:
-    """The recipe's rewards in the preset of --rewards, but for `weights`."""
-    recipe = load_recipe(config.recipe)
-    return recipe.make_reward(
-        config.rewards, weights, run.scorer, run.tokens.tokenizer.decode, prompt_options(config)
-    )
+    """The recipe's rewards in the preset of --rewards, with those `weights` changed that are given."""
+    decode, options = run.tokens.tokenizer.decode, prompt_options(config)
+    return load_recipe(config.recipe).make_reward(config.rewards, weights, run.scorer, decode, options)
 
 
 @dataclass(frozen=True)
 class Training(Run):
-    """What a training script works with; `step` and `state` are those of the checkpoint it goes on from."""
+    """What a training script works with; `step` and `state` are those of the checkpoint it resumes."""
 
     reward: RewardFunction
-    reference: Reference | None  # the policy at the start of the run, adapters of a warm start included
+    reference: Reference | None  # the policy of --model, adapters of a warm start included
     optimizer: torch.optim.Optimizer
     step: int
     state: dict[str, Any] | None  # None at the beginning
@@ -206,10 +195,9 @@ class Training(Run):
 def begin_training(
     config: TrainingOptions, weights: str = "", reference: bool = False, beta2: float = 0.999
 ) -> Training:
-    """The training split and the policy: that of the newest checkpoint with --resume, else --model's.
+    """The training split and the policy: with --resume that of the newest checkpoint, else --model's.
 
-    Raises UserError for options that training cannot follow, and if --out holds a run that nobody asked to go
-    on with.
+    Raises UserError for options that do not go together, and if --out holds a run but --resume is not given.
     """
     if config.shard and config.optimizer == "adamw8bit":
         raise UserError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
@@ -220,7 +208,7 @@ def begin_training(
     reward = reward_function(config, run, weights)
     found = find_checkpoint(run.out, config.resume) if run.processes.is_main else None
     checkpoint = run.processes.all_gather(found)[0]
-    frozen = Reference(run.policy) if reference else None
+    frozen = Reference(run.policy) if reference else None  # before a checkpoint's weights replace --model's
     if checkpoint is not None:
         restore_policy(run.policy, checkpoint / "policy", config.dtype)
     if config.shard:
@@ -234,15 +222,13 @@ def begin_training(
 
 
 def find_checkpoint(out: Path, resume: bool) -> Path | None:
-    """The newest whole checkpoint of a run to go on from, None to start.
+    """The newest whole checkpoint of a run to go on from, None to start at the beginning.
 
-    Raises UserError if there is one but nobody asked to go on.
+    Raises UserError if there is one but --resume is not given.
     """
     newest = newest_checkpoint(out)
     if newest is not None and not resume:
-        raise UserError(
-            f"{out} holds checkpoints of an earlier run; go on with --resume, or choose another --out"
-        )
+        raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
     if newest is None and resume:
         print(f"{out} holds no checkpoint; starting at the beginning")
     return newest
@@ -267,16 +253,16 @@ def save_result(run: Run, folder: Path) -> None:
 
 
 def load_dev(config: GrpoConfig, run: Run) -> Run:
-    """The run on the first dialogues of the dev split, for evaluations during training."""
+    """The run with the first dialogues of the dev split instead, for evaluations during training."""
     dataset = load_split(config, "dev")
     dataset = replace(dataset, dialogues=dataset.dialogues[: config.evaluate_dialogues or None])
     environment = make_environment(config, dataset, run.tokens, config.tools)
     scorer = Scorer(environment.schemas, environment.executor)
-    return Run(run.processes, run.out, run.tokens, dataset, environment, scorer, run.policy)
+    return replace(run, dataset=dataset, environment=environment, scorer=scorer)
 
 
 def dev_scores(config: GrpoConfig, dev: Run) -> dict[str, float]:
-    """Greedy EX and EM, and EX by hardness."""
+    """EX, EM, and EX by hardness of greedy answers."""
     with whole_weights(dev.policy):
         answered = answer_split(config, dev, dev.dataset.dialogues, 0.0, config.seed)
     scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
@@ -292,7 +278,10 @@ def answer_split(
     seed: int,
     progress: Callable | None = None,
 ) -> list[tuple[Example, Trajectory]]:
-    """One trajectory a question of some dialogues, played by all processes; ordered by dialogue and turn."""
+    """One trajectory for each question of some dialogues, ordered by dialogue and turn.
+
+    Each process plays its share; all get the whole.
+    """
     answered = answer_dialogues(
         run.policy,
         run.environment,
@@ -315,26 +304,20 @@ def sample_questions(
     seed: tuple[int, ...],
     title: str,
 ) -> Iterator[tuple[Example, list[Trajectory]]]:
-    """Each question with --samples-per-question trajectories; one whose prompt is too long has none.
+    """Each question with --samples-per-question trajectories, none if its prompt is too long.
 
-    Some questions at a time, so that only what the caller keeps stays in memory. The seed of a trajectory
-    comes from `seed`, the question's number and the sample's.
+    A trajectory's seed comes from `seed`, the question's number and the sample's. Questions come a chunk at
+    a time, so that only what the caller keeps stays in memory.
     """
     sampling = make_sampling(config, run.environment, config.temperature)
-    samples = range(config.samples_per_question)
     size = max(1, CHUNK * config.rows // config.samples_per_question)
-    hidden = not run.processes.is_main
-    with tqdm(total=len(numbered), desc=title, unit="question", disable=hidden) as bar:
+    with tqdm(total=len(numbered), desc=title, unit="question", disable=not run.processes.is_main) as bar:
         for start in range(0, len(numbered), size):
-            chunk = numbered[start : start + size]
-            episodes = [
-                episode
-                for number, example in chunk
-                for episode in run.environment.episodes(
-                    example, [trajectory_seed(*seed, number, sample) for sample in samples]
-                )
-                if episode.trajectory.status is None
-            ]
+            chunk, episodes = numbered[start : start + size], []
+            for number, example in chunk:
+                seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
+                episodes += run.environment.episodes(example, seeds)
+            episodes = [episode for episode in episodes if episode.trajectory.status is None]
             played = rollout(
                 run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
             )

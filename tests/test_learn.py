@@ -632,7 +632,7 @@ def test_training_state_that_could_not_be_read_back_is_refused(tmp_path):
         save_training_state(tmp_path, optimizer.state_dict(), 2, {"path": Path("x")})
     assert load_training_state(tmp_path)[:2] == (1, {})
     assert [p.name for p in tmp_path.iterdir()] == ["training_state.pt"]
-    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+    with pytest.raises(ValueError, match="nothing to resume"):
         load_training_state(tmp_path / "none")
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from mtsql.config import GrpoConfig, SftConfig, read_options
+
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
 KILLS = 12  # of each script
 SCRIPTS = {
@@ -36,9 +38,9 @@ def play(script: str, arguments: list[str]) -> None:
 
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    sys.argv = [script, *arguments]
+    config = read_options({"train_grpo": GrpoConfig, "train_sft": SftConfig}[script], "", arguments)
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        __import__(script).main()
+        __import__(script).main(config)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ import train_sft
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
-from mtsql.config import user_errors
+from mtsql.config import SftConfig, read_options, user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.learn.model import save_policy
 from mtsql.learn.teacher import (
@@ -271,8 +270,8 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
 
     def train(*options):
-        monkeypatch.setattr(sys, "argv", ["train_sft.py", *map(str, [*base, *options])])
-        train_sft.main()
+        config = read_options(SftConfig, "", [str(option) for option in (*base, *options)])
+        user_errors(train_sft.main, config)
 
     out = tmp_path / "out"
     train("--targets", "teacher", "--teacher", teacher, "--teacher-kept", 3, "--out", out)
@@ -285,7 +284,7 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
 
     def refused(*options):
         with pytest.raises(SystemExit) as stop:
-            user_errors(lambda: train("--out", tmp_path / "none", *options))
+            train("--out", tmp_path / "none", *options)
         assert stop.value.code == 2
         return capsys.readouterr().err
 
@@ -297,4 +296,4 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
     assert "at least 0" in refused(*named, teacher, "--teacher-kept", -1)
     assert not (tmp_path / "none").exists()
     teacher.write_text("nothing\n")
-    assert "can be kept; the counts above say why" in refused(*named, teacher)
+    assert "can be kept: the counts above say why" in refused(*named, teacher)

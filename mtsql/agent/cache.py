@@ -1,4 +1,4 @@
-"""Keys and values of the rows that a generator writes, and the attention that reads them."""
+"""The key/value cache of a generator, one row a trajectory, and the attention that reads it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mtsql.errors import UserError
 GROUPED = "sdpa_grouped_queries"
 BUCKET = 64  # Attention sees a multiple of this many positions,
 STATIC_BUCKET = 256  # or of this many where each multiple has a captured graph.
-DECODE_ROWS = 64  # On a CPU so many rows at a time are read only as far as the longest of them.
+DECODE_ROWS = 64  # On a CPU each block of so many rows is read only as far as its longest row.
 
 
 class RowCache:
-    """Keys and values of every layer, (slots, kv_heads, capacity, head_dim) each.
+    """Keys and values of every layer, (slots, kv_heads, capacity, head_dim) each; a row is kept in a slot.
 
-    Passed to the model as `past_key_values`. `aim` says where the next forward writes and what it
-    attends to. Capacity grows by half as needed, up to `longest` positions.
+    Passed to the model as `past_key_values`. `aim` says where the next forward pass writes and what it
+    attends to. The capacity grows by half when more is needed, up to `longest` positions.
     """
 
     def __init__(self, longest: int | None = None, bucket: int = BUCKET) -> None:
@@ -49,9 +49,11 @@ class RowCache:
                     layer[i][: len(old), :, : old.shape[2]] = old
 
     def aim(self, slots: Tensor | int, positions: Tensor, reach: int) -> int:
-        """Next forward: row i is slot `slots[i]` (or i, for a count of slots), its tokens are
-        written at `positions` (rows, tokens), and it attends to the first `reach` positions,
-        rounded up to a bucket. Returns the rounded number."""
+        """Prepare the next forward pass; returns `reach` rounded up to a bucket.
+
+        Row i of its input is slot `slots[i]`, or slot i if `slots` is a number of slots. Its tokens are
+        written at `positions` (rows, tokens), and it attends to the first `reach` positions, rounded up.
+        """
         reach = -(-reach // self.bucket) * self.bucket
         self.reserve(0, reach)
         if isinstance(slots, int):
@@ -65,7 +67,7 @@ class RowCache:
         return reach
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write (rows, kv_heads, tokens, head_dim); return all that the rows may attend to."""
+        """Write keys and values, (rows, kv_heads, tokens, head_dim) both; return those to attend to."""
         if layer == len(self.layers):
             self.layers.append([self._allocate(keys), self._allocate(values)])
         seen = []
@@ -83,8 +85,10 @@ class RowCache:
             tensor[list(targets), :, :length] = tensor[list(sources), :, :length]
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """Storage for tensors such as `like` (any, kv_heads, any, head_dim); zeros, since masked
-        attention to NaN would still be NaN."""
+        """Storage for tensors such as `like` (any, kv_heads, any, head_dim).
+
+        It is zeros, since attention to a NaN would be NaN even behind an attention mask.
+        """
         shape = (self.slots_reserved, like.shape[1], self.capacity, like.shape[3])
         if like.device.type != "cpu":
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -106,8 +110,8 @@ def _grouped_attention(
     """Attention in the signature of transformers, for queries (rows, heads, tokens, head_dim) against
     the cache (rows, kv_heads, reach, head_dim); gives (rows, tokens, heads, head_dim).
 
-    The queries that share a key head are laid behind each other as more tokens, so that the cache is
-    read once and not repeated for each of them.
+    Query heads that share a key head are treated as more tokens of one head, so that the cache is not
+    copied for each of them. `reaches` is for decoding on a CPU (`_decode_attention`).
     """
     rows, heads, tokens, head_dim = query.shape
     kv_heads, reach = key.shape[1:3]
@@ -130,8 +134,8 @@ def _decode_attention(
     """Attention of one token a row on a CPU: query and result (rows, kv_heads, shared, head_dim).
 
     The first DECODE_ROWS rows attend to `reaches[0]` positions, the next to `reaches[1]`, and so on, so
-    that rows with little text cost little. Two batched products read the cache about 1.6 times as fast
-    as SDPA, whose kernel for CPUs is made for many queries.
+    that short rows cost little. Two batched matrix products read the cache about 1.6 times as fast as SDPA,
+    whose kernel for CPUs is made for many queries.
     """
     out = torch.empty_like(query)
     query = query * scaling

@@ -1,7 +1,7 @@
 """Batched generation with a live key/value cache, for any Hugging Face causal language model.
 
 Each trajectory owns one row of the cache from its prompt to its last message. Rows are left-aligned
-with their own lengths, so there is no padding inside a row. Between two operations the cache holds
+with their own lengths, so that no row has padding inside. Between two operations the cache holds
 all tokens of a row but the last, the *pending* one; a decode step feeds the pending tokens and
 samples the next. So prompts and observations are written into the cache without running the output
 head on them, and sampling happens in one place.
@@ -31,13 +31,13 @@ TOKENS_PER_FORWARD_ELSEWHERE = 8192
 
 @dataclass(eq=False)
 class Row:
-    """One trajectory in the cache and the message it is writing (or has just written)."""
+    """One trajectory in the cache and the message that is being sampled, or was just sampled."""
 
     slot: int
     rng: np.random.Generator
-    pending: int
-    limit: int
-    length: int = 0
+    pending: int  # its last token, which is not in the cache yet
+    limit: int  # tokens of the message
+    length: int = 0  # tokens in the cache
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
@@ -50,21 +50,22 @@ class Row:
 
     @property
     def decoding(self) -> bool:
-        """Whether its message is not over."""
+        """Whether its message is still being sampled."""
         return self.stop is None
 
 
 class Generator:
     """Samples model messages for many trajectories at once. Use as a context manager.
 
-    `rows[i]` lives in slot i of the cache. Each row draws its uniforms from its own generator, for
-    its own tokens only, so a trajectory does not depend on the batch it is in (up to the rounding
-    of matrix products of different sizes). At temperature 0 decoding is greedy. Log-probabilities
-    are those of softmax(logits / temperature), at temperature 1 when greedy.
+    `rows[i]` is in slot i of the cache. Each row draws its random numbers from its own generator, one a
+    token, so that a trajectory does not depend on the others in its batch (up to the rounding of matrix
+    products of different sizes). At temperature 0 decoding is greedy. Log-probabilities are those of
+    softmax(logits / temperature), of softmax(logits) when greedy.
 
-    `stops(ids)` says whether a message that ends with `ids` is over, for stop strings. With
-    `static_shapes` (the default on a GPU) the decode step has one of few shapes, and on a GPU each
-    of them is captured as a CUDA graph. `longest` bounds the positions of a row in the cache.
+    `stops(ids)` says whether a message with the ids `ids` ends with a stop string. With `static_shapes` (the
+    default on a GPU) the decode step has one of few shapes, and on a GPU each of them is captured as a CUDA
+    graph. `longest` bounds the positions of a row in the cache. Raises UserError for a model whose attention
+    is neither SDPA nor flash-attn, or not full attention in every layer.
     """
 
     def __init__(
@@ -115,9 +116,9 @@ class Generator:
     def start(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limits: Sequence[int]
     ) -> list[Row]:
-        """New rows for these prompts; each distinct prompt is computed once and its cache copied.
+        """New rows for these prompts; equal prompts are computed once and copied in the cache.
 
-        `limits` bounds the tokens of the first message. Raises ValueError for an empty prompt.
+        `limits` are the most tokens of each row's first message. Raises ValueError for an empty prompt.
         """
         if not all(prompts):
             raise ValueError("A prompt needs at least one token.")
@@ -143,7 +144,7 @@ class Generator:
 
     @torch.inference_mode()
     def append(self, rows: Sequence[Row], ids: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Put observations after the rows' last messages and begin new messages."""
+        """Put the observations `ids` after the rows' last messages and begin messages of at most `limits`."""
         unwritten = [[row.pending, *new] for row, new in zip(rows, ids, strict=True)]
         self._write(rows, [new[:-1] for new in unwritten])
         for row, new, limit in zip(rows, unwritten, limits, strict=True):
@@ -183,7 +184,7 @@ class Generator:
 
     @torch.inference_mode()
     def release(self, rows: Sequence[Row]) -> None:
-        """Free the slots of finished rows and move the last rows into the gaps."""
+        """Free the slots of finished rows, and move the last rows into the gaps that they leave."""
         gone = {row.slot for row in rows}
         count = len(self.rows) - len(gone)
         gaps = sorted(slot for slot in gone if slot < count)
@@ -216,7 +217,8 @@ class Generator:
     def _forward(self, slots: Tensor | int, ids: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
         """Logits (rows, 1, vocabulary) of the last column of `ids`, right-padded to one width.
 
-        Padding is written after the end of its row, where no row attends before it is overwritten.
+        Padding is written to the cache after the end of its row; nothing attends to it before it is
+        overwritten.
         """
         width = max(map(len, ids))
         padded = [[*row, *[0] * (width - len(row))] for row in ids]
@@ -235,7 +237,10 @@ class Generator:
     def _compute(
         self, input_ids: Tensor, positions: Tensor, reach: int, reaches: Sequence[int] | None = None
     ) -> Tensor:
-        """Logits (rows, 1, vocabulary) of the last column of `input_ids` (rows, tokens), once aimed."""
+        """Logits (rows, 1, vocabulary) of the last column of `input_ids` (rows, tokens).
+
+        The cache was aimed before.
+        """
         hidden = torch.arange(reach, device=positions.device) > positions[..., None]  # (rows, tokens, reach)
         attention_mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=hidden.device)
         attention_mask.masked_fill_(hidden, -torch.inf)
@@ -271,7 +276,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample ids (rows, 1) from `probs` (rows, vocabulary) with one uniform (rows, 1) each."""
+    """Sample ids (rows, 1) from `probs` (rows, vocabulary), by one uniform number for each row, (rows, 1)."""
     cdf = probs.cumsum(-1, dtype=torch.float64)  # (rows, vocabulary)
     # Uniforms are below 1, so a token with mass is found; only NaN leads past the end.
     return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp(max=cdf.shape[-1] - 1)

@@ -11,10 +11,10 @@ from mtsql.agent.cache import RowCache
 
 
 class DecodeGraphs:
-    """The decode step as CUDA graphs, one for each number of slots and reach, captured on first use.
+    """The decode step as CUDA graphs, one for each number of slots and each reach, captured on first use.
 
-    A graph reads and writes the same memory at every replay: its own inputs, the weights (so that an
-    update in place is seen) and the cache (so that all graphs are dropped when its storage moves).
+    A graph reads and writes the same memory at every replay. Its inputs are copied there; it sees weights
+    that are updated in place; and all graphs are dropped when the storage of the cache moves.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class DecodeGraphs:
         positions: Tensor,
         reach: int,
     ) -> Tensor:
-        """`compute` over `input_ids` and `positions` (slots, 1), replayed; logits (slots, 1, vocabulary)."""
+        """Replay `compute` on `input_ids` and `positions`, (slots, 1) both; logits (slots, 1, vocabulary)."""
         reach = cache.aim(slots, positions, reach)
         if cache.moves != self.moves:
             self.captured, self.moves = {}, cache.moves

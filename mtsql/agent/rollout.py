@@ -18,15 +18,15 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
 
 ENVIRONMENT_THREADS = 8
-REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free,
-ANSWER_SHARE = 0.0625  # observations are appended when this share of the live rows waits for one.
+REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free.
+ANSWER_SHARE = 0.0625  # Observations are appended when this share of the rows in play waits for one.
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How messages are sampled. `temperature` 0 is greedy.
+    """How messages are sampled; `temperature` 0 is greedy.
 
-    A message is over after an end of turn, after one of the `stop_strings`, or at `max_turn_tokens`.
+    A message ends with an end of turn, with one of the `stop_strings`, or at `max_turn_tokens`.
     """
 
     temperature: float = 1.0
@@ -58,12 +58,12 @@ def rollout(
     progress: Callable[[int, int, dict[str, float]], None] | None = None,
     cache_gib: float = 0.0,
 ) -> list[Trajectory]:
-    """Play all episodes to their ends, at most `max_rows` at once; trajectories in the same order.
+    """Play all episodes to their ends, at most `max_rows` at once; returns trajectories in the same order.
 
-    With `cache_gib` above 0, no more rows are played at once than its memory holds when each grows as
-    long as its episode may; the others wait. When something is appended or started depends on the
-    tokens alone and never on the clock, so that a run repeats bit for bit. `progress(done, total,
-    stats)` is called as episodes finish. Raises ValueError if the memory does not hold one row.
+    With `cache_gib` above 0, only so many are played at once as fit into that memory if all grow as long as
+    they may; the others wait. When something is appended or started depends on the tokens alone and never
+    on the clock, so that a run repeats bit for bit. `progress(done, total, stats)` is called as episodes
+    finish. Raises UserError if the memory does not hold one row.
     """
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}
@@ -138,7 +138,10 @@ def trajectory_seed(*numbers: int) -> int:
 
 
 def _stops(tokens: ChatTokens, strings: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
-    """Whether the end of a message holds one of `strings`; a token is at least one byte of text."""
+    """The function that says whether the end of a message holds one of `strings`, None without any.
+
+    It decodes as many tokens as the longest string has bytes, since a token is at least one byte of text.
+    """
     if not strings:
         return None
     reach = max(len(string.encode()) for string in strings)

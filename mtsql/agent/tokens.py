@@ -1,9 +1,9 @@
 """Text to token ids and back, for one Hugging Face tokenizer with a chat template.
 
-Token in, token out: a prompt is rendered and encoded once, what the model samples is kept as it was
-sampled, and only the new suffix (end of turn, observation, generation prompt) is encoded after it.
-For Qwen3's template with thinking on, the ids built this way equal those of a full render wherever
-the template keeps the thinking of earlier messages; where it would strip it, we keep it.
+Token in, token out: a prompt is rendered and encoded once, the ids that the model samples are kept, and
+only the new suffix (end of turn, observation, generation prompt) is encoded after them. For Qwen3's template
+with thinking on, the ids built this way equal those of a full render wherever the template keeps the thinking
+of earlier messages; where it would strip it, we keep it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-
 class ChatTokens:
     """Everything the agent needs from a tokenizer.
 
-    `thinking` is handed to the chat template as `enable_thinking`. Raises UserError for a
-    tokenizer without a chat template or without an end-of-turn token.
+    `thinking` is handed to the chat template as `enable_thinking`. Raises UserError for a tokenizer
+    without a chat template or without an end-of-turn token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool = True) -> None:
@@ -57,8 +57,8 @@ class ChatTokens:
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None) -> list[int]:
         """Ids of the rendered chat, generation prompt included.
 
-        Nothing in the messages' contents becomes a control token. For contents without the text of
-        one, the ids are those of the plain render.
+        Nothing in the messages' contents becomes a control token. If no content holds the text of one, the
+        ids are those of the plain render.
         """
         contents = [m["content"] for m in messages if isinstance(m.get("content"), str)]
         if not any(self._control_start.search(content) for content in contents):
@@ -72,12 +72,11 @@ class ChatTokens:
         return self._encode_guarded(self._render(guarded, tools), marker)
 
     def observation_suffix(self, text: str, sampled_end_of_turn: bool, role: str = "tool") -> list[int]:
-        """Ids to append after a model message so that the model can answer an observation.
+        """Ids to append after a model message, so that the model can answer the observation `text`.
 
-        They close the model's turn (with the end-of-turn token first, unless it was sampled), hold
-        `text` as the message of a tool, or of the user with `role` "user" or where the chat template
-        knows no tools, and open the next turn. Raises ValueError if the chat template has no form
-        for that.
+        They close the model's turn (with the end-of-turn token first, unless it was sampled), hold `text`
+        as a message and open the next turn. The message is a tool's, or the user's with `role` "user" or if
+        the chat template knows no tools. Raises UserError if the template allows neither.
         """
         before, after = self._tool_frame if role == "tool" else self._user_frame
         closing = [] if sampled_end_of_turn else [self._template_end]
@@ -110,7 +109,7 @@ class ChatTokens:
     def _observation_frame(self, *roles: str) -> tuple[str, str]:
         """What the template writes before and after an observation, the end of turn excluded.
 
-        The first of the roles that the template knows counts.
+        It is that of the first of `roles` that the template knows.
         """
         end = self.tokenizer.convert_ids_to_tokens(self._template_end)
         for role in roles:
@@ -129,7 +128,7 @@ class ChatTokens:
         )
 
     def _render_tail(self, before: list[dict], after: Sequence[dict] = ()) -> str:
-        """What the template writes after the content of a model message, "" if it drops it."""
+        """What the template writes after the content of a model message, "" if it drops the content."""
         messages = [*before, {"role": "assistant", "content": MODEL_TEXT}, *after]
         rendered = self._render(messages, None, add_generation_prompt=bool(after))
         _, found, tail = rendered.rpartition(MODEL_TEXT)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-NO_VARIANCE = 1e-6  # Groups whose rewards spread less than this teach nothing.
+NO_VARIANCE = 1e-6  # Groups whose rewards have a smaller standard deviation teach nothing.
 
 
 def informative_groups(rewards: Tensor) -> Tensor:
-    """Which questions' rewards (questions, samples) differ enough to teach something, (questions,) bool."""
+    """Which questions have rewards that differ enough to teach something, (questions,) bool.
+
+    `rewards` is (questions, samples).
+    """
     return rewards.double().std(dim=1) >= NO_VARIANCE
 
 
@@ -17,11 +20,10 @@ def group_advantages(
 ) -> Tensor:
     """A = (r - mean(r)) / (std(r) + eps) in each question's group of samples, float32.
 
-    `rewards` and the result are (questions, samples), `informative` is (questions,) bool: the other groups
-    get exactly 0. Standard deviations are the unbiased ones. `divide_by` "batch" takes that of all r -
-    mean(r) of the informative groups (REINFORCE++), "none" leaves out the division (Dr. GRPO). Raises
-    ValueError for another `divide_by`, a shape that is not (questions, samples >= 2), or a reward that is
-    not finite.
+    `rewards` and the result are (questions, samples), `informative` is (questions,) bool: all other groups
+    get exactly 0. Standard deviations are unbiased. `divide_by` "batch" divides by that of r - mean(r) over
+    all informative groups (REINFORCE++), "none" by nothing (Dr. GRPO). Raises ValueError for another
+    `divide_by`, a shape that is not (questions, samples >= 2), or a reward that is not finite.
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards should be (questions, samples >= 2), got shape {tuple(rewards.shape)}")

@@ -1,7 +1,7 @@
-"""Micro-batches: how an optimizer step's trajectories are cut so that each piece fits.
+"""Micro-batches: how the trajectories of an optimizer step are cut so that each piece fits into memory.
 
-Gradients do not depend on the cut, because losses are divided by the whole step's denominators. On a
-CPU small pieces are also faster: their activations stay in the cache.
+Gradients do not depend on the cut, because losses are divided by a denominator of the whole step. On a
+CPU small pieces are also faster: their activations stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mtsql.learn.parallel import Processes
 
 @dataclass
 class MicroBatch:
-    """Groups of trajectories that go through the model together, a part of an optimizer step.
+    """Groups of trajectories that go through the model together, one piece of an optimizer step.
 
-    Its loss counts `weight` times: 0 where a process only keeps step with the others. With several updates
-    `old_logprobs` (tokens,) are those before the first.
+    Its loss counts `weight` times; the weight is 0 where a process only keeps pace with the others.
+    `old_logprobs` (tokens,) are those before the first of several updates.
     """
 
     groups: Sequence[Sequence[Trajectory]]
@@ -29,27 +29,14 @@ class MicroBatch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Those of all groups."""
+        """The trajectories of all its groups."""
         return [t for group in self.groups for t in group]
 
 
-def row_micro_batches(trajectories: Sequence[Trajectory], max_positions: int) -> list[list[Trajectory]]:
-    """Trajectories of like length together, at most `max_positions` positions with the padding.
-
-    One that is longer than `max_positions` stands alone.
-    """
-    batches: list[list[Trajectory]] = []
-    for trajectory in sorted(trajectories, key=lambda t: len(t.ids)):
-        # Sorted by length, so that this one's length is the batch's width.
-        if not batches or (len(batches[-1]) + 1) * len(trajectory.ids) > max_positions:
-            batches.append([])
-        batches[-1].append(trajectory)
-    return batches
-
-
 def shared_prefix(group: Sequence[Trajectory]) -> int:
-    """Number of tokens with which all prompts of the group begin: all of it for one question's samples,
-    the schema for questions over one database.
+    """Number of tokens with which all prompts of the group begin.
+
+    That is the whole prompt for samples of one question, and the schema for questions over one database.
     """
     first, *others = (t.segments[0].ids for t in group)
     shared = len(first)
@@ -62,29 +49,36 @@ def shared_prefix(group: Sequence[Trajectory]) -> int:
 def group_micro_batches(
     groups: Sequence[Sequence[Trajectory]], max_positions: int
 ) -> list[list[Sequence[Trajectory]]]:
-    """Groups of like length together, at most `max_positions` positions in each micro-batch.
+    """Groups of similar length together, at most `max_positions` positions in each micro-batch.
 
-    A group is a set of trajectories behind their shared prefix. One that does not fit is cut into as few
-    groups as do; a trajectory that is longer than `max_positions` stands alone. What follows the prefix
-    counts as padded to the longest.
+    The prefix that a group shares counts once; what follows it counts as padded to the longest. A group
+    that does not fit is cut into as few groups as do. A trajectory that is longer than `max_positions`
+    stands alone.
     """
-    measured = []
+    measured: list[tuple[int, int, Sequence[Trajectory]]] = []
     for group in groups:
         prefix = shared_prefix(group)
         longest = max(len(t.ids) for t in group) - prefix
         size = max(1, (max_positions - prefix) // max(1, longest))  # trajectories that fit behind the prefix
         ordered = sorted(group, key=lambda t: len(t.ids)) if size < len(group) else group
         for start in range(0, len(ordered), size):
-            part = ordered[start : start + size]
-            measured.append((max(len(t.ids) for t in part) - prefix, prefix, part))
+            piece = ordered[start : start + size]
+            measured.append((max(len(t.ids) for t in piece) - prefix, prefix, piece))
+    return _fill(measured, max_positions)
+
+
+def _fill(
+    groups: Sequence[tuple[int, int, Sequence[Trajectory]]], max_positions: int
+) -> list[list[Sequence[Trajectory]]]:
+    """Groups, given as (longest, prefix, trajectories), in micro-batches; `longest` leaves out the prefix."""
     batches: list[list[Sequence[Trajectory]]] = []
-    prefixes = rows = 0
-    for longest, prefix, group in sorted(measured, key=lambda m: m[0]):
+    prefixes = count = 0
+    for longest, prefix, group in sorted(groups, key=lambda m: m[0]):
         prefixes += prefix
-        rows += len(group)
-        if not batches or prefixes + rows * longest > max_positions:
+        count += len(group)
+        if not batches or prefixes + count * longest > max_positions:
             batches.append([])
-            prefixes, rows = prefix, len(group)
+            prefixes, count = prefix, len(group)
         batches[-1].append(group)
     return batches
 
@@ -94,20 +88,20 @@ def micro_batches(
 ) -> list[list[Sequence[Trajectory]]]:
     """The groups of each micro-batch in a layout: "shared", "packed" or "rows".
 
-    Where no prompt is shared, they are groups of one.
+    Only "shared" keeps groups together; the other two make groups of one. "rows" counts the padding.
     """
     if layout == "shared":
         return group_micro_batches(groups, max_positions)
-    flat = [t for group in groups for t in group]
+    alone = [[t] for group in groups for t in group]
     if layout == "rows":
-        return [[[t] for t in part] for part in row_micro_batches(flat, max_positions)]
-    return group_micro_batches([[t] for t in flat], max_positions)
+        return _fill([(len(t.ids), 0, [t]) for [t] in alone], max_positions)
+    return group_micro_batches(alone, max_positions)
 
 
 def step_batches(
     groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int, processes: Processes, shard: bool
 ) -> list[MicroBatch]:
-    """This process's micro-batches of an optimizer step on the groups, which are the same in all processes.
+    """This process's micro-batches of an optimizer step; all processes give the same `groups`.
 
     With sharded weights every process gets equally many (`Processes.pad`); the filler is one trajectory.
     """

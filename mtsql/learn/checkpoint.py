@@ -22,57 +22,53 @@ CHECKPOINTS = "checkpoints"
 
 @contextmanager
 def new_checkpoint(out: Path, step: int, keep: int) -> Iterator[Path]:
-    """A folder to fill with the state after `step` steps; once it is whole, the last `keep` stay.
+    """A folder to fill with the state after `step` steps; then all but the last `keep` are deleted.
 
-    Until then it has another name, so that a process that is killed leaves the earlier ones.
+    While it is filled it has a temporary name, so that a process that is killed leaves the earlier
+    checkpoints whole.
     """
     folder = out / CHECKPOINTS / f"step_{step:08d}"
     with folder_atomically(folder) as temporary:
         yield temporary
-    for old in whole_checkpoints(out)[:-keep]:
+    for old in _whole_checkpoints(out)[:-keep]:
         retired = old.with_name(f".{old.name}.pruned")  # half a checkpoint must not bear its name
         old.rename(retired)
         shutil.rmtree(retired, ignore_errors=True)
 
 
-def whole_checkpoints(out: Path) -> list[Path]:
+def _whole_checkpoints(out: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first."""
     return sorted((out / CHECKPOINTS).glob("step_*"))
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint of a run, None if there is none; what a killed process left is removed."""
+    """The newest whole checkpoint of a run, None if there is none.
+
+    Whatever a killed process left is put back or removed first.
+    """
     for replaced in (out / CHECKPOINTS).glob(".step_*.old"):
         recover_folder(replaced.with_name(replaced.name[1 : -len(".old")]))
     for leftover in (out / CHECKPOINTS).glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    whole = whole_checkpoints(out)
-    return whole[-1] if whole else None
+    return max(_whole_checkpoints(out), default=None)
 
 
 def save_training_state(
-    folder: Path,
-    optimizer_state: dict[str, Any],
-    step: int,
-    extra: dict[str, Any],
+    folder: Path, optimizer_state: dict[str, Any], step: int, extra: dict[str, Any]
 ) -> None:
-    """Write `training_state.pt`: optimizer, step, and the states of all global RNGs.
+    """Write `training_state.pt`: optimizer, step, and the states of all global random number generators.
 
-    `extra` holds tensors and plain Python values, such as the state of a NumPy generator; anything
-    else is a ValueError. The weights are saved beside it by `save_policy`.
+    `extra` holds tensors and plain Python values, such as the state of a NumPy generator. Raises ValueError
+    for anything else. The weights are saved beside it by `save_policy`.
     """
-    numpy_state = np.random.get_state(legacy=False)
+    _, numpy_keys, *numpy_rest = np.random.get_state()
     state = {
         "optimizer": optimizer_state,
         "step": step,
         "extra": extra,
         "python_rng": random.getstate(),
-        "numpy_rng": numpy_state["state"]["key"].tolist(),
-        "numpy_rng_rest": (
-            int(numpy_state["state"]["pos"]),
-            int(numpy_state["has_gauss"]),
-            float(numpy_state["gauss"]),
-        ),
+        "numpy_rng": numpy_keys.tolist(),
+        "numpy_rng_rest": tuple(numpy_rest),
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -86,9 +82,9 @@ def save_training_state(
 
 
 def load_training_state(folder: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Restore the RNGs; returns the step, the extra values and the optimizer's state.
+    """Restore the random number generators; returns the step, the extra values and the optimizer's state.
 
-    Raises FileNotFoundError if the folder holds no training state.
+    Raises UserError if the folder holds no training state.
     """
     path = folder / STATE_FILE
     if not path.is_file():

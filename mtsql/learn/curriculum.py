@@ -28,9 +28,9 @@ class SuccessCount:
 
 
 def read_counts(path: Path) -> list[SuccessCount]:
-    """The counts that this module's command wrote.
+    """The counts that `mtsql.commands.curriculum` wrote.
 
-    Raises UserError without the file, and, with its number, for another line.
+    Raises UserError if there is no such file, and for a line that is no count, with its number.
     """
     if not path.is_file():
         raise UserError(f"{path} is not there; make it with python -m mtsql.commands.curriculum")
@@ -52,9 +52,9 @@ def read_counts(path: Path) -> list[SuccessCount]:
 def curriculum_levels(
     questions: Sequence[Example], counts: Sequence[SuccessCount], size: int
 ) -> list[list[Example]]:
-    """The questions in bins of `size`, those that were right most often first (section 3.3.1).
+    """The questions in levels of `size`, those that were right most often first (section 3.3.1).
 
-    Questions that were always right teach nothing and are left out, and so are those without a count.
+    Questions that were always right teach nothing and are left out, as are those without a count.
     Ties stay in the order of the counts. `size` 0 makes one level of all. Raises UserError if no
     question is left.
     """
@@ -69,7 +69,10 @@ def curriculum_levels(
 
 
 def level_of_step(step: int, steps: int, sizes: Sequence[int]) -> tuple[int, int]:
-    """(level from 0, step within it) of a run; a level has its questions' share of the `steps`."""
+    """(level, step within the level) at a step of a run, all counted from 0.
+
+    A level's share of the `steps` is its share of all questions; `sizes` are the levels' questions.
+    """
     ends = [steps * questions // sum(sizes) for questions in accumulate(sizes)]
     level = bisect_right(ends, step)
     return level, step - (ends[level - 1] if level else 0)
@@ -78,9 +81,10 @@ def level_of_step(step: int, steps: int, sizes: Sequence[int]) -> tuple[int, int
 def question_order(
     seed: int, count: int, per_step: int, level: int, step: int, attempt: int = 0
 ) -> list[int]:
-    """Indices of a step's questions: each epoch of a level is a permutation of its own, from the seed.
+    """Indices of a step's questions among the `count` of its level; `step` counts within the level.
 
-    `step` counts within the level. Later attempts of a step draw from all its questions.
+    Each epoch of a level goes through a new permutation, which depends on the seed, `per_step` questions a
+    step. A later `attempt` of a step gives all questions of the level, in an order of its own.
     """
     if attempt:
         return np.random.default_rng((seed, level, step, attempt)).permutation(count).tolist()

@@ -1,6 +1,6 @@
 """Trajectories as vectors, to be clustered in S2 of Algorithm 1 (MTSQL-R1, section 3.2.2).
 
-The paper embeds with Qwen3-Embedding. The policy's own hidden states do without a second model.
+The paper embeds with Qwen3-Embedding. The policy's own hidden states need no second model.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from mtsql.errors import UserError
 from mtsql.learn.logprobs import row_batch
 
 MICRO_BATCH_POSITIONS = 8192  # in one forward pass, padding counted
-LONGEST_TEXT = 8192  # tokens, as on Qwen3-Embedding's card; what comes after is cut off
+LONGEST_TEXT = 8192  # tokens, as on Qwen3-Embedding's card; the rest of a text is cut off
 
 Embedder = Callable[[Sequence[Trajectory]], np.ndarray]
 
 
 def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folder: str = "") -> Embedder:
-    """A function from n trajectories to their embeddings, (n, d) float32, one by one independent of the rest.
+    """A function from n trajectories to their embeddings, (n, d) float32, each independent of the others.
 
-    Without `folder`: the policy's last hidden states, averaged over the tokens that it wrote (of which
-    each trajectory needs one). Weights sharded by FSDP2 must be whole (`whole_weights`).
+    Without `folder`: the policy's last hidden states, averaged over the tokens that it wrote (each
+    trajectory needs at least one). Weights sharded by FSDP2 must be whole (`whole_weights`).
     With the folder of a Qwen3-Embedding model: its L2-normalised embedding of all text after the prompt,
-    on the policy's device and in its dtype. The model is loaded when it is first needed, its tokenizer at
-    once. Raises UserError, at one of these times, if the folder does not hold a whole model.
+    on the policy's device and in its dtype. The tokenizer is loaded at once, the model when it is first
+    needed. Either may raise UserError, if the folder does not hold a whole model.
     """
     if not folder:
         return lambda trajectories: _embed_with_policy(policy, trajectories)
@@ -65,7 +65,7 @@ def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folde
             # The tokenizer appends an end of text, whose hidden state is the embedding.
             inputs = tokenizer([texts[i] for i in part], padding=True, return_tensors="pt", **limit)
             hidden = model()(**inputs.to(policy.device), use_cache=False).last_hidden_state
-            last = hidden[:, -1].float()  # (rows, d)
+            last = hidden[:, -1].float()  # (micro-batch, d)
             vectors[part] = nn.functional.normalize(last, dim=-1).cpu().numpy()
         return vectors
 
@@ -81,22 +81,22 @@ def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequen
         batch = row_batch([trajectories[i] for i in part], policy.device)
         # Through the policy's own forward, which is the one that FSDP2 knows; without its logits.
         outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (rows x positions, d)
+        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (micro-batch x positions, d)
         written = hidden[batch.source + 1].float()  # (tokens, d); `source` is the position before
-        sums = written.new_zeros(len(part), written.shape[1])  # (rows, d)
+        sums = written.new_zeros(len(part), written.shape[1])  # (micro-batch, d)
         sums.index_add_(0, batch.trajectory_index, written)
-        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (rows,)
+        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (micro-batch,)
         vectors[part] = (sums / counts[:, None]).cpu().numpy()
     policy.train(was_training)
     return vectors
 
 
 def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of sequences of like length, equally many at a time."""
+    """Indices of sequences of similar length, the same number at a time."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    rows = max(1, MICRO_BATCH_POSITIONS // max(lengths))
-    for start in range(0, len(order), rows):
-        yield order[start : start + rows]
+    size = max(1, MICRO_BATCH_POSITIONS // max(lengths))
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
 
 
 def _not_loadable(folder: str) -> UserError:

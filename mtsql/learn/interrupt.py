@@ -11,8 +11,7 @@ from contextlib import contextmanager
 class Interruption:
     """Whether Ctrl-C was pressed."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    asked = False
 
     def __bool__(self) -> bool:
         return self.asked

@@ -1,16 +1,16 @@
 """Log-probabilities of the tokens that the model wrote: for SFT, GRPO, the reference and evaluation.
 
 A `TokenBatch` says which hidden state predicts which trained token, so that the output head runs
-on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists. Its
-default layout, `shared_prompt_batch`, keeps one copy of the prompt for all trajectories of a
-question and no padding; `row_batch`, one padded row a trajectory, is the slow, obvious reference.
+on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists.
+`shared_prompt_batch` puts sequences behind each other without padding, with one copy of the prompt for
+all trajectories of a question; `row_batch`, one padded row a trajectory, is the slow, obvious reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from peft import PeftModel
@@ -25,14 +25,19 @@ from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
 
 SHARED_PROMPT = "sdpa_shared_prompt"
-SEQUENCES_TOGETHER = 4  # Attention pads so many sequences of like length to the longest of them.
+SEQUENCES_TOGETHER = 4  # Attention takes so many sequences of similar length, padded to the longest.
 HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
+
+T = TypeVar("T")
+Span: TypeAlias = tuple[int, int]  # start and length among the packed positions
 
 
 @dataclass(frozen=True)
 class Responses:
-    """A few responses of like length among packed positions. A pad entry of a slot tensor points at position
-    0; what is computed there is not read."""
+    """A few responses of similar length among packed positions.
+
+    Slots that pad a response point at position 0; what is computed there is not read.
+    """
 
     prompt_slots: Tensor  # (responses, longest prompt) int64, indices of packed positions
     slots: Tensor  # (responses, longest response) int64
@@ -56,13 +61,13 @@ class TokenBatch:
     """
 
     ids: Tensor  # (rows, positions) int64
-    position_ids: Tensor | None  # (rows, positions) int64; None counts from 0
-    layout: SharedPromptLayout | None  # None is ordinary causal attention in each row
     source: Tensor  # (tokens,) int64, into the flattened rows x positions
     targets: Tensor  # (tokens,) int64, the trained token ids
     trajectory_index: Tensor  # (tokens,) int64, in the order in which trajectories were given
     sampling_logprobs: Tensor  # (tokens,) float32, under the sampler
     advantages: Tensor  # (trajectories,) float32
+    position_ids: Tensor | None = None  # (rows, positions) int64; None counts from 0
+    layout: SharedPromptLayout | None = None  # None is ordinary causal attention in each row
 
 
 def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
@@ -71,21 +76,19 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     Padding comes after everything that matters, so causal attention needs no attention mask.
     """
     width = max(len(t.ids) for t in trajectories)
-    sources = []
-    for row, trajectory in enumerate(trajectories):
-        trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0]  # (tokens of the row,)
-        sources.append(row * width + trained - 1)  # position t - 1 predicts token t
-    ids = [t.ids + [0] * (width - len(t.ids)) for t in trajectories]
-    return _token_batch(trajectories, torch.tensor(ids), None, None, torch.cat(sources), device)
+    ids = torch.tensor([t.ids + [0] * (width - len(t.ids)) for t in trajectories])  # (rows, width)
+    loss_mask = torch.tensor([t.loss_mask + [0] * (width - len(t.ids)) for t in trajectories])  # as ids
+    source = loss_mask.flatten().nonzero()[:, 0] - 1  # (tokens,): position t - 1 predicts token t
+    return _token_batch(trajectories, ids, source, device)
 
 
 def token_batch(
     groups: Sequence[Sequence[Trajectory]], layout: str, device: torch.device | str, attention: str = "sdpa"
 ) -> TokenBatch:
-    """A micro-batch in a layout: "rows", "packed" or "shared" (behind one copy of each group's prompt).
+    """A micro-batch in a layout: "rows", "packed" or "shared" (one copy of each group's prompt).
 
-    A packed batch is one of shared prompts whose groups have one trajectory each. flash-attn's
-    variable-length kernel reads the borders of its trajectories off the positions, which start anew in each.
+    A packed batch is a shared-prompt batch of groups of one trajectory. For flash-attn it needs no `layout`:
+    its variable-length kernel finds where a trajectory starts by the positions, which start again from 0.
     """
     flat = [t for group in groups for t in group]
     if layout == "rows":
@@ -97,28 +100,28 @@ def token_batch(
 def shared_prompt_batch(
     groups: Sequence[Sequence[Trajectory]], device: torch.device | str = "cpu"
 ) -> TokenBatch:
-    """All groups in one row, [prompt | response 1 | response 2 | ...] a group, without padding.
+    """All groups in one row, [prompt | response 1 | response 2 | ...] for each group, without padding.
 
-    "Prompt" is here what the prompts of a group have in common, "response" all that follows it. Each
-    response sees its group's prompt and itself, its positions go on from the prompt, and its first
-    token is predicted by the prompt's last. Inputs end before the last trained token of a response.
-    A group of one is an ordinary sequence. Raises ValueError if the prompts of a group have nothing
-    in common, if a prompt token has loss mask 1, or if no token has.
+    "Prompt" here means the tokens with which all prompts of a group begin, "response" all that follows
+    them. Each response sees its group's prompt and itself, its positions go on from the prompt, and its
+    first token is predicted by the prompt's last. A response's last trained token, and what follows it, is
+    left out of the input, since it predicts nothing. A group of one is an ordinary sequence. Raises
+    ValueError if the prompts of a group share no first token, if a prompt token has loss mask 1, or if no
+    token has.
     """
     ids: list[int] = []
     position_ids: list[int] = []
     sources: list[Tensor] = []
-    prompt_spans: list[tuple[int, int]] = []  # (start, length) among the packed positions
-    response_spans: list[tuple[int, int]] = []
-    group_of_response: list[int] = []
+    prompts: list[Span] = []
+    responses: list[tuple[Span, Span]] = []  # the prompt's span, its own
     for group in groups:
         prompt = group[0].segments[0].ids[: shared_prefix(group)]
         if not prompt:
             raise ValueError(f"the prompts of the group of {group[0].example_id} share no prefix")
-        prompt_end = len(ids) + len(prompt)
-        prompt_spans.append((len(ids), len(prompt)))
+        prompts.append((len(ids), len(prompt)))
         ids += prompt
         position_ids += range(len(prompt))
+        prompt_end = len(ids)
         for trajectory in group:
             trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0] - len(prompt)  # (tokens,)
             if len(trained) == 0:
@@ -126,31 +129,20 @@ def shared_prompt_batch(
             if trained[0] < 0:
                 raise ValueError(f"the prompt of {trajectory.example_id} has tokens of loss mask 1")
             length = int(trained[-1])
-            before = torch.where(trained > 0, len(ids) + trained - 1, prompt_end - 1)  # (tokens,)
-            sources.append(before)
+            sources.append(torch.where(trained > 0, len(ids) + trained - 1, prompt_end - 1))  # (tokens,)
             if length > 0:
-                response_spans.append((len(ids), length))
-                group_of_response.append(len(prompt_spans) - 1)
+                responses.append((prompts[-1], (len(ids), length)))
                 ids += trajectory.ids[len(prompt) : len(prompt) + length]
                 position_ids += range(len(prompt), len(prompt) + length)
-    layout = _layout(prompt_spans, response_spans, group_of_response, len(ids), device)
-    return _token_batch(
-        [t for group in groups for t in group],
-        torch.tensor(ids)[None],
-        torch.tensor(position_ids)[None],
-        layout,
-        torch.cat(sources) if sources else torch.zeros(0),
-        device,
-    )
+    flat = [t for group in groups for t in group]
+    source = torch.cat(sources) if sources else torch.zeros(0)  # (tokens,)
+    batch = _token_batch(flat, torch.tensor([ids]), source, device)
+    layout = _layout(prompts, responses, device)
+    return replace(batch, position_ids=torch.tensor([position_ids], device=device), layout=layout)
 
 
 def _token_batch(
-    trajectories: Sequence[Trajectory],
-    ids: Tensor,
-    position_ids: Tensor | None,
-    layout: SharedPromptLayout | None,
-    source: Tensor,
-    device: torch.device | str,
+    trajectories: Sequence[Trajectory], ids: Tensor, source: Tensor, device: torch.device | str
 ) -> TokenBatch:
     if len(source) == 0:
         raise ValueError("a batch needs at least one token of loss mask 1")
@@ -163,8 +155,6 @@ def _token_batch(
     targets, trajectory_index, logprobs = zip(*trained, strict=True)
     return TokenBatch(
         ids=ids.to(device),
-        position_ids=None if position_ids is None else position_ids.to(device),
-        layout=layout,
         source=source.to(device),
         targets=torch.tensor(targets, device=device),
         trajectory_index=torch.tensor(trajectory_index, device=device),
@@ -173,8 +163,8 @@ def _token_batch(
     )
 
 
-def _slots(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Slots of packed positions and which of them are real, (spans, longest) int64 and bool."""
+def _slots(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """The packed positions of some spans, (spans, longest) int64, and which are no padding, as bool."""
     start, length = torch.tensor(spans, dtype=torch.int64).unbind(1)  # (spans,) each
     offset = torch.arange(int(length.max()))  # (longest,)
     real = offset < length[:, None]
@@ -182,36 +172,27 @@ def _slots(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 
 def _layout(
-    prompt_spans: list[tuple[int, int]],
-    response_spans: list[tuple[int, int]],
-    group_of_response: list[int],
-    positions: int,
-    device: torch.device | str,
+    prompts: list[Span], responses: list[tuple[Span, Span]], device: torch.device | str
 ) -> SharedPromptLayout:
-    slots, reals, prompts, responses = [], [], [], []
-    in_order = sorted(prompt_spans, key=lambda span: span[1])
-    for start in range(0, len(in_order), SEQUENCES_TOGETHER):
-        prompt_slots, real = _slots(in_order[start : start + SEQUENCES_TOGETHER])
-        slots.append(prompt_slots)
-        reals.append(real)
-        prompts.append(prompt_slots.to(device))
-    pairs = [(prompt_spans[g], span) for g, span in zip(group_of_response, response_spans, strict=True)]
-    pairs.sort(key=lambda pair: (pair[0][1], pair[1][1]))
-    for start in range(0, len(pairs), SEQUENCES_TOGETHER):
-        of_prompts, own = zip(*pairs[start : start + SEQUENCES_TOGETHER], strict=True)
-        prompt_slots, prompt_real = _slots(of_prompts)
-        own_slots, own_real = _slots(own)
-        count, longest = own_slots.shape
-        sees_prompt = prompt_real[:, None].expand(-1, longest, -1)
+    prompts = sorted(prompts, key=lambda span: span[1])
+    computed = [_slots(spans) for spans in _chunks(prompts)]  # all that attention will give, in its order
+    prompt_slots = tuple(slots.to(device) for slots, _ in computed)
+    together = []
+    for pairs in _chunks(sorted(responses, key=lambda pair: (pair[0][1], pair[1][1]))):
+        (seen, seen_real), own = (_slots(spans) for spans in zip(*pairs, strict=True))
+        count, longest = own[0].shape
+        sees_prompt = seen_real[:, None].expand(-1, longest, -1)
         causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, -1, -1)
         attention_mask = torch.cat([sees_prompt, causal], dim=2)[:, None]
-        responses.append(Responses(*(x.to(device) for x in (prompt_slots, own_slots, attention_mask))))
-        slots.append(own_slots)
-        reals.append(own_real)
-    real = torch.cat([r.flatten() for r in reals])
-    unpad = torch.empty(positions, dtype=torch.int64)
-    unpad[torch.cat([s.flatten() for s in slots])[real]] = real.nonzero()[:, 0]
-    return SharedPromptLayout(tuple(prompts), tuple(responses), unpad.to(device))
+        together.append(Responses(*(x.to(device) for x in (seen, own[0], attention_mask))))
+        computed.append(own)
+    slots, real = (torch.cat([x.flatten() for x in xs]) for xs in zip(*computed, strict=True))  # (slots,)
+    unpad = real.nonzero()[:, 0][slots[real].argsort()]  # (positions,): each is in exactly one span
+    return SharedPromptLayout(prompt_slots, tuple(together), unpad.to(device))
+
+
+def _chunks(items: list[T]) -> Iterator[list[T]]:
+    return (items[i : i + SEQUENCES_TOGETHER] for i in range(0, len(items), SEQUENCES_TOGETHER))
 
 
 def _take(x: Tensor, slots: Tensor) -> Tensor:
@@ -235,8 +216,9 @@ def _shared_prompt_attention(
     """Attention in the signature of transformers: query (1, heads, positions, head_dim), and out
     (1, positions, heads, head_dim). Without a layout it is transformers' own SDPA attention.
 
-    Prompts attend to themselves; responses to their prompt and themselves. So the cost grows with
-    prompt + response as in separate rows, and not with the length of the packed row.
+    Prompts attend to themselves, responses to their prompt and themselves, so that the cost is that of
+    separate rows and not that of one row as long as the packed one. Raises ValueError for sliding windows
+    and capped scores.
     """
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -257,9 +239,9 @@ def _shared_prompt_attention(
         return out.transpose(1, 2).flatten(0, 1)  # (sequences x longest, heads, dim)
 
     outs = [attend(slots, slots, is_causal=True) for slots in layout.prompts]
-    for part in layout.responses:
-        seen = torch.cat([part.prompt_slots, part.slots], dim=1)  # (responses, longest prompt + response)
-        outs.append(attend(part.slots, seen, attn_mask=part.attention_mask))
+    for few in layout.responses:
+        seen = torch.cat([few.prompt_slots, few.slots], dim=1)  # (responses, longest prompt + response)
+        outs.append(attend(few.slots, seen, attn_mask=few.attention_mask))
     return _take(torch.cat(outs), layout.unpad)[None], None
 
 
@@ -270,8 +252,8 @@ AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)
 class _HeadLogprobs(torch.autograd.Function):
     """The output head on trained tokens only, a chunk of them at a time, forward and backward.
 
-    Logits of a chunk exist only while it is worked on: the backward pass computes them again. With
-    p = softmax(logits), d logprob / d logits = onehot(target) - p.
+    The logits of a chunk are not kept: the backward pass computes them again. With p = softmax(logits),
+    d logprob / d logits = onehot(target) - p.
     """
 
     @staticmethod
@@ -301,31 +283,28 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (tokens, hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (vocabulary, hidden)
         for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = (hidden[part] @ weight.t()).float().div_(ctx.temperature)  # (chunk, vocabulary)
-            grad_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-grad_logprobs[part, None])
-            grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            at = slice(start, start + ctx.chunk)
+            logits = (hidden[at] @ weight.t()).float().div_(ctx.temperature)  # (chunk, vocabulary)
+            grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-grad_logprobs[at, None])
+            grad_logits.scatter_add_(1, targets[at, None], grad_logprobs[at, None])
             grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
+                torch.mm(grad_logits, weight, out=grad_hidden[at])
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.t(), hidden[part])
+                grad_weight.addmm_(grad_logits.t(), hidden[at])
         return grad_hidden, grad_weight, None, None, None
 
 
 def token_logprobs(
-    model: PreTrainedModel | PeftModel,
-    batch: TokenBatch,
-    temperature: float = 1.0,
-    chunk: int | None = None,
+    model: PreTrainedModel | PeftModel, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each trained token, entropy of its distribution; (tokens,) float32 both.
+    """Log-probability of each trained token and entropy of its distribution, both (tokens,) float32.
 
-    Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states
-    at a time, by default as many as HEAD_CHUNK_BYTES of float32 logits, and again in the backward pass;
-    entropies carry no gradient. With a shared-prompt batch the model's attention is switched from "sdpa"
-    to a superset of it. Raises ValueError for an attention other than SDPA there, for models that cap
-    their logits, and for heads that are more than one matrix.
+    Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states at a
+    time, by default as many as give HEAD_CHUNK_BYTES of float32 logits. Entropies carry no gradient. A
+    shared-prompt batch switches the model from "sdpa" to an attention that can do both. Raises UserError if
+    that batch meets another attention, for models that cap their logits, and for heads that are more than
+    one matrix.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if getattr(inner.config, "final_logit_softcapping", None) is not None:

@@ -1,7 +1,7 @@
 """The losses of supervised fine-tuning and of GRPO with its variants, on log-probabilities of trained tokens.
 
 All tensors are (tokens,) unless said; trained tokens are ordered by trajectory, and `trajectory_index` says
-whose a token is. Every loss and statistic is a batch's share of the optimizer step's: sum over micro-batches.
+whose a token is. Every loss and statistic is a micro-batch's share: their sum is the optimizer step's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.variants import dual_clip_bound, truncated_importance_weights
 
-MAX_LOG_RATIO = 20.0  # Larger logarithms are cut before exp(), which would overflow.
+MAX_LOG_RATIO = 20.0  # The logarithm of a ratio is cut here, so that exp() does not overflow.
 
 
 def sft_loss(logprobs: Tensor, denominator: int) -> Tensor:
-    """Negative log-likelihood of the trained tokens (MTSQL-R1, section 3.2.1), divided by a number.
+    """Negative log-likelihood of the trained tokens (MTSQL-R1, section 3.2.1) over `denominator`.
 
-    `denominator` is the number of trained tokens of the whole optimizer step, so that the sum over
-    micro-batches is the step's mean, however it was cut.
+    That is the number of trained tokens of the whole optimizer step, so that the sum over micro-batches is
+    the step's mean, however it was cut.
     """
     return -logprobs.sum() / denominator
 
@@ -44,15 +44,15 @@ def grpo_loss(
     sampling_logprobs: Tensor | None = None,
     tis_cap: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate of MTSQL-R1, section 3.3.3, negated; and its statistics.
+    """The clipped surrogate of MTSQL-R1, section 3.3.3, negated, and its statistics.
 
     `advantages` is (trajectories,). Without `old_logprobs` the policy is its own old policy: the ratio is 1,
-    its gradient is not 0. `denominator`: see `token_weights`. `beta` weighs `kl_estimate` against
-    `reference_logprobs`. `dual_clip` and `tis_cap`, 0 for none, are those of `mtsql.learn.variants`; the
-    second needs `sampling_logprobs`.
+    but its gradient is not 0. `denominator` comes from `loss_denominator`. `beta` is the weight of
+    `kl_estimate` against `reference_logprobs`. `dual_clip` and `tis_cap`, 0 for none, are explained in
+    `mtsql.learn.variants`; the second needs `sampling_logprobs`.
 
-    Statistics: clip_fraction, and kl and tis_weight where they apply. Raises ValueError for an unknown choice
-    and for a `beta` or `tis_cap` without its log-probabilities.
+    Statistics: clip_fraction, and kl and tis_weight where they apply. Raises ValueError for an unknown
+    `ratio` and for a `beta` or `tis_cap` without its log-probabilities.
     """
     if beta != 0 and reference_logprobs is None:
         raise ValueError("beta needs reference log-probabilities")
@@ -80,8 +80,11 @@ def grpo_loss(
 
 
 def importance_ratio(logprobs: Tensor, old: Tensor, trajectory_index: Tensor, level: str) -> Tensor:
-    """Of each token, policy over old policy: its own ("token"), or its trajectory's geometric mean
-    ("sequence": GSPO, equation 7)."""
+    """Policy over old policy for each token.
+
+    At `level` "token" it is the token's own ratio, at "sequence" the geometric mean over its trajectory
+    (GSPO, equation 7).
+    """
     log_ratio = logprobs - old
     if level == "sequence":
         lengths = trajectory_index.bincount()  # (trajectories,)
@@ -93,10 +96,10 @@ def importance_ratio(logprobs: Tensor, old: Tensor, trajectory_index: Tensor, le
 
 
 def loss_denominator(counted: Sequence[Trajectory], aggregate: str, longest_response: int) -> int:
-    """What the loss of an optimizer step is divided by, at least 1: `counted` are its trajectories.
+    """What the loss of an optimizer step on the trajectories `counted` is divided by, at least 1.
 
-    Their number for "trajectory", that of their trained tokens for "token", trajectories times the longest
-    response allowed for "constant".
+    By `aggregate`: "trajectory" gives their number, "token" the number of their trained tokens, "constant"
+    their number times the longest response allowed.
     """
     if aggregate == "token":
         return max(1, sum(t.sampled_length for t in counted))
@@ -106,7 +109,7 @@ def loss_denominator(counted: Sequence[Trajectory], aggregate: str, longest_resp
 
 
 def token_weights(trajectory_index: Tensor, denominator: float, aggregate: str) -> Tensor:
-    """What each token counts in the loss, float32.
+    """The weight of each token in the loss, float32; `denominator` is that of `loss_denominator`.
 
     "trajectory": the mean over a trajectory's tokens, 1/|M_i|, then over trajectories (MTSQL-R1, section
     3.3.3). "token": the mean over all tokens (DAPO, equation 8). "constant": the sum over all tokens, over
@@ -119,16 +122,10 @@ def token_weights(trajectory_index: Tensor, denominator: float, aggregate: str) 
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) at each token, by Schulman's estimates (2020).
+    """KL(policy || reference) at each token, by one of Schulman's estimates (2020).
 
-    With r = log policy - log reference: "k1" is r, unbiased; "k2" is r^2 / 2, whose gradient is the right
-    one; "k3" is exp(-r) - 1 + r, never negative (GRPO, equation 4).
+    With r = log policy - log reference: "k1" is r, unbiased; "k2" is r^2 / 2, whose gradient is unbiased;
+    "k3" is exp(-r) - 1 + r, never negative (GRPO, equation 4).
     """
     r = (logprobs - reference_logprobs).clamp(min=-MAX_LOG_RATIO)
-    if kind == "k1":
-        return r
-    if kind == "k2":
-        return r.square() / 2
-    if kind == "k3":
-        return (-r).exp() - 1 + r
-    raise ValueError(f"kl is one of k1, k2, k3, not {kind!r}")
+    return {"k1": r, "k2": r.square() / 2, "k3": (-r).exp() - 1 + r}[kind]

@@ -26,6 +26,10 @@ from mtsql.files import folder_atomically, recover_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER_FILE = "adapter_config.json"
+WHAT_TO_GIVE = (
+    "give a folder with config.json, weights and tokenizer, a PEFT adapter folder, "
+    "or a hub name like Qwen/Qwen3-4B"
+)
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
@@ -34,7 +38,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
-        raise _not_loadable(name_or_path, "tokenizer") from error
+        raise UserError(f"no tokenizer could be loaded from {name_or_path}; {WHAT_TO_GIVE}") from error
 
 
 def load_policy(
@@ -54,8 +58,8 @@ def load_policy(
     adapter weights always float32. `quantise` "nf4" keeps the base's linear layers, but not the head, in
     4-bit NormalFloat with doubly quantised constants (QLoRA, Dettmers et al. 2023); only adapters can be
     trained then. "flash_attention_2" falls back to "sdpa" where it is not installed or the device is not
-    CUDA; it cannot run shared-prompt batches. Raises UserError if nothing can be loaded under that name,
-    for an unknown dtype, and for a `lora_rank` that would stack an adapter on an adapter.
+    CUDA; it cannot run shared-prompt batches. Raises UserError if nothing can be loaded under that name and
+    for a `lora_rank` that would stack an adapter on an adapter, ValueError for an unknown dtype.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
@@ -67,8 +71,10 @@ def load_policy(
     on_cuda = torch.device(device).type == "cuda"
     if attention == "flash_attention_2" and not (on_cuda and is_flash_attn_2_available()):
         attention = "sdpa"
+    source = name_or_path
     try:
-        base = PeftConfig.from_pretrained(name_or_path).base_model_name_or_path if adapter else None
+        if adapter:
+            source = PeftConfig.from_pretrained(source).base_model_name_or_path or source
         how = {"dtype": DTYPES[dtype], "attn_implementation": attention}
         if quantise == "nf4":
             how["quantization_config"] = BitsAndBytesConfig(
@@ -78,7 +84,7 @@ def load_policy(
                 bnb_4bit_compute_dtype=DTYPES[dtype],
             )
             how["device_map"] = {"": device}
-        model = AutoModelForCausalLM.from_pretrained(base or name_or_path, **how)
+        model = AutoModelForCausalLM.from_pretrained(source, **how)
         if quantise == "nf4":
             _keep_trainable_after_sampling(model.requires_grad_(False))
         else:
@@ -86,14 +92,10 @@ def load_policy(
         if adapter:
             model = PeftModel.from_pretrained(model, name_or_path, is_trainable=True)
     except (OSError, ValueError) as error:
-        raise _not_loadable(base or name_or_path if adapter else name_or_path, "model") from error
+        raise UserError(f"no model could be loaded from {source}; {WHAT_TO_GIVE}") from error
     if lora_rank > 0:
         config = LoraConfig(
-            r=lora_rank,
-            lora_alpha=2 * lora_rank,
-            lora_dropout=0.0,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
+            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, config)
     if gradient_checkpointing:
@@ -102,8 +104,11 @@ def load_policy(
 
 
 def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:
-    """On CPUs with bfloat16 instructions bitsandbytes repacks a 4-bit layer at its first evaluation, and
-    from then on it passes no gradient, without a word. Forbid that."""
+    """Forbid bitsandbytes to repack 4-bit layers.
+
+    On CPUs with bfloat16 instructions it does so at their first evaluation, and from then on they silently
+    pass no gradient.
+    """
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
@@ -114,19 +119,9 @@ def _check_exists(name_or_path: str | Path) -> None:
     recover_folder(Path(name_or_path))
     if Path(name_or_path).is_dir():
         return
-    parts = str(name_or_path).split("/")
-    if len(parts) > 2 or not all(parts) or parts[0] in (".", "..", "~"):
-        raise UserError(
-            f"{name_or_path} is not a folder; give a folder with config.json and weights, "
-            "a PEFT adapter folder, or a hub name like Qwen/Qwen3-4B"
-        )
-
-
-def _not_loadable(name_or_path: str | Path, what: str) -> UserError:
-    return UserError(
-        f"no {what} could be loaded from {name_or_path}; give a folder with config.json, weights "
-        "and tokenizer, a PEFT adapter folder, or a hub name like Qwen/Qwen3-4B"
-    )
+    names = str(name_or_path).split("/")
+    if len(names) > 2 or not all(names) or names[0] in (".", "..", "~"):
+        raise UserError(f"{name_or_path} is not a folder; {WHAT_TO_GIVE}")
 
 
 def save_policy(
@@ -137,7 +132,7 @@ def save_policy(
 ) -> None:
     """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing.
 
-    `weights` are those of a sharded model, gathered.
+    `weights` are the gathered ones of a sharded model, None for the model's own.
     """
     with folder_atomically(folder) as temporary:
         options = {"selected_adapters": ["default"]} if isinstance(model, PeftModel) else {}
@@ -159,31 +154,27 @@ def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
 def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:
     """Put the weights that `save_policy` wrote to `folder` into a model of the same kind.
 
-    Raises UserError if there is none.
+    Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
     """
-    _check_exists(folder)
-    if isinstance(model, PeftModel):
-        adapter = folder / "adapter_model.safetensors"
-        if not adapter.is_file():
-            raise UserError(f"{folder} holds no LoRA adapter; resume with the --lora-rank of the first run")
+    adapter = folder / "adapter_model.safetensors"
+    if adapter.is_file() != isinstance(model, PeftModel):
+        article = "a" if adapter.is_file() else "no"
+        raise UserError(f"{folder} holds {article} LoRA adapter; resume with the first run's --lora-rank")
+    if adapter.is_file():
         set_peft_model_state_dict(model, load_file(adapter))
-        return
-    saved = load_policy(folder, dtype)
-    if isinstance(saved, PeftModel):
-        raise UserError(f"{folder} holds a LoRA adapter; resume with the --lora-rank of the first run")
-    model.load_state_dict(saved.state_dict())
+    else:
+        model.load_state_dict(load_policy(folder, dtype).state_dict())
 
 
 class Reference:
     """The policy as it is now, kept frozen for a KL penalty.
 
-    Of a LoRA policy a second, frozen adapter is kept beside the trained one. So the reference of
-    training after a LoRA warm start is the warm-started model, not its base. Of other policies the
-    whole model is copied.
+    A LoRA policy gets a second, frozen adapter beside the trained one, so that after a LoRA warm start the
+    reference is the warm-started model and not its base. Any other policy is copied whole.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
-        """Copy the weights of `model`; make it before the first step, also on resume."""
+        """Copy the weights of `model`; to be called before training changes them, also on resume."""
         if not isinstance(model, PeftModel):
             self._model = copy.deepcopy(model).requires_grad_(False)
             return
@@ -197,7 +188,7 @@ class Reference:
 
     @contextmanager
     def policy(self) -> Iterator[PreTrainedModel | PeftModel]:
-        """The frozen policy; inside the block the trained one must not be used."""
+        """The frozen policy; the trained one must not be used while the block runs."""
         if not isinstance(self._model, PeftModel):
             yield self._model
             return

@@ -49,9 +49,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], rate: float, largest: float = 1.0
 ) -> float:
-    """One step on the gradients, scaled so that their norm is at most `largest`; the norm that they had.
+    """One step on the gradients, clipped to the norm `largest`; returns the norm before clipping.
 
-    Gradients are dropped then: they need no memory during rollouts.
+    The gradients are dropped after it, so that they take no memory during rollouts.
     """
     set_learning_rate(optimizer, rate)
     norm = nn.utils.clip_grad_norm_(parameters, largest)

@@ -1,8 +1,8 @@
 """One process a GPU, started by `torchrun --nproc-per-node N train_grpo.py ...`; alone without it.
 
-Every process holds the whole policy, plays and trains on its share of the work, and sees the gathered whole,
-so that all of them take the same decisions. Gradients are summed, since losses are already divided by the
-optimizer step's own denominators.
+Every process holds the whole policy, plays and trains on its share of the work, and gets the results of all
+processes, so that all of them take the same decisions. Gradients are summed and not averaged, since each loss
+is already divided by a denominator of the whole optimizer step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Processes:
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """The shares of all processes, back in the order that `share` dealt from."""
-        shares = self.all_gather(list(items))
+        shares = self.all_gather(items)
         return [s[i] for i in range(max(map(len, shares))) for s in shares if i < len(s)]
 
     def all_gather(self, value: T) -> list[T]:
@@ -63,10 +63,11 @@ class Processes:
         return values
 
     def pad(self, items: list[T], filler: T) -> list[tuple[T, float]]:
-        """The items with weight 1, then the filler with weight 0 until all processes have equally many.
+        """The items, then the filler until all processes have equally many; each with its weight.
 
-        FSDP2 wants as many forward and backward passes of each. It takes the mean over the processes of
-        gradients that should be added, for which the weights are multiplied by their number.
+        FSDP2 needs the same number of forward and backward passes in every process. It averages gradients
+        over the processes, where we want their sum; so an item's weight is the number of processes. The
+        filler's is 0.
         """
         most = max(self.all_gather(len(items)))
         return [(item, float(self.count)) for item in items] + [(filler, 0.0)] * (most - len(items))
@@ -119,7 +120,10 @@ def shard_policy(policy: PreTrainedModel, processes: Processes) -> None:
 
 @contextmanager
 def whole_weights(policy: nn.Module) -> Iterator[None]:
-    """All weights in every process, for rollouts, whose forward passes differ in number between processes."""
+    """All weights in every process while the block runs.
+
+    Rollouts need it: the processes make different numbers of forward passes.
+    """
     sharded = [m for m in policy.modules() if isinstance(m, FSDPModule)]
     for module in sharded:
         module.unshard()
@@ -133,30 +137,29 @@ def whole_weights(policy: nn.Module) -> Iterator[None]:
 def whole_state(
     policy: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[dict | None, dict]:
-    """Weights, None if they are not sharded, and optimizer state, on the first process; all must call it."""
+    """The weights (None if they are not sharded) and the optimizer state, as a checkpoint holds them.
+
+    All processes must call it; those of a sharded run get theirs on the first process only.
+    """
     if not isinstance(policy, FSDPModule):
         return None, optimizer.state_dict() if optimizer else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(policy, options=options)
     # Asked for the state of an optimizer that has none, torch would take a step to make one.
-    state = (
-        get_optimizer_state_dict(policy, optimizer, options=options) if optimizer and optimizer.state else {}
-    )
-    once = {name for name, _ in policy.named_parameters()}
-    for name, _ in policy.named_parameters(remove_duplicate=False):
-        if name not in once:  # tied to another, under whose name it is saved
-            weights.pop(name, None)
-    return weights, state
+    stepped = optimizer is not None and optimizer.state
+    state = get_optimizer_state_dict(policy, optimizer, options=options) if stepped else {}
+    once, every = (dict(policy.named_parameters(remove_duplicate=single)) for single in (True, False))
+    tied = every.keys() - once.keys()  # to weights under another name, which are saved
+    return {name: weight for name, weight in weights.items() if name not in tied}, state
 
 
 def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load what `whole_state` gave."""
-    if isinstance(policy, FSDPModule):
-        if state:
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(policy, optimizer, state, options=options)
-    else:
+    """Load the optimizer state that `whole_state` gave."""
+    if not isinstance(policy, FSDPModule):
         optimizer.load_state_dict(state)
+    elif state:  # empty before the first step
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(policy, optimizer, state, options=options)
 
 
 def leave_processes(processes: Processes) -> None:

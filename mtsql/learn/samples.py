@@ -18,9 +18,10 @@ from mtsql.report.metrics import step_metrics
 
 @dataclass
 class Sample:
-    """One of the G trajectories of a question, with its rewards. Its advantage stands in the trajectory.
+    """One of the G trajectories of a question, with its rewards; the trajectory itself holds the advantage.
 
-    `divergence` is the sum over its tokens of log policy - log reference, where that is taken off the reward.
+    `divergence` is the sum over its tokens of log policy - log reference, 0 unless --kl k1 takes it off the
+    reward. `in_loss` is False for a sample that counts in its group's statistics only.
     """
 
     trajectory: Trajectory
@@ -32,9 +33,10 @@ class Sample:
 def group_metrics(
     groups: Sequence[Sequence[Sample]], informative: Tensor, replaced: int, seconds: float
 ) -> dict[str, float]:
-    """Means over the samples of a step, which took `seconds`; `informative` is (questions,) bool.
+    """Means over the samples of a step.
 
-    `replaced` is the number of groups that dynamic sampling replaced.
+    `informative` is (questions,) bool, `replaced` the number of groups that dynamic sampling replaced,
+    `seconds` the time that the rollouts took.
     """
     samples = [sample for group in groups for sample in group]
     return {
@@ -48,12 +50,12 @@ def group_metrics(
 
 
 def mean_divergence(groups: Sequence[Sequence[Sample]]) -> float:
-    """The divergence from the reference that was taken off the rewards, a token: mean over the samples."""
+    """The mean over the samples of the divergence a token that was taken off the rewards."""
     return fmean(s.divergence / max(1, s.trajectory.sampled_length) for group in groups for s in group)
 
 
 def append_trajectories(path: Path, step: int, group: Sequence[Sample], tokens: ChatTokens) -> None:
-    """Write a group to the run's trajectories.jsonl."""
+    """Append a group to the run's trajectories.jsonl."""
     with path.open("a", encoding="utf-8") as file:
         for sample in group:
             record = trajectory_record(sample.trajectory, tokens.tokenizer.decode, sample.rewards.total)

@@ -1,9 +1,9 @@
 """Which of the policy's own trajectories become training data (MTSQL-R1, Algorithm 1, S2).
 
 The paper's "interactions" are tool interactions (section 4.2, Finding 5: "number of tool interactions").
-It does not say what happens to a solved question none of whose trajectories is short (or long) enough.
-Its Table 7 counts 2.57 trajectories for each solved question of CoSQL and 2.89 of SParC, which leaves
-little room for questions without any; so here the nearest ones stand in.
+It does not say what happens to a solved question if none of its trajectories is short (or long) enough. Its
+Table 7 counts 2.57 trajectories for each solved question of CoSQL and 2.89 of SParC, so that few questions
+can have none; here the trajectories nearest to the bound are taken then.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ def select_trajectories(
     embed: Callable[[Sequence[Trajectory]], np.ndarray],
     rng: random.Random,
 ) -> list[Trajectory]:
-    """S2 for one question: a few of `valid`, its right trajectories of one round (at least one).
+    """Choose a few of `valid`, the right trajectories of one question in one round (at least one).
 
-    A simple question (easy SQL, or all samples right) keeps a random KEPT_SHORT of its trajectories with at
-    most SHORT tool interactions. Another keeps one at random from each cluster of those with at least LONG;
-    `embed` gives their vectors, (n, d), and is not called where there is nothing to choose. Where none is
-    within the bound, those nearest to it are the candidates. What the model wrote is different in each.
+    A simple question (easy SQL, or all samples right) keeps KEPT_SHORT of its trajectories with at most
+    SHORT tool interactions, drawn at random. Any other question keeps one, drawn at random, from each of
+    CLUSTERS clusters of its trajectories with at least LONG; `embed` gives their vectors, (n, d), and is
+    not called where there is nothing to choose. If no trajectory is within the bound, those nearest to it
+    are taken. Of trajectories in which the model wrote the same only one can be chosen.
     """
-    distinct = list({_written(t): t for t in valid}.values())
+    by_text = {tuple(s.ids for s in t.segments if s.role == "model"): t for t in valid}
+    distinct = list(by_text.values())
     counts = [t.interactions for t in distinct]
     if simple:
         most = max(SHORT, min(counts))
-        candidates = [t for t, count in zip(distinct, counts, strict=True) if count <= most]
+        candidates = [t for t in distinct if t.interactions <= most]
         return rng.sample(candidates, min(KEPT_SHORT, len(candidates)))
     fewest = min(LONG, max(counts))
-    candidates = [t for t, count in zip(distinct, counts, strict=True) if count >= fewest]
+    candidates = [t for t in distinct if t.interactions >= fewest]
     if len(candidates) <= CLUSTERS:
         return candidates
     labels = cluster(embed(candidates), CLUSTERS, rng)
@@ -50,11 +52,11 @@ def select_trajectories(
 
 
 def cluster(vectors: np.ndarray, k: int, rng: random.Random) -> np.ndarray:
-    """k-means of directions: the cluster of each of `vectors` (n, d), an (n,) of 0 to k - 1.
+    """k-means of directions: for each of `vectors` (n, d) the number of its cluster, 0 to k - 1, as (n,).
 
-    No cluster is empty; with fewer than k distinct directions there are as many clusters as those. The
-    start is farthest-first from a random vector, the rest Lloyd's algorithm. Raises ValueError for vectors
-    that are zero or not finite, which have no direction.
+    No cluster is empty, so that fewer than k distinct directions give fewer clusters. The first centres are
+    a random vector and then, one by one, the vector farthest from all centres; Lloyd's algorithm does the
+    rest. Raises ValueError for vectors that are zero or not finite, which have no direction.
     """
     norms = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)  # (n, 1)
     if not (np.isfinite(norms) & (norms > 0)).all():
@@ -80,7 +82,3 @@ def cluster(vectors: np.ndarray, k: int, rng: random.Random) -> np.ndarray:
 def _distances(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
     """Squared distances, (n, centres); exactly 0 between equal vectors."""
     return ((vectors[:, None] - centres) ** 2).sum(-1)
-
-
-def _written(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:
-    return tuple(s.ids for s in trajectory.segments if s.role == "model")

@@ -1,9 +1,9 @@
 """Warm start from a teacher's trajectories (SQL-Trail, sections 3.2, 4.2 and A.6), for every recipe.
 
-A teacher's file has chat messages, one JSON object a line, as mtsql.report.chat and other programs write
+A teacher's file holds one conversation a line, a JSON object as mtsql.report.chat and other programs write
 it: `messages` with `role` and `content` (and perhaps `tool_calls`), and `example_id` or `db_id` where known.
-Only what the assistant wrote is taken from it. It is played again in our own environment, so that prompt,
-observations, token ids and loss mask are ours: nothing that the source shows as an observation is learned.
+Only the assistant's messages are used. They are played again in our own environment, so that prompt,
+observations, token ids and loss mask are ours, and no observation in the file is ever learned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,7 +29,7 @@ CLOSING_TAG = re.compile(r"</\w+>")
 
 
 class Outcome(StrEnum):
-    """What became of a line of a teacher's file; all but KEPT are dropped."""
+    """What became of one line of a teacher's file; all lines but the KEPT ones are dropped."""
 
     KEPT = "kept"
     WRONG = "wrong answer"
@@ -43,20 +42,21 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class TeacherLine:
-    """One conversation: what was asked, what the teacher wrote, and what it was told after each message."""
+    """One conversation: the question, the teacher's messages, and what came back after each of them."""
 
     example_id: str | None
     db_id: str | None
     asked: str  # the first message of the user
     messages: tuple[str, ...]
-    observed: tuple[str, ...]  # as many as `messages`; "" where nothing follows
+    observed: tuple[str, ...]  # one for each of `messages`; "" where nothing came back
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of one line; `question` and `trajectory` only where they were found and kept.
+    """What became of one line.
 
-    `other_observation`: the environment answered otherwise than the source says.
+    `question` is None where none was found, `trajectory` is None where it is not kept. `other_observation`
+    says that our environment answered something else than the file shows.
     """
 
     outcome: Outcome
@@ -68,7 +68,7 @@ class Replay:
 def read_teacher(path: Path) -> list[TeacherLine | None]:
     """The lines of a teacher's file, None for each that is not a conversation; empty lines are skipped.
 
-    Raises UserError without the file.
+    Raises UserError if there is no such file.
     """
     if not path.is_file():
         raise UserError(f"--teacher {path} is not there; give a JSONL file of chat messages")
@@ -96,47 +96,46 @@ def _read_line(line: bytes) -> TeacherLine | None:
 
 
 def _text(message: dict) -> str:
-    """A message as text, its `tool_calls` behind its content as Qwen3's chat template writes them.
+    """A message as text: its content, then its `tool_calls` as Qwen3's chat template writes them.
 
-    A content in parts is joined. Raises TypeError, KeyError or AttributeError for what is neither text nor
-    calls, ValueError for arguments that are not JSON.
+    A content that is a list of pieces is joined. Raises TypeError, KeyError or AttributeError for what is
+    neither text nor calls, ValueError for arguments that are not JSON.
     """
-    content = message.get("content") or ""
-    parts = [part["text"] for part in content] if isinstance(content, list) else [content] * bool(content)
+    content = message.get("content") or []
+    texts = [piece["text"] for piece in content] if isinstance(content, list) else [content]
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         rendered = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-        parts.append(f"<tool_call>\n{rendered}\n</tool_call>")
-    return "\n".join(parts)
+        texts.append(f"<tool_call>\n{rendered}\n</tool_call>")
+    return "\n".join(texts)
 
 
 def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Example | None]:
-    """The function from a line to its question: by `example_id`, if its database, or else its text, agrees
-    (ids are places in a file, which every dataset has), else by database and text.
+    """The function from a line to its question, None if there is none.
 
-    By text it is the question that stands, with all earlier ones of its dialogue, in the first message of
-    the user; of several the one that explains most of it. Without `db_id`, a text that is equally a
-    question over two databases is nobody's.
+    A line's `example_id` counts if its `db_id` agrees, or without `db_id` if its text does: the ids of
+    different datasets may be equal. Otherwise the question is looked for by text, in the line's database
+    if it names one: the first message of the user has to hold the question and all earlier ones of its
+    dialogue. Of several such questions the one with the most text counts, and none if equally long ones are
+    over different databases.
     """
     by_id = {question.id: question for question in questions}
-    by_database: dict[str, list[tuple[Example, list[str]]]] = defaultdict(list)
-    for question in questions:
-        texts = [_flat(question.question), *(_flat(turn.question) for turn in question.history)]
-        by_database[question.db_id].append((question, texts))
+    known = [
+        (question, [_flat(asked.question) for asked in (question, *question.history)])
+        for question in questions
+    ]
 
     def match(line: TeacherLine) -> Example | None:
         asked, named = _flat(line.asked), by_id.get(line.example_id)
         if named and (line.db_id == named.db_id or (not line.db_id and _flat(named.question) in asked)):
             return named
-        databases = by_database if line.db_id is None else [line.db_id]
         found = [
             (sum(map(len, texts)), question)
-            for db_id in databases
-            for question, texts in by_database.get(db_id, ())
-            if all(text and text in asked for text in texts)
+            for question, texts in known
+            if line.db_id in (None, question.db_id) and all(text and text in asked for text in texts)
         ]
         most = max((length for length, _ in found), default=0)
         best = [question for length, question in found if length == most]
@@ -158,24 +157,26 @@ def replay_lines(
     correct: str,
     progress: bool,
 ) -> list[Replay]:
-    """What becomes of each line; `questions` are all that a line may be about, `in_play` the ids to keep.
+    """What becomes of each line.
 
-    All are needed to tell a question from an earlier one of its dialogue that its prompt also holds.
+    A line may be about any of `questions`, but only those with an id in `in_play` are kept. The others are
+    needed all the same: a prompt holds the earlier questions of its dialogue too, and has to be told from
+    theirs.
     """
     match = make_matcher(questions)
     replays = []
     for line in tqdm(lines, desc="replay the teacher", unit="line", disable=not progress):
-        question = None if line is None else match(line)
         if line is None:
             replays.append(Replay(Outcome.UNREADABLE))
-        elif question is None or question.id not in in_play:
-            replays.append(Replay(Outcome.UNKNOWN))
-        else:
-            replays.append(replay_line(line, question, environment, reward, correct))
+            continue
+        question = match(line)
+        known = question is not None and question.id in in_play
+        replay = _replay(line, question, environment, reward, correct) if known else Replay(Outcome.UNKNOWN)
+        replays.append(replay)
     return replays
 
 
-def replay_line(
+def _replay(
     line: TeacherLine, question: Example, environment: Environment, reward: RewardFunction, correct: str
 ) -> Replay:
     """Play the teacher's messages on a question; kept is what is right and follows the recipe throughout."""
@@ -184,9 +185,7 @@ def replay_line(
     framing = [token.content for token in added if token.special]  # control tokens around messages
     if any(token in text for token in framing for text, _ in messages):
         return Replay(Outcome.FORMAT, question)
-    episode = environment.episodes(question, [0])[0]
-    play(episode, messages)
-    trajectory = episode.trajectory
+    trajectory = _play(environment.episodes(question, [0])[0], messages)
     if trajectory.status is Status.OUT_OF_TOKENS:
         outcome = Outcome.TOO_LONG
     elif trajectory.status in (None, Status.OUT_OF_INTERACTIONS):
@@ -203,10 +202,11 @@ def replay_line(
 
 
 def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
-    """The start of what a teacher wrote that is one message, and why it ends there.
+    """The first message in what a teacher wrote, and why it ends where it does.
 
-    It ends behind the recipe's first stop string or, without one, behind its action: a teacher may have made
-    up an observation, or further turns, in the same message. Without an action it is all of the text.
+    It ends with the recipe's first stop string or, without any, with its action, since what a teacher
+    wrote may go on with an observation, or further turns, that it made up. Without an action it is all of
+    the text.
     """
     ends = [text.index(string) + len(string) for string in recipe.stop_strings if string in text]
     if ends:
@@ -219,28 +219,30 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
     return text, Stop.END_OF_TURN
 
 
-def play(episode: Episode, messages: Sequence[tuple[str, Stop]]) -> None:
+def _play(episode: Episode, messages: Sequence[tuple[str, Stop]]) -> Trajectory:
     """Send messages until the episode is over or none is left, within the limits of a rollout.
 
-    The loss mask is 1 on their words and on the end of turn of those that end with it, as on a policy's own.
+    As for a policy's own messages, the loss mask is 1 on all their tokens, an end of turn included.
     """
     for text, stop in messages:
         if episode.trajectory.status is not None:
-            return
+            break
         ids = episode.tokens.message_ids(text)
         if stop is Stop.STOP_STRING:
             ids = ids[:-1]
         if len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens()):
             stop = Stop.LIMIT
         episode.step(ids, [0.0] * len(ids), stop)
+    return episode.trajectory
 
 
 def prefer_harder(
     replays: Sequence[Replay], count: int, scorer: Scorer, rng: random.Random
 ) -> list[Trajectory]:
-    """The trajectories of `count` of the kept (0: of all), at random but those of easy questions last.
+    """`count` of the kept trajectories, drawn at random, easy questions only if there are no others left.
 
-    SQL-Trail (A.6) keeps 1,000, "prioritizing examples with moderate to high difficulty".
+    `count` 0 gives all. SQL-Trail (A.6) keeps 1,000, "prioritizing examples with moderate to high
+    difficulty".
     """
     kept = [replay for replay in replays if replay.trajectory is not None]
     if count:
@@ -251,11 +253,8 @@ def prefer_harder(
 
 
 def format_replays(replays: Sequence[Replay]) -> str:
-    """How many lines were kept, and why the others were dropped."""
-    counts = Counter(replay.outcome for replay in replays)
-    lines = [f"{'lines of the teacher':<52}{len(replays):>8,}"]
-    lines += [f"  {outcome:<50}{counts[outcome]:>8,}" for outcome in Outcome if counts[outcome]]
-    other = sum(replay.other_observation for replay in replays)
-    if other:
-        lines.append(f"{'kept that saw another observation than the source':<52}{other:>8,}")
-    return "\n".join(lines)
+    """A small table: how many lines were kept, and why the others were dropped."""
+    counts = {f"  {outcome}": sum(r.outcome is outcome for r in replays) for outcome in Outcome}
+    counts["kept that saw another observation than the source"] = sum(r.other_observation for r in replays)
+    lines = [("lines of the teacher", len(replays)), *(line for line in counts.items() if line[1])]
+    return "\n".join(f"{name:<52}{count:>8,}" for name, count in lines)

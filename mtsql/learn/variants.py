@@ -35,11 +35,12 @@ def dynamic_sampling(
     wanted: int,
     rounds: int,
 ) -> tuple[list[list[Sample]], int]:
-    """The groups of a step, and how many were replaced.
+    """The `wanted` groups of a step, and how many were replaced.
 
-    `play` turns numbered questions into groups, `order(attempt)` says in which order questions are drawn. At
-    most `rounds` times groups whose rewards are all equal make room for those of other questions; what is
-    missing then is filled up with them. With 0 rounds all groups stay.
+    `order(attempt)` gives the questions in the order in which they are drawn, `play` turns numbered
+    questions into groups. Up to `rounds` times, groups whose rewards are all equal are set aside and other
+    questions played instead. If there are too few groups then, those set aside fill the step. With 0 rounds
+    all groups stay.
     """
     kept: list[list[Sample]] = []
     equal: list[list[Sample]] = []
@@ -53,23 +54,22 @@ def dynamic_sampling(
             (kept if spread or rounds == 0 else equal).append(group)
         if len(kept) >= wanted:
             break
-    replaced = max(0, len(equal) - max(0, wanted - len(kept)))
-    return kept + equal[: max(0, wanted - len(kept))], replaced
+    groups = kept + equal[: max(0, wanted - len(kept))]
+    return groups, len(kept) + len(equal) - len(groups)
 
 
 def apply_sample_rules(config: GrpoConfig, sample: Sample) -> None:
-    """--truncated exclude or penalise, and --filter-rollouts: what leaves the loss, or costs reward."""
+    """Apply --truncated and --filter-rollouts: a sample may lose reward, or be left out of the loss."""
     truncated = sample.trajectory.status is Status.OUT_OF_TOKENS
     if truncated and config.truncated == "penalise":
-        total = sample.rewards.total - config.truncation_penalty
-        sample.rewards = replace(sample.rewards, total=total)
+        sample.rewards = replace(sample.rewards, total=sample.rewards.total - config.truncation_penalty)
     excluded = truncated and config.truncated == "exclude"
     filtered = config.filter_rollouts and sample.rewards.quality <= config.filter_threshold
     sample.in_loss = not (excluded or filtered)
 
 
 def add_divergences(config: GrpoConfig, samples: Sequence[Sample], reference: Reference) -> None:
-    """--kl k1: each sample's divergence from the reference, by the sampler's log-probabilities."""
+    """--kl k1: set each sample's divergence from the reference, by the sampler's log-probabilities."""
     by_seed = {sample.trajectory.seed: sample for sample in samples}
     trajectories = [sample.trajectory for sample in samples]
     with torch.no_grad(), reference.policy() as frozen:
@@ -82,7 +82,7 @@ def add_divergences(config: GrpoConfig, samples: Sequence[Sample], reference: Re
 
 
 def idle_variants(config: GrpoConfig) -> list[str]:
-    """A sentence for each option that was set and does nothing beside the others."""
+    """A sentence for each option that was set but does nothing, given the others."""
     ratio = config.updates_per_batch == 1 and "the importance ratio is 1 at one update a batch"
     idle = {
         "clip_low": ratio,
@@ -99,10 +99,13 @@ def idle_variants(config: GrpoConfig) -> list[str]:
 
 
 def dual_clip_bound(objective: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """A bad token's ratio counts at most `bound` times, above 1; all tensors (tokens,)."""
+    """The objective with the ratio cut at `bound` > 1 where the advantage is negative; tensors (tokens,)."""
     return torch.where(advantage < 0, torch.maximum(objective, bound * advantage), objective)
 
 
 def truncated_importance_weights(old: Tensor, sampling_logprobs: Tensor, cap: float) -> Tensor:
-    """The trainer's probability of each token over the sampler's, cut at the cap: their numerics differ."""
+    """The trainer's probability of each token over the sampler's, cut at `cap`; all tensors (tokens,).
+
+    The two differ by the rounding of their different computations.
+    """
     return (old - sampling_logprobs).clamp(max=math.log(cap)).exp()

@@ -1,4 +1,4 @@
-"""Algorithm 1 from round to round (MTSQL-R1, section 3.2.2), and the gold answers of its baseline."""
+"""The state of Algorithm 1 between its rounds (MTSQL-R1, section 3.2.2), and its baseline's gold answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtsql.recipes.rewards import Rewards, is_right
 
 
 def idle_targets(config: SftConfig) -> list[str]:
-    """A sentence for each option that was set and does nothing, since the policy collects nothing itself."""
+    """A sentence for each option that was set in vain, because --targets gold or teacher samples nothing."""
     why = config.targets != "self" and f"--targets {config.targets} samples nothing"
     names = ("samples_per_question", "temperature", "embedding")
     gold = config.targets == "gold" and "--targets gold takes every answer"
@@ -26,7 +26,10 @@ def idle_targets(config: SftConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a round found of one question: its rollouts, which were kept, and why others were not."""
+    """One question in one round: how many rollouts it had, which were kept, and why the others were not.
+
+    `right` counts those whose answer was right, kept or not; `rejected` counts by reason.
+    """
 
     example_id: str
     sampled: int
@@ -36,7 +39,7 @@ class Collected:
 
 
 def rejection(trajectory: Trajectory, rewards: Rewards, correct: str) -> str | None:
-    """The first filter that a rollout does not pass: no_answer, wrong_ex, wrong_em or off_protocol."""
+    """Why a rollout cannot be kept: no_answer, wrong_ex, wrong_em, off_protocol; None if it can be."""
     if trajectory.status is not Status.ANSWERED:
         return "no_answer"
     if not is_right(rewards, correct):
@@ -46,7 +49,7 @@ def rejection(trajectory: Trajectory, rewards: Rewards, correct: str) -> str | N
 
 @dataclass
 class Progress:
-    """Where Algorithm 1 is; its plain form goes into checkpoints."""
+    """How far Algorithm 1 has come; `to_plain` gives what a checkpoint keeps of it."""
 
     remaining: list[Example]  # D_i
     kept: list[Trajectory] = field(default_factory=list)  # the cumulative set T
@@ -56,7 +59,7 @@ class Progress:
     round: int = 0
     index: int = 0  # optimizer steps that are done of this round,
     step: int = 0  # and of all
-    rng_state: tuple = ()  # that draws the order of fine-tuning
+    rng_state: tuple = ()  # of the generator that draws the order of fine-tuning
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, found: Sequence[Collected], rng: random.Random) -> None:
@@ -64,9 +67,7 @@ class Progress:
         self.kept += [t for question in found for t in question.kept]
         self.solved = {question.example_id for question in found if question.kept}
         self.collected, self.rng_state = True, rng.getstate()
-        rejected: Counter[str] = Counter()
-        for question in found:
-            rejected.update(question.rejected)
+        rejected = sum((question.rejected for question in found), Counter())
         self.coverage.append(
             {
                 "round": self.round + 1,
@@ -93,29 +94,27 @@ class Progress:
             "remaining": [example.id for example in self.remaining],
             "solved": sorted(self.solved),
             "coverage": self.coverage,
-            "rng": self.rng_state,
+            "rng_state": self.rng_state,
             "index": self.index,
         }
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any], pool: Sequence[Example], step: int) -> Progress:
         """What `to_plain` wrote after `step` steps; `pool` is D_0."""
-        remaining = set(plain["remaining"])
-        return cls(
-            remaining=[example for example in pool if example.id in remaining],
-            kept=[Trajectory.from_plain(t) for t in plain["kept"]],
-            coverage=plain["coverage"],
-            solved=set(plain["solved"]),
-            collected=True,
-            round=plain["round"],
-            index=plain["index"],
-            step=step,
-            rng_state=plain["rng"],
-        )
+        names = set(plain["remaining"])
+        objects = {
+            "remaining": [example for example in pool if example.id in names],
+            "kept": [Trajectory.from_plain(t) for t in plain["kept"]],
+            "solved": set(plain["solved"]),
+        }
+        return cls(**plain | objects, collected=True, step=step)
 
 
 def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example]]) -> list[Collected]:
-    """The gold SQL of every question as a direct answer: the data of short-horizon fine-tuning."""
+    """The gold SQL of every question as a direct answer: the data of the short-horizon baseline.
+
+    Each question comes with its number, which is not used: there is nothing to draw.
+    """
     found = []
     for _, example in numbered:
         episode = environment.episodes(example, [0])[0]

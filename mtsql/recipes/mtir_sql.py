@@ -171,19 +171,16 @@ class MtirSql(Recipe):
     ) -> tuple[list[dict], list[dict] | None]:
         """One user message, and the tool's schema for the chat template."""
         executes = EXEC_SQL in tools
-        history = self.options.history_text(example)
-        schema_text = self.options.schema_text(schema)
         if self.options.compact:
-            # The schema comes first: prompts over one database share it as a prefix.
-            now, tool = f"now: {example.question}", f"calls: {'sql' if executes else 'none'}"
-            lines = filter(None, [schema_text, history, example.knowledge, now, tool])
-            return [{"role": "user", "content": "\n".join(lines)}], None
+            calls = f"calls: {'sql' if executes else 'none'}"
+            return self.options.compact_prompt(example, schema, calls), None
+        history = self.options.history_text(example)
         thinks = not self.options.native_thinking
         either = EITHER.format(analysis=ANALYSIS if thinks else "") if executes else ""
         content = TASK.format(
             validate=VALIDATE if executes else "",
             db_id=example.db_id,
-            schema=schema_text,
+            schema=self.options.schema_text(schema),
             history=history + "\n" if history else "",
             question="\n".join(filter(None, [example.knowledge, example.question])),
             test=TEST if executes else "",

@@ -100,13 +100,10 @@ class MtsqlR1(Recipe):
         self, example: Example, schema: Schema, tools: Mapping[str, Tool]
     ) -> tuple[list[dict], list[dict] | None]:
         """System and user message, and the tool schemas for the chat template."""
-        schema_text = self.options.schema_text(schema)
         if self.options.compact:
-            # The schema comes first: prompts over one database share it as a prefix.
-            earlier = self.options.history_text(example, with_sql=MEMORY_RETRIEVE not in tools)
-            now = f"now: {example.question}\ntools: {' '.join(tools) or 'none'}"
-            lines = filter(None, [schema_text, earlier, example.knowledge, now])
-            return [{"role": "user", "content": "\n".join(lines)}], None
+            named = f"tools: {' '.join(tools) or 'none'}"
+            return self.options.compact_prompt(example, schema, named, MEMORY_RETRIEVE not in tools), None
+        schema_text = self.options.schema_text(schema)
         return [
             {"role": "system", "content": texts.system_text(tools)},
             {"role": "user", "content": texts.question_text(example, schema_text, tools)},

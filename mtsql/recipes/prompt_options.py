@@ -42,6 +42,17 @@ class PromptOptions:
         heading = "" if self.compact or not lines else "Earlier questions of this dialogue:\n"
         return heading + "\n".join(lines)
 
+    def compact_prompt(
+        self, example: Example, schema: Schema, last_line: str, with_sql: bool = True
+    ) -> list[dict]:
+        """The compact wording's prompt, one message of the user; `with_sql` as for `history_text`.
+
+        The schema comes first, so that prompts over one database share it as a prefix.
+        """
+        lines = [self.schema_text(schema), self.history_text(example, with_sql), example.knowledge]
+        text = "\n".join(filter(None, [*lines, f"now: {example.question}", last_line]))
+        return [{"role": "user", "content": text}]
+
 
 def compact_result(result: ExecutionResult | None, limit: int) -> str:
     """Rows or the error in the compact wording, cut to `limit` characters."""

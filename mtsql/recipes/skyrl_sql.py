@@ -30,12 +30,13 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, UNTIL, TaggedRecipe, task_text
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
 from mtsql.sql.score import Scorer
 
 SETTINGS = {"tools": "no_memory", "max_interactions": 4, "temperature": 0.6, "correct": "ex"}
 
 INVALID = "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
+OVERVIEW = "You are a data science expert. Below, you are provided with {given}a natural language question."
 SCHEMA_NOTE = (
     "This schema describes the database's structure, including tables, columns, primary keys, foreign keys, "
     "and any relevant relationships or constraints."
@@ -91,25 +92,19 @@ def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: b
     """The prompt of appendix A, with table names only as in D.1, with native thinking as in D.2."""
     names_only = options.schema == "names"
     given = "" if names_only else "a database schema and "
-    overview = (
-        f"You are a data science expert. Below, you are provided with {given}a natural language question."
-    )
     shown = options.schema_text(schema)
-    rules = [] if options.native_thinking else [THOUGHT_RULE]
-    if multi_turn:
-        rules += [*TOOL_RULES, UNTIL + SOLUTION_RULE]
-        blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
-    else:
-        rules += ["You" + SOLUTION_RULE.removeprefix("you")]
-        blocks = [QUESTION, ONLY_THOUGHT, SOLUTION]
+    steps = [FIRST_THOUGHT, QUERY, SECOND_THOUGHT] if multi_turn else [ONLY_THOUGHT]
     return task_text(
         options,
         example,
-        f"{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
-        f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
-        [f"- {line}" for line in (*ONLY_WHAT_IS_ASKED, THINK_FIRST)],
-        [f"- {line}" for line in rules],
-        blocks,
+        multi_turn,
+        overview=OVERVIEW.format(given=given),
+        schema_text=f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
+        instructions=[*ONLY_WHAT_IS_ASKED, THINK_FIRST],
+        thought_rule=THOUGHT_RULE,
+        solution_rule=SOLUTION_RULE,
+        blocks=[QUESTION, *steps, SOLUTION],
+        bullet="-",
     )
 
 

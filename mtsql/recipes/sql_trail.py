@@ -43,7 +43,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TASK, TOOL_RULES, UNTIL, TaggedRecipe, task_text
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement
@@ -111,25 +111,20 @@ def make_recipe(options: PromptOptions) -> TaggedRecipe:
 def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
     """The system prompt of A.3."""
     names_only = options.schema == "names"
-    overview = OVERVIEW.format(given="the table names of a database" if names_only else "a database schema")
-    instructions = [*ONLY_WHAT_IS_ASKED]
-    instructions += [] if names_only else [SELECT_SCHEMA]
-    instructions += [REFLECT] if multi_turn else []
-    rules = [] if options.native_thinking else [THOUGHT_RULE]
-    if multi_turn:
-        rules += [*TOOL_RULES, UNTIL + SOLUTION_RULE]
-        blocks = [QUESTION, FIRST_THOUGHT, QUERY, SECOND_THOUGHT, SOLUTION]
-    else:
-        rules += [SOLUTION_RULE.capitalize()]
-        blocks = [QUESTION, FIRST_THOUGHT, SOLUTION]
+    given = "the table names of a database" if names_only else "a database schema"
+    select, reflect = [] if names_only else [SELECT_SCHEMA], [REFLECT] if multi_turn else []
+    steps = [QUERY, SECOND_THOUGHT] if multi_turn else []
     return task_text(
         options,
         example,
-        f"{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
-        ("Table names: " if names_only else "") + options.schema_text(schema),
-        [f"{i}. {line}" for i, line in enumerate(instructions, 1)],
-        [f"{i}. {line}" for i, line in enumerate(rules, 1)],
-        blocks,
+        multi_turn,
+        overview=OVERVIEW.format(given=given),
+        schema_text=("Table names: " if names_only else "") + options.schema_text(schema),
+        instructions=[*ONLY_WHAT_IS_ASKED, *select, *reflect],
+        thought_rule=THOUGHT_RULE,
+        solution_rule=SOLUTION_RULE,
+        blocks=[QUESTION, FIRST_THOUGHT, *steps, SOLUTION],
+        bullet="{}.",
     )
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from mtsql.agent.env import ModelMessage, Recipe
 from mtsql.agent.tools import EXEC_SQL, Tool
@@ -57,23 +57,20 @@ TOOL_RULES = (
 )
 UNTIL = "If you find no further exploration is needed or reaches max turns, "
 
-Task: TypeAlias = Callable[[PromptOptions, Example, Schema, bool], str]
-Table: TypeAlias = Callable[[list[list[str]]], str]
-
 
 @dataclass(frozen=True)
 class TaggedRecipe(Recipe):
     """One of the two recipes in a wording.
 
-    `task(wording, example, schema, multi_turn)` is the paper's prompt. `table(cells)` draws a header and its
-    rows. `thought_tags` are the names of the tags around thoughts, `invalid` is said to a message without a
+    `task(options, example, schema, multi_turn)` writes the paper's prompt, `table(cells)` a header and its
+    rows. `thought_tags` are the names of the tags around thoughts, `invalid` answers a message without a
     usable action.
     """
 
     options: PromptOptions
     thought_tags: tuple[str, ...]
-    task: Task
-    table: Table
+    task: Callable[[PromptOptions, Example, Schema, bool], str]
+    table: Callable[[list[list[str]]], str]
     invalid: str
     observation_role: ClassVar[str] = "user"
     stop_strings: ClassVar[tuple[str, ...]] = ("</sql>", "</solution>")
@@ -83,11 +80,9 @@ class TaggedRecipe(Recipe):
         """One message of the user; no tool schemas, since tools are called by tags."""
         multi_turn = EXEC_SQL in tools
         if self.options.compact:
-            lines = [self.options.schema_text(schema), self.options.history_text(example), example.knowledge]
-            lines += [f"now: {example.question}", "tags: sql solution" if multi_turn else "tags: solution"]
-            text = "\n".join(filter(None, lines))
-        else:
-            text = self.task(self.options, example, schema, multi_turn)
+            tags = "tags: sql solution" if multi_turn else "tags: solution"
+            return self.options.compact_prompt(example, schema, tags), None
+        text = self.task(self.options, example, schema, multi_turn)
         return [{"role": "user", "content": text}], None
 
     def call(self, sql: str) -> str:
@@ -149,10 +144,8 @@ class TaggedRecipe(Recipe):
         return self._observation("invalid" if self.options.compact else self.invalid, turns_left)
 
     def _observation(self, text: str, turns_left: int) -> str:
-        left = (
-            turns_left if self.options.compact else f"You have {turns_left} turns left to complete the task."
-        )
-        return f"<observation>\n{text}\n{left}\n</observation>"
+        left = "{}" if self.options.compact else "You have {} turns left to complete the task."
+        return f"<observation>\n{text}\n{left.format(turns_left)}\n</observation>"
 
 
 def _cell(value: object) -> str:
@@ -162,27 +155,40 @@ def _cell(value: object) -> str:
 def task_text(
     options: PromptOptions,
     example: Example,
+    multi_turn: bool,
+    *,
     overview: str,
     schema_text: str,
     instructions: Sequence[str],
-    rules: Sequence[str],
+    thought_rule: str,
+    solution_rule: str,
     blocks: Sequence[str],
+    bullet: str,
 ) -> str:
-    """The prompt in the sections of both papers; `instructions` and `rules` are lines with their bullets.
+    """The prompt in the sections of both papers.
 
-    `blocks` make the example; with native thinking its thoughts are left out.
+    `bullet`, in which "{}" becomes the number, stands before each instruction and rule. `solution_rule`
+    follows UNTIL; in a single pass it stands alone. `blocks` make the example. With native thinking the
+    rule about thoughts and the thoughts of the example are left out.
     """
+    alone = solution_rule[0].upper() + solution_rule[1:]
+    rules = [] if options.native_thinking else [thought_rule]
+    rules += [*TOOL_RULES, UNTIL + solution_rule] if multi_turn else [alone]
+
+    def listed(title: str, lines: Sequence[str]) -> str:
+        return "\n".join([title, *(f"{bullet.format(i)} {line}" for i, line in enumerate(lines, 1))])
+
     sample = "\n".join(b for b in blocks if not (options.native_thinking and b.startswith("<think>")))
     history = options.history_text(example)
     sections = [
-        f"Task Overview:\n{overview}",
+        f"Task Overview:\n{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
         "Database Engine:\nSQLite",
         f"Database Schema:\n{schema_text}",
         "\n".join(filter(None, ("External Knowledge:", example.knowledge))),
         *([history] if history else []),
         f"Question: {example.question}",
-        "\n".join(("Instructions:", *instructions)),
-        "\n".join(("Format:", *rules)),
+        listed("Instructions:", instructions),
+        listed("Format:", rules),
         "\n".join((EXAMPLE_LINE.format("-" * 24, "START"), sample, EXAMPLE_LINE.format("-" * 24, "END"))),
     ]
     return "\n\n".join(sections)
