@@ -233,8 +233,7 @@ def fine_tune(
         start = index * config.trajectories_per_step
         batch = order[start : start + config.trajectories_per_step]
         denominator = sum(t.sampled_length for t in batch)
-        by_length = sorted(batch, key=lambda t: len(t.ids))
-        by_question = sorted(run.processes.share(by_length), key=lambda t: t.example_id)
+        by_question = sorted(batch, key=lambda t: (t.example_id, len(t.ids)))
         groups = [list(group) for _, group in groupby(by_question, key=lambda t: t.example_id)]
         sums: Counter[str] = Counter()
         for part in step_batches(
