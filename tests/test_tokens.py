@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from conftest import GOLD, ROOT, make_episode, say
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mtsql.agent.env import Limits
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
+from mtsql.agent.trajectory import ActionType, Status
+from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"
 TOOLS = [{"type": "function", "function": {"name": "execute", "parameters": {}}}]
@@ -20,6 +26,25 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SMOLLM2 = (  # knows no tools, and has a system message of its own
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are SmolLM.<|im_end|>\n{% endif %}" + CHATML
+)
+QWEN25 = (  # knows tools, in words of its own
+    "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}"
+    "{% else %}You are Qwen.{% endif %}"
+    "{% if tools %}\n\n# Functions{% for t in tools %}\n{{ t | tojson }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+LLAMA = (  # knows no tools
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+QWEN3_TEMPLATE = (ROOT / "mtsql" / "toy" / "tiny_chat_template.jinja").read_text()
+SCHEMAS = [tool.schema for tool in make_tools("both").values()]
+TAGS = ("<tool_call>", "</tool_call>", "<exec_verify>", "</exec_verify>", "<answer_sql>", "</answer_sql>")
 NO_TOOL_ROLE = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}{% endfor %}"
 
 
@@ -30,14 +55,17 @@ def qwen3() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(QWEN3)
 
 
-def character_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """One token a character and ChatML's control tokens; eos is not the template's end of turn."""
-    characters = {chr(i): i for i in [10, *range(32, 127)]}
+def character_tokenizer(
+    template: str | None, tags: tuple[str, ...] = ("<tool_call>", "    ")
+) -> PreTrainedTokenizerFast:
+    """One token a character, a control token, one of `tags`; eos is not the template's end of turn."""
+    characters = {chr(code): i for i, code in enumerate([10, *range(32, 127)])}
     core = Tokenizer(models.WordLevel(characters, unk_token=" "))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    tokenizer.add_tokens(["<tool_call>", "    "])
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", *LLAMA_TOKENS], special_tokens=True)
+    tokenizer.add_tokens(list(tags))
     tokenizer.chat_template = template
     return tokenizer
 
@@ -168,3 +196,85 @@ def test_tokenizer_without_template_is_refused():
     tokenizer.name_or_path = "some/folder"
     with pytest.raises(ValueError, match="tokenizer in 'some/folder' has no chat template"):
         ChatTokens(tokenizer)
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: object) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["system message", "no system message"])
+def test_schemas_that_chatml_drops_stand_where_qwen3_writes_them(first):
+    messages = conversation("How many?")[first:]
+    theirs = rendered_ids(character_tokenizer(QWEN3_TEMPLATE), messages, tools=SCHEMAS)
+    tokenizer = character_tokenizer(SMOLLM2)
+    tokens = ChatTokens(tokenizer)
+    assert tokens.prompt_ids(messages, SCHEMAS) == theirs
+    assert tokens.prompt_ids(messages, None) == rendered_ids(tokenizer, messages)
+
+
+def test_tools_text_is_that_of_the_real_qwen3_template(qwen3):
+    messages = conversation("How many?")
+    theirs = qwen3.apply_chat_template(messages, tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
+    ours = ChatTokens(character_tokenizer(SMOLLM2, ())).prompt_ids(messages, SCHEMAS)
+    assert character_tokenizer(SMOLLM2, ()).decode(ours) == theirs
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3_TEMPLATE])
+@pytest.mark.parametrize("first", [0, 1], ids=["system message", "no system message"])
+def test_template_that_knows_tools_is_left_alone(template, first):
+    tokenizer, messages = character_tokenizer(template), conversation("How many?")[first:]
+    ids = ChatTokens(tokenizer).prompt_ids(messages, SCHEMAS)
+    assert ids == rendered_ids(tokenizer, messages, tools=SCHEMAS)
+    assert tokenizer.decode(ids).count("exec_sql") == 1
+
+
+def test_llama_like_template_gets_the_schemas():
+    tokenizer = character_tokenizer(LLAMA)
+    tokens = ChatTokens(tokenizer)
+    shown = tokenizer.decode(tokens.prompt_ids(conversation("How many?"), SCHEMAS))
+    system, user, model = shown.split("<|start_header_id|>")[1:]
+    assert system.startswith("system<|end_header_id|>\n\nSchema: singer(id, name)\n\n# Tools\n\nYou may call")
+    assert system.endswith("</tool_call><|eot_id|>") and '"name": "memory_retrieve"' in system
+    assert user == "user<|end_header_id|>\n\nHow many?<|eot_id|>"
+    assert model == "assistant<|end_header_id|>\n\n"
+    assert tokens.end_of_turn_ids[0] == tokenizer.convert_tokens_to_ids("<|eot_id|>")
+
+
+@pytest.mark.parametrize("template", [SMOLLM2, LLAMA])
+@pytest.mark.parametrize("first", [0, 1], ids=["system message", "no system message"])
+def test_control_text_stays_text_beside_schemas(template, first):
+    tokenizer = character_tokenizer(template, ("<tool_call>",))
+    tokens, control = ChatTokens(tokenizer), set(tokenizer.get_added_vocab().values())
+    hostile = "".join(tokenizer.get_added_vocab())
+
+    def both(question: str) -> list[list[int]]:
+        messages = [{"role": "system", "content": question}, {"role": "user", "content": question}][first:]
+        return [tokens.prompt_ids(messages, SCHEMAS), tokens.observation_suffix(question, False)]
+
+    for calm, wild in zip(both("calm"), both(hostile), strict=True):
+        assert [i for i in wild if i in control] == [i for i in calm if i in control]
+        assert tokenizer.decode(wild) == tokenizer.decode(calm).replace("calm", hostile)
+    tag = tokenizer.convert_tokens_to_ids("<tool_call>")
+    assert both(hostile)[0].count(tag) == 2  # those of the instructions, as in Qwen3's own render
+
+
+@pytest.mark.parametrize("tags", [(), TAGS], ids=["several tokens", "one token"])
+def test_tags_of_one_or_several_tokens(tiny, tags):
+    tokenizer = character_tokenizer(SMOLLM2, tags)
+    assert (len(tokenizer.encode("<answer_sql>")) == 1) is bool(tags)
+    limits = Limits(max_prompt_tokens=9999, max_response_tokens=9999, max_sequence_tokens=19998)
+    episode = make_episode(replace(tiny, tokens=ChatTokens(tokenizer)), True, limits=limits, compact=False)
+    said = [
+        tool_call(EXEC_SQL, GOLD),
+        verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, GOLD),
+        verdict(MEMORY_RETRIEVE, True) + final_answer(GOLD),
+    ]
+    assert [say(episode, text) for text in said] == [True, True, False]
+    trajectory = episode.trajectory
+    assert (trajectory.status, trajectory.answer_sql, trajectory.off_protocol) == (Status.ANSWERED, GOLD, 0)
+    assert [a.type for a in trajectory.actions] == [
+        ActionType.PROPOSE, ActionType.EXECUTE, ActionType.E_VERIFY, ActionType.M_VERIFY, ActionType.FINALIZE
+    ]  # fmt: skip
+    learned = [i for i, kept in zip(trajectory.ids, trajectory.loss_mask, strict=True) if kept]
+    assert tokenizer.decode(learned) == "".join(f"{text}<|im_end|>" for text in said)

