@@ -11,9 +11,9 @@ import torch
 from conftest import run
 
 from mtsql.agent.tokens import ChatTokens
-from mtsql.pretrained import GGUF, write_from_package
 from mtsql.errors import UserError
 from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.pretrained import GGUF, write_from_package
 
 COMMAND = ("-m", "mtsql.pretrained")
 
