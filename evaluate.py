@@ -52,7 +52,7 @@ from mtsql.learn.parallel import leave_processes
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.voting import add_votes, format_votes
-from mtsql.run import Run, answer_split, begin_run, make_sampling, show
+from mtsql.run import Run, answer_split, begin_run, make_sampling, show, weights_for_rollouts
 
 
 def main(config: EvaluateConfig) -> None:
@@ -67,10 +67,11 @@ def main(config: EvaluateConfig) -> None:
             return answer_split(config, run, dialogues, temperature, seed, show(bar))
 
     latency = None
-    if config.latency_questions and run.processes.is_main:  # before any result is cached
-        latency = seconds_an_answer(config, run)
-    answered = answer(0.0, 0)
-    samples = [answer(1.0, number + 1) for number in range(config.sampled_runs)]
+    with weights_for_rollouts(config, run):
+        if config.latency_questions and run.processes.is_main:  # before any result is cached
+            latency = seconds_an_answer(config, run)
+        answered = answer(0.0, 0)
+        samples = [answer(1.0, number + 1) for number in range(config.sampled_runs)]
     leave_processes(run.processes)
     if not run.processes.is_main:
         return
@@ -89,11 +90,9 @@ def main(config: EvaluateConfig) -> None:
     write_atomically(run.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     shown = (trajectory_record(t, run.tokens.tokenizer.decode) for _, t in answered)
     write_atomically(run.out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
-    skipped = run.dataset.skipped
     print(
-        f"{config.model} on {config.split} of {config.data}: {config.recipe}, history {config.history}, "
-        f"tools {config.tools}, greedy"
-        + (f", {skipped} dialogues without database skipped" if skipped else "")
+        f"{config.model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "
+        f"history {config.history}, tools {config.tools}, greedy"
     )
     print(format_summary(summary))
     if sampled:

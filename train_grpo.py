@@ -49,7 +49,7 @@ from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
 from mtsql.learn.optimizer import optimizer_step, warmup_rate
-from mtsql.learn.parallel import leave_processes, whole_weights
+from mtsql.learn.parallel import leave_processes
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, mean_divergence
 from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_variants
 from mtsql.report.metrics import MetricsLog
@@ -65,6 +65,7 @@ from mtsql.run import (
     save_checkpoint,
     save_result,
     training_questions,
+    weights_for_rollouts,
 )
 
 
@@ -91,7 +92,7 @@ def main(config: GrpoConfig) -> None:
         for step in bar:
             # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
-            with whole_weights(run.policy):
+            with weights_for_rollouts(config, run):
                 groups, replaced = sample_groups(config, run, levels, step)
             sampled = time.perf_counter()
             # Normalise the rewards within each group.

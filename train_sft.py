@@ -50,13 +50,13 @@ from mtsql.agent.trajectory import trajectory_record
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.batches import step_batches
+from mtsql.learn.batches import order_by_database, step_batches
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step
-from mtsql.learn.parallel import leave_processes, whole_weights
+from mtsql.learn.optimizer import cosine_rate, optimizer_step
+from mtsql.learn.parallel import leave_processes
 from mtsql.learn.selection import select_trajectories
 from mtsql.learn.teacher import (
     Outcome,
@@ -77,6 +77,7 @@ from mtsql.run import (
     save_checkpoint,
     save_result,
     training_questions,
+    weights_for_rollouts,
 )
 
 
@@ -112,7 +113,7 @@ def main(config: SftConfig) -> None:
                 elif config.targets == "teacher":
                     found = taught_answers(config, run, taught, pool)
                 else:
-                    with whole_weights(run.policy):
+                    with weights_for_rollouts(config, run):
                         found = collect(config, run, embed, share, progress.round)
                 progress.add(processes.gather(found), rng)
                 if processes.is_main:
@@ -135,7 +136,7 @@ def main(config: SftConfig) -> None:
             if not progress.remaining or progress.round + 1 == config.rounds:
                 break
             save_result(run, policies / f"round_{progress.round + 1}")
-            optimizer = make_optimizer(run.policy, config.learning_rate, config.optimizer)
+            optimizer.state.clear()  # a round begins with fresh moments
     if not stop:
         save_result(run, run.out / "policy")
     if processes.is_main and stop:
@@ -151,6 +152,8 @@ def check_options(config: SftConfig) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
         raise UserError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
+    if config.epochs <= 0:
+        raise UserError(f"--epochs should be above 0, not {config.epochs:g}")
     if bool(config.teacher) != (config.targets == "teacher"):
         raise UserError("--targets teacher and --teacher FILE.jsonl go together: give both or neither")
     if config.teacher and config.rounds != 1:
@@ -225,7 +228,16 @@ def fine_tune(
     Returns whether it was interrupted.
     """
     run.policy.train()
-    order = [t for _ in range(config.epochs) for t in rng.sample(progress.kept, len(progress.kept))]
+    databases = {e.id: e.db_id for e in examples(run.dataset.dialogues)}
+    order = []
+    for _ in range(math.ceil(config.epochs)):
+        if config.databases_per_step:
+            size = max(1, config.trajectories_per_step // config.databases_per_step)
+            order += order_by_database(progress.kept, databases, size, rng)
+        else:
+            order += rng.sample(progress.kept, len(progress.kept))
+    del order[math.ceil(config.epochs * len(progress.kept)) :]
+    shared = databases.get if config.databases_per_step else str  # what the prompts of a group have in common
     steps = math.ceil(len(order) / config.trajectories_per_step)
     title, hidden = f"round {progress.round + 1}: fine-tune", not run.processes.is_main
     bar = tqdm(range(progress.index, steps), desc=title, unit="step", disable=hidden)
@@ -233,8 +245,8 @@ def fine_tune(
         start = index * config.trajectories_per_step
         batch = order[start : start + config.trajectories_per_step]
         denominator = sum(t.sampled_length for t in batch)
-        by_question = sorted(batch, key=lambda t: (t.example_id, len(t.ids)))
-        groups = [list(group) for _, group in groupby(by_question, key=lambda t: t.example_id)]
+        batch.sort(key=lambda t: (shared(t.example_id), len(t.ids)))
+        groups = [list(group) for _, group in groupby(batch, key=lambda t: shared(t.example_id))]
         sums: Counter[str] = Counter()
         for part in step_batches(
             groups, config.layout, config.micro_batch_positions, run.processes, config.shard

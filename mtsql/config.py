@@ -44,6 +44,7 @@ class AtLeast(NamedTuple):
 
 Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
+Paths = tuple[str, ...]
 
 
 def option(default: Any, text: str) -> Any:
@@ -55,12 +56,12 @@ def option(default: Any, text: str) -> Any:
 class DataOptions:
     """Which questions over which databases, and where the run goes."""
 
-    data: str = option(..., "SParC- or CoSQL-format folder, or one .json file of dialogues")
+    data: Paths = option(..., "folders in the format of SParC, CoSQL, ..., or .json files of dialogues")
     out: str = option(..., "run folder to write")
-    tables: str = option("", "tables.json, if not beside the data")
-    databases: str = option("", "folder of <db_id>/<db_id>.sqlite, if not beside the data")
+    tables: Paths = option((), "tables.json, one for all --data or one each, if not beside them")
+    databases: Paths = option((), "folders of <db_id>/<db_id>.sqlite, one for all or one each, likewise")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
-    held_out: Count = option(0, "last dialogues of train that make the split held_out and are not trained on")
+    held_out: Count = option(0, "databases of train that make the split held_out and are not trained on")
     seed: Count = option(0, "seed of every random choice")
     sql_timeout: float = option(5.0, "seconds before a query is stopped")
 
@@ -93,7 +94,8 @@ class PolicyOptions(EpisodeOptions):
     thinking: bool = option(True, "enable_thinking of the chat template")
     rows: Positive = option(256, "trajectories that are sampled at once")
     cache_gib: float = option(0.0, "GiB of the key/value cache, beyond which rows wait; 0 is no limit")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "weights")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "to compute in; training steps float32 copies")
+    merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
     attention: Literal["sdpa", "flash_attention_2"] = option("sdpa", "where not installed, sdpa")
 
@@ -132,6 +134,16 @@ class CurriculumConfig(RewardOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DemonstrationsConfig(RewardOptions):
+    """Demonstrations with the model's own mistakes (mtsql.commands.demonstrations)."""
+
+    SECTION: ClassVar = "demonstrations"
+    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
+    samples_per_question: Positive = option(1, "answers of each question, each a first proposal")
+    temperature: float = option(1.0, "of these answers")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SftConfig(TrainingOptions):
     """The warm start (train_sft.py)."""
 
@@ -147,8 +159,11 @@ class SftConfig(TrainingOptions):
     temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
     correct: Literal["ex_em", "ex"] = option("ex_em", "a rollout is right by (paper: ex_em)")
     embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
-    epochs: Positive = option(2, "passes over the kept trajectories in each round")
+    epochs: float = option(2.0, "passes over the kept trajectories in each round; the last may be a part")
     trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
+    databases_per_step: Count = option(
+        0, "databases they are over, so that with --layout shared they share its schema; 0: whatever comes"
+    )
     learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
     layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
     save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
@@ -210,7 +225,7 @@ class EvaluateConfig(PolicyOptions):
     latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
 
 
-SECTIONS = ("common", "imitation", "sft", "curriculum", "grpo", "evaluate")
+SECTIONS = ("common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate")
 COMMON = (TrainingOptions,)  # and what it inherits: the options that [common] may set
 
 
@@ -241,7 +256,7 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
             add_option(parser, item, hints[item.name], values.get(item.name, item.default))
         given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
         given.pop("config", None)
-        values |= given
+        values |= {name: tuple(value) if type(value) is list else value for name, value in given.items()}
         missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             raise UserError(f"give {', '.join(missing)} (or name them in the --config file)")
@@ -257,10 +272,13 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
 def add_option(parser: argparse.ArgumentParser, item: Field, kind: Any, default: Any) -> None:
     """A command-line option for a field, with type and default in its help; None where it is not given."""
     text = item.metadata["help"] + (f": {', '.join(allowed(kind))}" if allowed(kind) else "")
-    text += "" if default is MISSING else f" [{default}]"
+    shown = " ".join(default) if kind == Paths and default is not MISSING else default
+    text += "" if default is MISSING else f" [{shown}]"
     how: dict[str, Any] = {"type": _plain(kind), "metavar": "X"}
     if kind is bool:
         how = {"action": argparse.BooleanOptionalAction}
+    if kind == Paths:
+        how = {"nargs": "+", "metavar": "X"}
     parser.add_argument(_flag(item.name), default=None, help=text.replace("%", "%%"), **how)
 
 
@@ -283,7 +301,9 @@ def _flag(name: str) -> str:
 
 def _plain(kind: Any) -> type:
     """The type of the value itself."""
-    return str if allowed(kind) else get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(kind) is Annotated:
+        return get_args(kind)[0]
+    return str if allowed(kind) else tuple if kind == Paths else kind
 
 
 def from_toml(path: Path, cls: type) -> dict[str, Any]:
@@ -307,8 +327,11 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
             wanted = _plain(hints[name])
             if wanted is float and type(value) is int:
                 value = float(value)
-            if type(value) is not wanted:
-                raise UserError(f"{path}: [{table}] {name} should be {wanted.__name__}, not {value!r}")
+            if wanted is tuple:
+                value = tuple(value) if type(value) is list else (value,)
+            if type(value) is not wanted or (wanted is tuple and set(map(type, value)) - {str}):
+                kind = "a text or a list of texts" if wanted is tuple else wanted.__name__
+                raise UserError(f"{path}: [{table}] {name} should be {kind}, not {value!r}")
             check(f"{path}: [{table}] {name}", value, hints[name])
             if name in own:
                 values[name] = value

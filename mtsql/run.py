@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,19 +24,37 @@ from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import (
     CurriculumConfig,
     DataOptions,
+    DemonstrationsConfig,
     EpisodeOptions,
     GrpoConfig,
+    Paths,
     PolicyOptions,
     RewardOptions,
     SftConfig,
     TrainingOptions,
 )
-from mtsql.data.datasets import Dataset, Dialogue, Example, beside, examples, load_dataset, split_names
+from mtsql.data.datasets import (
+    Dataset,
+    Dialogue,
+    Example,
+    beside,
+    examples,
+    join_datasets,
+    load_dataset,
+    split_names,
+)
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
-from mtsql.learn.model import Reference, load_policy, load_tokenizer, restore_policy, save_policy
-from mtsql.learn.optimizer import make_optimizer
+from mtsql.learn.model import (
+    Reference,
+    load_policy,
+    load_tokenizer,
+    merged_adapter,
+    restore_policy,
+    save_policy,
+)
+from mtsql.learn.optimizer import make_optimizer, stepped_parameters
 from mtsql.learn.parallel import (
     Processes,
     join_processes,
@@ -71,32 +91,55 @@ def find_split(data: str, split: str) -> Path:
 
 
 def load_split(config: DataOptions, split: str) -> Dataset:
-    """The dialogues of a split with their schemas; tables and databases are by default beside the data.
+    """The dialogues of a split from all sources of --data, with their schemas.
 
-    A folder with Spider's train_spider.json gives its train_others.json too. With --held-out N the last N
-    dialogues of `train` make the split `held_out` and leave `train`. Raises UserError if that leaves one of
-    the two empty, and where tables or databases are not there.
+    Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives its
+    train_others.json too. With --held-out N the dialogues over N databases of `train`, the same for every
+    --seed, make the split `held_out` and leave `train`. Raises UserError if that leaves one of the two empty,
+    and where tables or databases are not there.
     """
-    path = find_split(config.data, "train" if split == "held_out" else split)
-    tables = Path(config.tables) if config.tables else beside(path, "tables.json")
-    databases = Path(config.databases) if config.databases else beside(path, "database", "databases")
-    if not tables.is_file():
-        raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
-    if not databases.is_dir():
-        raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
-    others = path.with_name("train_others.json")
-    further = []
-    if path.name == "train_spider.json" and others.is_file() and Path(config.data).is_dir():
-        further = [others]
-        print(f"{path.parent}: {path.name} and {others.name} together")
-    dataset = load_dataset(path, tables, databases, config.allow_missing, further)
+    parts: list[Dataset] = []
+    for i, source in enumerate(config.data):
+        path = find_split(source, "train" if split == "held_out" else split)
+        tables = _of_source(config.tables, i, config, "--tables") or beside(path, "tables.json")
+        databases = _of_source(config.databases, i, config, "--databases")
+        databases = databases or beside(path, "database", "databases")
+        if not tables.is_file():
+            raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
+        if not databases.is_dir():
+            raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
+        others = path.with_name("train_others.json")
+        further = []
+        if path.name == "train_spider.json" and others.is_file() and Path(source).is_dir():
+            further = [others]
+            print(f"{path.parent}: {path.name} and {others.name} together")
+        first = sum(len(part.dialogues) + part.skipped for part in parts)
+        parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
+    dataset = join_datasets(parts)
+    for source, count in dataset.missing.items():
+        print(f"left out {count} dialogues of {source}: their database is missing")
     if split == "held_out" or (split == "train" and config.held_out):
-        count = len(dataset.dialogues)
-        if not 0 < config.held_out < count:
-            raise UserError(f"--held-out should be 1 to {count - 1} of the {count} dialogues of {path}")
-        kept, held_out = dataset.dialogues[: -config.held_out], dataset.dialogues[-config.held_out :]
-        dataset = replace(dataset, dialogues=held_out if split == "held_out" else kept)
+        names = sorted({d.db_id for d in dataset.dialogues}, key=_scrambled)
+        if not 0 < config.held_out < len(names):
+            raise UserError(
+                f"--held-out should be above 0 and leave some of the {len(names)} databases of train"
+            )
+        held_out, wanted = set(names[: config.held_out]), split == "held_out"
+        dialogues = tuple(d for d in dataset.dialogues if (d.db_id in held_out) is wanted)
+        dataset = replace(dataset, dialogues=dialogues)
     return dataset
+
+
+def _of_source(given: Paths, index: int, config: DataOptions, flag: str) -> Path | None:
+    """What the option `flag` says of source `index`, None if nothing; UserError for a wrong number."""
+    if len(given) not in (0, 1, len(config.data)):
+        raise UserError(f"{flag} should be one for all or one each of the {len(config.data)} --data")
+    return Path(given[index % len(given)]) if given else None
+
+
+def _scrambled(name: str) -> str:
+    """A sort key without any meaning, so that what stands first is no sort of database."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def make_environment(config: EpisodeOptions, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
@@ -189,7 +232,7 @@ class Training(Run):
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """What is trained."""
-        return [p for p in self.policy.parameters() if p.requires_grad]
+        return stepped_parameters(self.optimizer)
 
 
 def begin_training(
@@ -245,6 +288,13 @@ def save_checkpoint(
             save_training_state(folder, optimizer_state, step, state)
 
 
+@contextmanager
+def weights_for_rollouts(config: PolicyOptions, run: Run) -> Iterator[None]:
+    """The policy as rollouts need it while the block runs: whole, with --merge-adapter in one piece."""
+    with whole_weights(run.policy), merged_adapter(run.policy) if config.merge_adapter else nullcontext():
+        yield
+
+
 def save_result(run: Run, folder: Path) -> None:
     """Write the policy as an ordinary Hugging Face or adapter folder; all processes must call it."""
     weights, _ = whole_state(run.policy)
@@ -263,7 +313,7 @@ def load_dev(config: GrpoConfig, run: Run) -> Run:
 
 def dev_scores(config: GrpoConfig, dev: Run) -> dict[str, float]:
     """EX, EM, and EX by hardness of greedy answers."""
-    with whole_weights(dev.policy):
+    with weights_for_rollouts(config, dev):
         answered = answer_split(config, dev, dev.dataset.dialogues, 0.0, config.seed)
     scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
     by_hardness = {f"ex_{name}": value for name, value in scores["ex"]["by_hardness"].items()}
@@ -298,7 +348,7 @@ def answer_split(
 
 
 def sample_questions(
-    config: SftConfig | CurriculumConfig,
+    config: SftConfig | CurriculumConfig | DemonstrationsConfig,
     run: Run,
     numbered: Sequence[tuple[int, Example]],
     seed: tuple[int, ...],

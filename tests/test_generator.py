@@ -21,6 +21,7 @@ from transformers import (
 
 from mtsql.agent.cache import RowCache, cache_bytes_per_token, rows_within
 from mtsql.agent.generator import Generator
+from mtsql.agent.prefix import families, shared_length
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.learn.model import load_policy
@@ -208,6 +209,54 @@ def test_shared_prompts_equal_separate_ones_and_are_computed_once(model):
     prefills = [w for w in widths if w[1] > 1]
     assert prefills == [(1, len(prompt) - 1)]
     assert first_message(1) == together[:1]
+
+
+def over_schemas() -> list[list[int]]:
+    """Prompts of one system message, two schemas of 150 tokens, questions of 1 to 9; and odd ones."""
+    draw = np.random.default_rng(1)
+    system, *schemas = (draw.integers(4, VOCABULARY, n).tolist() for n in (70, 150, 150))
+    questions = [draw.integers(4, VOCABULARY, n).tolist() for n in range(1, 10)]
+    made = [system + schemas[i % 2] + question for i, question in enumerate(questions)]
+    return [system + schemas[1], *made, made[3], [5, 6], system[:50]]
+
+
+def test_what_prompts_begin_with_is_computed_once(model):
+    asked, written = over_schemas(), []
+
+    def answers(prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+        with Generator(model, (END,), temperature=1.0) as generator:
+            original = generator._forward
+
+            def counted(slots, ids, lengths):
+                written.append(sum(map(len, ids)) if not isinstance(slots, int) else 0)
+                return original(slots, ids, lengths)
+
+            generator._forward = counted
+            rows = generator.start(prompts, range(len(prompts)), [10] * len(prompts))
+            while any(row.decoding for row in rows):
+                generator.step()
+            return [(row.ids, row.logprobs) for row in rows]
+
+    together = answers(asked)
+    # Two schemas with the system message, and no question twice; the last token of a prompt is pending.
+    assert sum(written) <= 2 * 220 + sum(range(1, 10)) + 1 + 49
+    for place, prompt in enumerate(asked):
+        with Generator(model, (END,), temperature=1.0) as generator:
+            (alone,) = generator.start([prompt], [place], [10])
+            while alone.decoding:
+                generator.step()
+        assert alone.ids == together[place][0]
+        assert np.allclose(alone.logprobs, together[place][1], atol=1e-4)
+
+
+def test_families_of_prompts_are_those_of_one_schema():
+    asked = [tuple(prompt) for prompt in over_schemas()]
+    found = families(asked)
+    assert sorted(place for _, places in found for place in places) == list(range(len(asked)))
+    for shared, places in found:
+        assert len({asked[place][:shared] for place in places}) == 1
+    assert sorted(len(places) for _, places in found) == [1, 1, 5, 6]
+    assert families([]) == [] and shared_length([1, 2, 3], [1, 2]) == 2 and shared_length([], [1]) == 0
 
 
 def test_nothing_is_prefilled_again(model):

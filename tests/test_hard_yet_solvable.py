@@ -85,7 +85,7 @@ def test_grpo_trains_on_the_chosen_questions(data, tmp_path, monkeypatch, capsys
     assert "4 questions hard yet solvable\n" in printed
     assert f"{len(unsolved)} questions that no sample solved, not the 99 asked for" in printed
     # As train_grpo.py makes its levels with --level-size 0.
-    config = SelectionConfig(data=str(data / "benchmark"), out="", counts="")
+    config = SelectionConfig(data=(str(data / "benchmark"),), out="", counts="")
     dataset = load_split(config, "train")
     questions = scorable(examples(dataset.dialogues), Scorer(dataset.schemas, Executor()))
     (level,) = curriculum_levels(questions, chosen, 0)

@@ -106,18 +106,18 @@ def evaluated(tiny, tmp_path):
     path = tmp_path / "predictions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataOptions(
-        data=str(tmp_path / "dev.json"),
+        data=(str(tmp_path / "dev.json"),),
         out="",
-        tables=str(tiny.folder / "tables.json"),
-        databases=str(tiny.folder / "database"),
+        tables=(str(tiny.folder / "tables.json"),),
+        databases=(str(tiny.folder / "database"),),
     )
     return path, load_split(config, "dev"), config
 
 
 def options(path, config, out):
     """The command line but for the address."""
-    given = {"predictions": path, "data": config.data, "tables": config.tables, "out": out}
-    given |= {"databases": config.databases, "judge": "referee", "key-variable": "MY_KEY"}
+    given = {"predictions": path, "data": config.data[0], "tables": config.tables[0], "out": out}
+    given |= {"databases": config.databases[0], "judge": "referee", "key-variable": "MY_KEY"}
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,13 @@ from test_learn import SIZES, VOCABULARY, difference, flatten, gradients, make_g
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.generator import Generator
-from mtsql.agent.trajectory import Segment
-from mtsql.learn.batches import group_micro_batches, micro_batches, shared_prefix
+from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.errors import UserError
+from mtsql.learn.batches import group_micro_batches, micro_batches, order_by_database, shared_prefix
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.model import Reference, load_policy, merge_adapter, save_policy
-from mtsql.learn.optimizer import make_optimizer
+from mtsql.learn.model import Reference, load_policy, merge_adapter, merged_adapter, save_policy
+from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.parallel import restore_optimizer, whole_state
 
 WIDER = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
@@ -144,6 +148,87 @@ def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, 
         )
     with pytest.raises(ValueError, match="nothing to merge"):
         merge_adapter(base, "float32")
+
+
+def test_a_merged_adapter_is_the_same_policy_and_leaves_no_trace(base):
+    policy = randomise_adapters(load_policy(base, lora_rank=4)).eval()
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        apart = policy(ids).logits
+        with merged_adapter(policy):
+            assert (policy(ids).logits - apart).abs().max() < 1e-4
+            held = policy.state_dict()
+            assert not all(torch.equal(weight, before[name]) for name, weight in held.items())
+        assert torch.equal(policy(ids).logits, apart)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
+    with merged_adapter(load_policy(base)):
+        pass  # nothing to merge
+    quantised = load_policy(base, quantise="nf4", lora_rank=4)
+    with (
+        pytest.raises(UserError, match="--merge-adapter needs a base that is not quantised"),
+        merged_adapter(quantised),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_small_steps_in_bfloat16_move_the_weights_as_in_float32(base, kind):
+    """At 1e-6 a step is less than half the spacing of bfloat16; a hundred of them move the master copies."""
+    rate = 1e-6
+    exact, half = load_policy(base), load_policy(base, "bfloat16")
+    exact.load_state_dict(half.state_dict())
+
+    def flat(parameters) -> torch.Tensor:
+        return torch.cat([p.detach().float().flatten() for p in parameters])
+
+    start = flat(half.parameters())
+    moved = {}
+    for policy in (exact, half):
+        optimizer = make_optimizer(policy, rate, kind)
+        gradients = torch.Generator().manual_seed(0)
+        for _ in range(100):
+            for p in policy.parameters():  # the same gradients for both, in two parts
+                drawn = torch.randn(p.shape, generator=gradients).to(torch.bfloat16).to(p.dtype)
+                for _ in range(2):
+                    (p * drawn).sum().backward()
+            optimizer_step(optimizer, stepped_parameters(optimizer), rate)
+        moved[policy] = flat(stepped_parameters(optimizer)) - start
+        assert torch.equal(
+            flat(policy.parameters()), flat(p.to(policy.dtype) for p in stepped_parameters(optimizer))
+        )
+    assert moved[exact].abs().mean() > 2e-6
+    assert (moved[half] - moved[exact]).abs().max() < 1e-7
+
+
+def test_master_copies_go_on_where_they_were(base):
+    rate, policies = 1e-6, [load_policy(base, "bfloat16") for _ in range(2)]
+    optimizers = [make_optimizer(policy, rate) for policy in policies]
+
+    def step(policy, optimizer):
+        for p in policy.parameters():
+            p.sum().backward()
+        optimizer_step(optimizer, stepped_parameters(optimizer), rate)
+
+    step(policies[0], optimizers[0])
+    _, state = whole_state(policies[0], optimizers[0])
+    policies[1].load_state_dict(policies[0].state_dict())
+    restore_optimizer(policies[1], optimizers[1], copy.deepcopy(state))
+    for policy, optimizer in zip(policies, optimizers, strict=True):
+        step(policy, optimizer)
+    pairs = zip(*map(stepped_parameters, optimizers), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_steps_by_database_hold_every_trajectory_once():
+    trajectories = [Trajectory(f"{i:05d}/0", 0) for i in range(37)]
+    databases = {t.example_id: "abc"[i % 3] for i, t in enumerate(trajectories)}  # 13, 12 and 12
+    ordered = order_by_database(trajectories, databases, 5, random.Random(0))
+    assert sorted(t.example_id for t in ordered) == [t.example_id for t in trajectories]
+    names = [databases[t.example_id] for t in ordered]
+    assert all(len(set(names[i : i + 5])) == 1 for i in range(0, 30, 5))
+    assert len(set(names[30:33])) == 1 or len(set(names[30:32])) == 1
+    assert ordered != order_by_database(trajectories, databases, 5, random.Random(1))
 
 
 def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():

@@ -58,7 +58,9 @@ def options(dataset: str) -> dict[str, str]:
 @pytest.mark.parametrize("dataset", FILES)
 def test_a_good_agent_is_paid_kept_exported_and_learned(dataset, random_model):
     _, model, tokens = random_model
-    config = EvaluateConfig(model="", out="", allow_missing=True, **options(dataset))
+    config = EvaluateConfig(
+        model="", out="", allow_missing=True, **{name: (path,) for name, path in options(dataset).items()}
+    )
     split = load_split(config, "dev")
     environment = make_environment(config, split, tokens, "both")
     scorer = Scorer(environment.schemas, environment.executor)

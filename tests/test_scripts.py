@@ -35,7 +35,7 @@ def rows_of(path):
 def test_trained_tiny_model_answers_as_generate_does(work):
     """Whole greedy episodes against Hugging Face `generate` with every turn prefilled anew."""
     config = EvaluateConfig(
-        model=str(work / "imitation"), data=str(work / "benchmark"), out="", wording="compact",
+        model=str(work / "imitation"), data=(str(work / "benchmark"),), out="", wording="compact",
         result_characters=40, max_prompt_tokens=600, max_response_tokens=600, max_turn_tokens=120,
         max_tool_tokens=300,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def test_short_horizon_fine_tuning_learns_the_gold_answers(work):
 
 
 def test_curriculum_is_counted_and_followed_level_by_level(work):
-    data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--held-out", 2]
+    data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--held-out", 1]
     out = run(
         "-m", "mtsql.commands.curriculum", *data, "--out", work / "counts", "--questions", 12,
         "--samples-per-question", 4,
@@ -151,31 +151,30 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
     for line in (work / "levels" / "trajectories.jsonl").open():
         record = json.loads(line)
         assert place[record["example_id"]] == levels[record["step"]]
-    dialogues = {
-        split: {d.id for d in load_split(config_for(work), split).dialogues}
-        for split in ("train", "held_out")
-    }
-    assert len(dialogues["held_out"]) == 2 and not dialogues["train"] & dialogues["held_out"]
-    assert {c.example_id.split("/")[0] for c in counts} <= dialogues["train"]
+    splits = {split: load_split(config_for(work), split).dialogues for split in ("train", "held_out")}
+    databases = {split: {d.db_id for d in dialogues} for split, dialogues in splits.items()}
+    assert len(databases["held_out"]) == 1 and not databases["train"] & databases["held_out"]
+    assert len({d.id for dialogues in splits.values() for d in dialogues}) == sum(map(len, splits.values()))
+    assert {c.example_id.split("/")[0] for c in counts} <= {d.id for d in splits["train"]}
 
 
-def test_grid_search_compares_weights_on_held_out_dialogues(work):
+def test_grid_search_compares_weights_on_held_out_databases(work):
     small = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--steps", 1]
     out = run(
         "-m", "mtsql.experiments.grid_search", *TOY,
         "--data", work / "benchmark", "--model", work / "imitation",
-        "--held-out", 3, "--out", work / "grid", "--proposal", 0, 0.8, "--verify", 0.1, "--", *small,
+        "--held-out", 1, "--out", work / "grid", "--proposal", 0, 0.8, "--verify", 0.1, "--", *small,
     )  # fmt: skip
     results = json.loads((work / "grid" / "grid.json").read_text())
     assert sorted((r["w3"], r["w4"]) for r in results) == [(0.0, 0.1), (0.8, 0.1)]
-    questions = sum(len(d.turns) for d in load_split(config_for(work, 3), "held_out").dialogues)
+    questions = sum(len(d.turns) for d in load_split(config_for(work), "held_out").dialogues)
     assert f"{questions} held-out questions" in out
     trained = json.loads((work / "grid" / "w3_0.8_w4_0.1" / "grpo" / "run.json").read_text())["config"]
-    assert (trained["weights"], trained["held_out"], trained["steps"]) == ("proposal=0.8,verify=0.1", 3, 1)
+    assert (trained["weights"], trained["held_out"], trained["steps"]) == ("proposal=0.8,verify=0.1", 1, 1)
 
 
-def config_for(work, held_out=2):
-    return EvaluateConfig(model="", data=str(work / "benchmark"), out="", held_out=held_out)
+def config_for(work, held_out=1):
+    return EvaluateConfig(model="", data=(str(work / "benchmark"),), out="", held_out=held_out)
 
 
 def test_quickstart_ends_with_its_table(work):
@@ -268,7 +267,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (train_grpo, ["--temperature", 0], "--temperature should be above 0"),
         (train_grpo, ["--dual-clip", 0.5], "--dual-clip should be above 1"),
         (train_grpo, ["--rewards", "best"], "--rewards best is unknown; choose from outcome, process"),
-        (train_grpo, ["--held-out", 1000], "--held-out should be 1 to"),
+        (train_grpo, ["--held-out", 1000], "--held-out should be above 0 and leave some of the"),
         (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),
         (train_grpo, ["--curriculum", tmp_path / "none.jsonl"], "none.jsonl is not there; make it with"),
         (
@@ -278,7 +277,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         ),
         (train_sft, ["--targets", "gold"], "--targets gold needs --tools none and --rounds 1"),
         (train_sft, ["--embedding", tmp_path / "none"], "no embedding model could be loaded from"),
-        (evaluate, ["--split", "held_out"], "--held-out should be 1 to"),
+        (evaluate, ["--split", "held_out"], "--held-out should be above 0 and leave some of the"),
         (evaluate, ["--typo", 1], "unrecognized arguments: --typo"),
     ):
         assert sentence in refused(script, *model, *options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from mtsql.errors import UserError
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.run import load_split, make_environment
-from mtsql.sql.score import Scorer
+from mtsql.sql.execute import Executor
+from mtsql.sql.score import Scorer, scorable
 from mtsql.toy import benchmark as toy
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
@@ -56,7 +59,8 @@ def lay_out(tiny: Tiny, root: Path, files: dict[str, object], databases: str) ->
 
 
 def load(data: Path, split: str = "dev", **options) -> Dataset:
-    return load_split(EvaluateConfig(model="", out="", data=str(data), **options), split)
+    options |= {name: (options[name],) for name in ("tables", "databases") if name in options}
+    return load_split(EvaluateConfig(model="", out="", data=(str(data),), **options), split)
 
 
 def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_path, capsys):
@@ -81,7 +85,9 @@ def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_
     assert [d.turns[0].question for d in both.dialogues] == [QUESTION] * 3 + ["Another?"]
     assert len(load(root / "train_spider.json", "train").dialogues) == 3  # a file is taken as it is
     assert capsys.readouterr().out == ""
-    assert load(root, "held_out", held_out=1).dialogues[0].id == "00003"
+    with pytest.raises(UserError, match="leave some of the 1 databases of train"):
+        load(root, "held_out", held_out=1)
+    capsys.readouterr()
     (root / "train_others.json").write_text('[{"db_id": "music", "question": "?"}]')
     with pytest.raises(UserError, match=r"train_others\.json, item 0 has none of the fields"):
         load(root, "train")
@@ -177,6 +183,43 @@ def test_missing_databases_are_skipped_on_request_and_ids_stay(tiny, tmp_path):
         load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
 
 
+def test_several_sources_are_one_dataset(tiny, tmp_path, capsys):
+    folder = lay_out(tiny, tmp_path / "spider", {"dev.json": [SPIDER], "tables.json": TABLES}, "database")
+    mix = tmp_path / "mix.json"
+    items = [DIALOGUE | {"source": "sparc"}, SPIDER | {"db_id": "gone", "source": "spider"}, BIRD]
+    mix.write_text(json.dumps(items))
+    tables, databases = (str(tiny.folder / name) for name in ("tables.json", "database"))
+
+    def together(**options) -> Dataset:
+        config = EvaluateConfig(model="", out="", data=(str(folder), str(mix)), **options)
+        return load_split(config, "dev")
+
+    for given in ((tables,), (str(folder / "tables.json"), tables)):
+        dataset = together(allow_missing=True, tables=given, databases=(databases,))
+        assert [d.id for d in dataset.dialogues] == ["00000", "00001", "00003"]
+        sources = [str(folder / "dev.json"), "sparc", str(mix)]
+        assert [e.source for e in examples(dataset.dialogues)] == sources
+        assert dict(dataset.missing) == {"spider": 1}
+        assert capsys.readouterr().out == "left out 1 dialogues of spider: their database is missing\n"
+    with pytest.raises(UserError, match="--databases should be one for all or one each of the 2 --data"):
+        together(tables=(tables,), databases=(databases,) * 3)
+    with closing(sqlite3.connect(folder / "database/music/music.sqlite")) as other:
+        other.execute("insert into singer values (0, 'someone', 'peru', 30, 1)")
+        other.commit()
+    with pytest.raises(UserError, match="two sources have different databases 'music'"):
+        together(tables=(tables,), databases=(str(folder / "database"), databases), allow_missing=True)
+
+
+def test_what_cannot_be_scored_is_counted_by_source(tiny, tmp_path, capsys):
+    good, bad = SPIDER | {"source": "a"}, SPIDER | {"source": "b", "query": "SELECT"}
+    data = tmp_path / "dev.json"
+    data.write_text(json.dumps([good, good, bad, good | {"source": "b"}]))
+    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
+    assert len(scorable(examples(dataset.dialogues), Scorer(dataset.schemas, Executor()))) == 3
+    why = "their gold SQL does not run or parse"
+    assert capsys.readouterr().out == f"left out 1 of 2 questions of b: {why}\n"
+
+
 def test_broken_tables_are_named(tiny, tmp_path):
     entry = json.loads(TABLES)[0]
     for broken in ([3], [{}], [{k: v for k, v in entry.items() if k != "foreign_keys"}]):
@@ -243,7 +286,7 @@ def test_synsql_comments_are_descriptions(tiny, tmp_path):
 def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     ordered = BIRD | {"SQL": "SELECT country FROM singer ORDER BY age"}
     files = {"dev.json": [BIRD, ordered], "dev_tables.json": TABLES}
-    config = EvaluateConfig(model="", out="", data=str(lay_out(tiny, tmp_path, files, "dev_databases")))
+    config = EvaluateConfig(model="", out="", data=(str(lay_out(tiny, tmp_path, files, "dev_databases")),))
     dataset = load_split(config, "dev")
     environment = make_environment(config, dataset, tiny.tokens, "both")
     scorer = Scorer(environment.schemas, environment.executor)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from mtsql.agent.cache import BUCKET, DECODE_ROWS, GROUPED, STATIC_BUCKET, RowCache
 from mtsql.agent.graphs import DecodeGraphs
+from mtsql.agent.prefix import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
 
@@ -116,7 +117,7 @@ class Generator:
     def start(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limits: Sequence[int]
     ) -> list[Row]:
-        """New rows for these prompts; equal prompts are computed once and copied in the cache.
+        """New rows for these prompts; what several of them begin with is computed once and copied.
 
         `limits` are the most tokens of each row's first message. Raises ValueError for an empty prompt.
         """
@@ -133,13 +134,17 @@ class Generator:
         samples: dict[tuple[int, ...], list[Row]] = {}
         for row, prompt in zip(started, prompts, strict=True):
             samples.setdefault(tuple(prompt[:-1]), []).append(row)
-        self._write([group[0] for group in samples.values()], list(samples))
-        for prefix, (first, *others) in samples.items():
-            if others and prefix:
-                slots = [row.slot for row in others]
-                self.cache.copy([first.slot] * len(slots), slots, len(prefix))
-            for row in others:
-                row.length = len(prefix)
+        different = list(samples)
+        heads = [samples[prefix][0] for prefix in different]
+        alike = families(different)
+        first = [places[0] for _, places in alike]
+        self._write([heads[i] for i in first], [different[i] for i in first])
+        for shared, (origin, *others) in alike:
+            self._share(heads[origin], [heads[i] for i in others], shared)
+        rest = [i for _, (_, *others) in alike for i in others]
+        self._write([heads[i] for i in rest], [different[i][heads[i].length :] for i in rest])
+        for prefix, (head, *others) in samples.items():
+            self._share(head, others, len(prefix))
         return started
 
     @torch.inference_mode()
@@ -196,6 +201,13 @@ class Generator:
             row.slot = slot
             self.rows[slot] = row
         del self.rows[count:]
+
+    def _share(self, origin: Row, rows: Sequence[Row], length: int) -> None:
+        """Copy the first `length` tokens in the cache of `origin` to new rows."""
+        if rows and length:
+            self.cache.copy([origin.slot] * len(rows), [row.slot for row in rows], length)
+        for row in rows:
+            row.length = length
 
     def _write(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
         """Extend the cache of `rows` by `ids`, in chunks of rows with similar lengths."""

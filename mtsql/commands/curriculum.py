@@ -22,7 +22,13 @@ from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
 from mtsql.recipes.rewards import is_right
-from mtsql.run import begin_run, reward_function, sample_questions, training_questions
+from mtsql.run import (
+    begin_run,
+    reward_function,
+    sample_questions,
+    training_questions,
+    weights_for_rollouts,
+)
 
 
 def main(config: CurriculumConfig) -> None:
@@ -34,9 +40,10 @@ def main(config: CurriculumConfig) -> None:
         asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
     share = run.processes.share(list(enumerate(asked)))
     counts = []
-    for example, sampled in sample_questions(config, run, share, (config.seed,), "count"):
-        right = sum(is_right(reward(t, example), config.correct) for t in sampled)
-        counts += [SuccessCount(example.id, right, len(sampled))] if sampled else []
+    with weights_for_rollouts(config, run):
+        for example, sampled in sample_questions(config, run, share, (config.seed,), "count"):
+            right = sum(is_right(reward(t, example), config.correct) for t in sampled)
+            counts += [SuccessCount(example.id, right, len(sampled))] if sampled else []
     counts = run.processes.gather(counts)
     if run.processes.is_main:
         save_config(config, run.out)

@@ -5,8 +5,9 @@ Single questions (Spider and its variants, BIRD, SynSQL-2.5M) are dialogues of o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Dialogue:
     id: str
     db_id: str
     turns: tuple[Turn, ...]
+    source: str = ""  # its own field of this name, else the file
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Example:
     history: tuple[HistoryTurn, ...]
     knowledge: str = ""  # external knowledge that comes with the question
     difficulty: str = ""  # the dataset's own word for it, if it has one
+    source: str = ""  # of its dialogue
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,12 @@ class Dataset:
 
     dialogues: tuple[Dialogue, ...]
     schemas: dict[str, Schema]
-    skipped: int  # dialogues left out because their database file is missing
+    missing: Counter[str] = field(default_factory=Counter)  # dialogues without a database, by source
+
+    @property
+    def skipped(self) -> int:
+        """Dialogues left out because their database file is missing."""
+        return self.missing.total()
 
 
 def split_names(split: str) -> tuple[str, ...]:
@@ -118,42 +126,66 @@ def beside(data: Path, *names: str) -> Path:
 
 
 def load_dataset(
-    data: Path, tables: Path, databases: Path, allow_missing: bool = False, further: Sequence[Path] = ()
+    data: Path,
+    tables: Path,
+    databases: Path,
+    allow_missing: bool = False,
+    further: Sequence[Path] = (),
+    first: int = 0,
 ) -> Dataset:
     """Dialogues or single questions with their schemas; the items' fields tell the format.
 
-    The files `further` belong to the same split, and their items are numbered on. A dialogue over a
+    The files `further` belong to the same split. Items are numbered on, from `first`. A dialogue over a
     database that is not there raises UserError, or is skipped and counted with `allow_missing`.
     UserError names the file and the field of whatever is wrong.
     """
     schemas = load_schemas(tables, databases)
     dialogues: list[Dialogue] = []
-    skipped = 0
+    missing: Counter[str] = Counter()
     for path in (data, *further):
         for number, item in enumerate(read_json(path)):
-            dialogue = _dialogue(path, number, item, f"{len(dialogues) + skipped:05d}")
+            dialogue = _dialogue(path, number, item, f"{first + len(dialogues) + missing.total():05d}")
             if dialogue.db_id in schemas:
                 dialogues.append(dialogue)
             elif allow_missing:
-                skipped += 1
+                missing[dialogue.source] += 1
             else:
                 raise UserError(
                     f"{path}, item {number}: database {dialogue.db_id!r} is not in {tables} or has no file "
                     f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
                     "give the right --databases, or --allow-missing to skip such items"
                 )
-    if not dialogues and not skipped:
+    if not dialogues and not missing:
         raise UserError(f"{data} holds an empty list; it should hold dialogues or questions")
     if not dialogues:
         raise UserError(f"{data} holds no dialogue whose database is in {databases}")
-    return Dataset(tuple(dialogues), schemas, skipped)
+    return Dataset(tuple(dialogues), schemas, missing)
+
+
+def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
+    """The dialogues of several sources, numbered on, as one dataset.
+
+    Raises UserError where two sources describe a database differently: their questions cannot share its name.
+    """
+    schemas: dict[str, Schema] = {}
+    for dataset in datasets:
+        for name, schema in dataset.schemas.items():
+            known = schemas.setdefault(name, schema)
+            if known.tables != schema.tables:
+                raise UserError(
+                    f"two sources have different databases {name!r}: {known.path} and {schema.path}; "
+                    "rename one, or give both sources the same --tables and --databases"
+                )
+    dialogues = tuple(dialogue for dataset in datasets for dialogue in dataset.dialogues)
+    return Dataset(dialogues, schemas, sum((dataset.missing for dataset in datasets), Counter()))
 
 
 def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
     """Item `number` of `data` as the dialogue `name`."""
+    source = str(item["source"]) if isinstance(item, dict) and "source" in item else str(data)
     if not isinstance(item, dict) or not {"interaction", "database_id"} & item.keys():
         turn = _single_turn(data, number, item)
-        return Dialogue(name, turn.db_id, (turn,))
+        return Dialogue(name, turn.db_id, (turn,), source)
     try:
         db_id = item["database_id"]
         turns = tuple(
@@ -165,7 +197,7 @@ def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
             f"{data}, dialogue {number}: expected SParC's fields database_id and "
             f"interaction (each with utterance and query), but {error!r}"
         ) from None
-    return Dialogue(name, db_id, turns)
+    return Dialogue(name, db_id, turns, source)
 
 
 def _single_turn(data: Path, number: int, item: object) -> Turn:
@@ -224,4 +256,5 @@ def example_after(dialogue: Dialogue, answers: Sequence[str | None]) -> Example:
         tuple(HistoryTurn(t.question, sql) for t, sql in zip(dialogue.turns, answers, strict=False)),
         turn.knowledge,
         turn.difficulty,
+        dialogue.source,
     )

@@ -1,11 +1,11 @@
-"""The grid search over the reward's weights on held-out dialogues of the training data (section 3.3.2).
+"""The grid search over the reward's weights on held-out databases of the training data (section 3.3.2).
 
     python -m mtsql.experiments.grid_search --config configs/toy_suite.toml \\
         --model runs/suite/seed0/sft/policy --data runs/suite/benchmark --held-out 300 --out runs/grid \\
         --proposal 0 0.4 0.8 --verify 0 0.1 0.5
 
 For each pair of w3 and w4 (w1 and w2 stay 1) a short GRPO run on the rest of the training data, then EX
-and EM on the last --held-out dialogues. A table at the end; OUT/grid.json holds it. Pairs that are done are
+and EM on --held-out databases of train. A table at the end; OUT/grid.json holds it. Pairs that are done are
 not run again. What is behind `--` goes to train_grpo.py, for example `-- --steps 24`.
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="settings of train_grpo.py and evaluate.py")
     parser.add_argument("--model", required=True, help="policy that GRPO starts from")
     parser.add_argument("--data", required=True, help="SParC- or CoSQL-format folder")
-    parser.add_argument("--held-out", type=int, required=True, help="dialogues of train to compare on")
+    parser.add_argument("--held-out", type=int, required=True, help="databases of train to compare on")
     parser.add_argument("--out", type=Path, required=True, help="run folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of all runs [0]")
     parser.add_argument("--proposal", type=float, nargs="+", default=[0.0, 0.4, 0.8], help="values of w3")

@@ -6,11 +6,13 @@ CPU small pieces are also faster: their activations stay in the processor's cach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from mtsql.agent.prefix import shared_length
 from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.parallel import Processes
 
@@ -39,11 +41,24 @@ def shared_prefix(group: Sequence[Trajectory]) -> int:
     That is the whole prompt for samples of one question, and the schema for questions over one database.
     """
     first, *others = (t.segments[0].ids for t in group)
-    shared = len(first)
-    for prompt in others:
-        same = (i for i, (a, b) in enumerate(zip(first, prompt, strict=False)) if a != b)
-        shared = min(shared, next(same, min(len(first), len(prompt))))
-    return shared
+    return min((shared_length(first, prompt) for prompt in others), default=len(first))
+
+
+def order_by_database(
+    trajectories: Sequence[Trajectory], databases: Mapping[str, str], size: int, rng: random.Random
+) -> list[Trajectory]:
+    """All trajectories once, in blocks of `size` over one database each; the blocks in random order.
+
+    `databases` gives the database of each example id. What a database has beyond whole blocks comes last, a
+    block of fewer, so that all other steps begin with a whole block.
+    """
+    by_database: dict[str, list[Trajectory]] = {}
+    for trajectory in rng.sample(trajectories, len(trajectories)):
+        by_database.setdefault(databases[trajectory.example_id], []).append(trajectory)
+    blocks = [all_of[i : i + size] for all_of in by_database.values() for i in range(0, len(all_of), size)]
+    rng.shuffle(blocks)
+    blocks.sort(key=lambda block: len(block) < size)
+    return [trajectory for block in blocks for trajectory in block]
 
 
 def group_micro_batches(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -149,6 +150,29 @@ def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
     if not isinstance(model, PeftModel):
         raise UserError(f"{policy} holds no LoRA adapter, so there is nothing to merge")
     return model.merge_and_unload()
+
+
+@contextmanager
+def merged_adapter(policy: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """A LoRA adapter added to the base's weights while the block runs, which then are put back bit for bit.
+
+    Each linear layer is one matrix product then, as in a model without adapter, for which nothing is done.
+    Raises UserError for a quantised base, whose weights have no room for it.
+    """
+    if not isinstance(policy, PeftModel):
+        yield
+        return
+    bases = [layer.base_layer for layer in policy.modules() if isinstance(layer, LoraLayer)]
+    if any(isinstance(base, Linear4bit) for base in bases):
+        raise UserError("--merge-adapter needs a base that is not quantised; leave out one of the two")
+    kept = [base.weight.detach().clone() for base in bases]
+    policy.merge_adapter()
+    try:
+        yield
+    finally:
+        policy.unmerge_adapter()
+        for base, weight in zip(bases, kept, strict=True):
+            base.weight.data.copy_(weight)  # what was added and taken away left its rounding
 
 
 def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:

@@ -19,13 +19,45 @@ def make_optimizer(
     """AdamW over the trainable parameters, without weight decay.
 
     `kind` "adamw8bit" keeps the moments of tensors from 4,096 elements on in 8 bits (Dettmers et al. 2022).
-    Raises UserError if nothing is trainable.
+    A parameter in half precision is computed with as it is, but what the optimizer steps is a float32 master
+    copy, since bfloat16 would round most updates away; gradients add up there in float32 too. Sharded
+    parameters have none. Raises UserError if nothing is trainable.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise UserError("nothing can be trained; a quantised model needs --lora-rank above 0 or an adapter")
+    stepped = [_master(p) for p in trainable]
     adamw = bitsandbytes.optim.AdamW8bit if kind == "adamw8bit" else torch.optim.AdamW
-    return adamw(trainable, lr=learning_rate, betas=(0.9, beta2), weight_decay=0.0)
+    optimizer = adamw(stepped, lr=learning_rate, betas=(0.9, beta2), weight_decay=0.0)
+    copies = [(p, master) for p, master in zip(trainable, stepped, strict=True) if master is not p]
+
+    @torch.no_grad()
+    def copy_back(*_: object) -> None:
+        for parameter, master in copies:
+            parameter.copy_(master)
+
+    optimizer.register_step_post_hook(copy_back)
+    return optimizer
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """The float32 copy that gets the gradients of a parameter in half precision; of another, itself."""
+    if parameter.dtype == torch.float32 or isinstance(parameter, DTensor):
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+
+    def hand_over(parameter: nn.Parameter) -> None:
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(hand_over)
+    return master
+
+
+def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What the optimizer steps: trainable parameters, or their float32 master copies."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from mtsql.errors import UserError
+from mtsql.learn.optimizer import stepped_parameters
 
 T = TypeVar("T")
 
@@ -142,7 +143,7 @@ def whole_state(
     All processes must call it; those of a sharded run get theirs on the first process only.
     """
     if not isinstance(policy, FSDPModule):
-        return None, optimizer.state_dict() if optimizer else {}
+        return None, _with_masters(policy, optimizer) if optimizer else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(policy, options=options)
     # Asked for the state of an optimizer that has none, torch would take a step to make one.
@@ -153,10 +154,21 @@ def whole_state(
     return {name: weight for name, weight in weights.items() if name not in tied}, state
 
 
+def _with_masters(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """The optimizer's state and, by place, the master copies of parameters that are in half precision."""
+    trainable = (p for p in policy.parameters() if p.requires_grad)
+    pairs = zip(trainable, stepped_parameters(optimizer), strict=True)
+    masters = {place: master.detach() for place, (p, master) in enumerate(pairs) if master is not p}
+    return optimizer.state_dict() | {"masters": masters}
+
+
 def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Load the optimizer state that `whole_state` gave."""
     if not isinstance(policy, FSDPModule):
+        masters = state.pop("masters")
         optimizer.load_state_dict(state)
+        for place, master in masters.items():
+            stepped_parameters(optimizer)[place].data.copy_(master)
     elif state:  # empty before the first step
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(policy, optimizer, state, options=options)

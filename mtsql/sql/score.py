@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from mtsql.data.datasets import Example
@@ -108,19 +109,26 @@ class Scorer:
 
 
 def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False) -> list[Example]:
-    """The questions whose gold SQL runs and parses; how many do not is printed.
+    """The questions whose gold SQL runs and parses; how many do not is printed, by source.
 
     With `drop_empty`, questions whose gold SQL returns nothing are left out too (MTIR-SQL, section 4.1).
     Raises UserError if none is left.
     """
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
-    dropped = len(asked) - len(kept)
-    if dropped:
-        print(f"left out {dropped} of {len(asked)} questions: their gold SQL does not run or parse")
+    _print_left_out(asked, kept, "their gold SQL does not run or parse")
     if drop_empty:
         full = [e for e in kept if scorer.executor.execute(scorer.paths[e.db_id], e.gold_sql).rows]
-        print(f"left out {len(kept) - len(full)} of {len(kept)} questions: their gold SQL returns nothing")
+        _print_left_out(kept, full, "their gold SQL returns nothing")
         kept = full
     if not kept:
         raise UserError("no question has a gold SQL that runs and parses")
     return kept
+
+
+def _print_left_out(asked: Sequence[Example], kept: Sequence[Example], why: str) -> None:
+    """Say how many of each source's questions were left out, and why; nothing if none was."""
+    every, left = Counter(e.source for e in asked), Counter(e.source for e in kept)
+    for source, count in every.items():
+        if count > left[source]:
+            of = f" of {source}" if len(every) > 1 else ""
+            print(f"left out {count - left[source]} of {count} questions{of}: {why}")

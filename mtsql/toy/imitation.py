@@ -155,7 +155,7 @@ def training_groups(
     The phases are "copying", "answers" and "agent"; the groups of the latter two are of one database each.
     """
     environments = make_environments(config, dataset, tokens)
-    dialogues = enumerate(read_json(Path(config.data) / "scripted_mistakes.json"))
+    dialogues = enumerate(read_json(Path(config.data[0]) / "scripted_mistakes.json"))
     wrong = {f"{i:05d}/{turn}": found for i, turns in dialogues for turn, found in enumerate(turns)}
     habits = Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
     rng = random.Random(config.seed)

@@ -1,0 +1,93 @@
+"""Demonstrations of the protocol with a model's own mistakes, for `train_sft.py --targets teacher`.
+
+    python -m mtsql.commands.demonstrations --config configs/real_smollm2.toml \\
+        --model runs/real/short_sft/policy --data DATA --out OUT
+
+The model answers training questions without tools, --samples-per-question times each. A scripted agent then
+plays each question with both tools: it proposes a sampled answer, judges what it sees, and repairs what it
+found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). OUT/demonstrations.jsonl has one
+conversation a line, and `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
+
+This step is not in the paper, whose model calls the tools untrained.
+"""
+
+from __future__ import annotations
+
+from mtsql.config import DemonstrationsConfig, read_options, save_config, user_errors
+
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    OPTIONS = read_options(DemonstrationsConfig, __doc__)
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+from mtsql.errors import UserError
+from mtsql.files import write_atomically
+from mtsql.learn.demonstrations import RIGHT, Demonstration, demonstrate, keep_share_of_wrong
+from mtsql.learn.parallel import leave_processes
+from mtsql.report.chat import chat_record
+from mtsql.run import (
+    Run,
+    begin_run,
+    make_environment,
+    sample_questions,
+    training_questions,
+    weights_for_rollouts,
+)
+
+
+def main(config: DemonstrationsConfig) -> None:
+    """Sample, play, write."""
+    if config.tools == "none":
+        raise UserError(
+            "--tools none leaves nothing to demonstrate; the answers are sampled without tools anyway"
+        )
+    run = begin_run(config, "train")
+    asked = training_questions(config, run)
+    if config.questions:
+        asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
+    found = run.processes.gather(play_answers(config, run, run.processes.share(list(enumerate(asked)))))
+    if run.processes.is_main:
+        kept = keep_share_of_wrong(found, random.Random(config.seed))
+        if not kept:
+            raise UserError("no sampled answer makes a demonstration")
+        records = [
+            chat_record(d.trajectory, d.question, run.environment) | {"first_proposal": d.first} for d in kept
+        ]
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        save_config(config, run.out)
+        write_atomically(run.out / "demonstrations.jsonl", lines)
+        print(format_demonstrations(found, kept))
+    leave_processes(run.processes)
+
+
+def play_answers(config: DemonstrationsConfig, run: Run, numbered: list) -> list[Demonstration]:
+    """The demonstrations of a process's share of the questions."""
+    toolless = make_environment(config, run.dataset, run.tokens, "none")
+    found = []
+    with weights_for_rollouts(config, run):
+        sampling = replace(run, environment=toolless)
+        for example, sampled in sample_questions(config, sampling, numbered, (config.seed,), "sample"):
+            for trajectory in sampled:
+                answer = trajectory.answer_sql
+                if answer is None:
+                    continue  # a message that holds no SQL is no proposal
+                right = bool(run.scorer.ex(example.db_id, example.gold_sql, answer))
+                episode = run.environment.episodes(example, [trajectory.seed])[0]
+                found.append(demonstrate(episode, answer, right))
+    return found
+
+
+def format_demonstrations(found: list[Demonstration], kept: list[Demonstration]) -> str:
+    """A small table of the first proposals: how many were sampled, how many are in the file."""
+    sampled, written = Counter(d.first for d in found), Counter(d.first for d in kept)
+    lines = [f"{'first proposal':<45}{'sampled':>10}{'written':>10}"]
+    lines += [f"{name:<45}{count:>10,}{written[name]:>10,}" for name, count in sampled.most_common()]
+    shares = (100 * (1 - counts[RIGHT] / max(1, counts.total())) for counts in (sampled, written))
+    return "\n".join([*lines, f"{'wrong':<45}" + "".join(f"{share:>9.1f}%" for share in shares)])
+
+
+if __name__ == "__main__":
+    user_errors(main, OPTIONS)

@@ -1,0 +1,127 @@
+"""Demonstrations of the protocol whose mistakes are the model's own.
+
+The paper's Qwen3 calls the tools untrained. A model too small to follow instructions is shown how: a scripted
+agent proposes what that model sampled, runs it, judges it by what the tools show, and repairs what it has
+found wrong to the gold SQL. It finds nothing that cannot be seen in the question, the SQL, its result and the
+memory; mistakes of another kind are no demonstration. Gold only tells false alarms from real ones.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtsql.agent.env import Episode, outcome_of
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.data.datasets import Example
+from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
+from mtsql.sql.execute import ExecutionResult
+
+RIGHT, UNSEEN = "right", "wrong, and nothing shows it"
+ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
+ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
+REFERS_BACK = re.compile(
+    r"\b(those|these|them|they|their|it|its|that|this|ones?|also|instead|above|same|(?:what|how) about)\b",
+    re.IGNORECASE,
+)
+CONDITIONS = re.compile(r"\b(where|having)\b", re.IGNORECASE)
+LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A first proposal, and what it was: RIGHT, UNSEEN (no trajectory), or what showed that it was wrong."""
+
+    question: Example
+    first: str
+    trajectory: Trajectory | None
+
+
+def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
+    """Play an episode that starts with `proposal`, which is `right` or wrong."""
+    tools, recipe, example = episode.tools, episode.recipe, episode.example
+    remembers = MEMORY_RETRIEVE in tools and bool(example.history)
+    sql, wrong, first, verdicts = proposal, not right, RIGHT, ""
+
+    def say(text: str) -> None:
+        ids = episode.tokens.message_ids(text)
+        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
+
+    def judge(tool: str, found: str | None) -> bool:
+        """Write the verdict, and turn to the gold SQL if a wrong query was found out."""
+        nonlocal sql, wrong, first, verdicts
+        failed = wrong and found is not None
+        verdicts = verdict(tool, not failed) + "\n"
+        if failed:
+            sql, wrong, first = example.gold_sql, False, found
+        return not failed
+
+    while episode.trajectory.status is None:
+        if EXEC_SQL in tools:
+            say(verdicts + recipe.call(sql))
+            if episode.trajectory.status is None and not judge(
+                EXEC_SQL, execution_problem(example.question, episode.result)
+            ):
+                continue
+        if remembers and episode.trajectory.status is None:
+            say(verdicts + tool_call(MEMORY_RETRIEVE, sql))
+            if episode.trajectory.status is None and not judge(MEMORY_RETRIEVE, memory_problem(example, sql)):
+                continue
+        if wrong:
+            return Demonstration(example, UNSEEN, None)
+        if episode.trajectory.status is None:
+            say(verdicts + recipe.answer(sql))
+    return Demonstration(example, first, episode.trajectory)
+
+
+def execution_problem(question: str, result: ExecutionResult) -> str | None:
+    """What is wrong with a result, as far as the question and the result show it; None if nothing."""
+    outcome = outcome_of(result)
+    if outcome != "ok":
+        return {"error": "error", "null": "empty result"}[outcome]
+    cells = [value for row in result.rows for value in row]
+    number = any(isinstance(value, int | float) for value in cells)
+    if re.search(r"\bhow many\b", question, re.IGNORECASE) and not number:
+        return "no number where one is asked for"
+    if len(cells) == 1 and number and not ASKS_FOR_NUMBER.search(question) and "?" not in question:
+        return "a number where none is asked for"
+    if ASKS_FOR_ONE.search(question) and len(result.rows) > 1:
+        return "several rows where one is asked for"
+    return None
+
+
+def memory_problem(example: Example, sql: str) -> str | None:
+    """What is wrong if a question that refers back has lost a value that the SQL before it compares with."""
+    before = example.history[-1].sql if example.history else None
+    if before is None or not REFERS_BACK.search(example.question):
+        return None
+    lost = {_plain(value) for value in LITERAL.findall(_conditions(before))}
+    lost -= {_plain(value) for value in LITERAL.findall(sql)}
+    return "a constraint of an earlier turn is gone" if lost else None
+
+
+def _conditions(sql: str) -> str:
+    """What stands behind the first WHERE or HAVING, "" without any."""
+    found = CONDITIONS.search(sql)
+    return sql[found.end() :] if found else ""
+
+
+def _plain(value: str) -> str:
+    return value.strip("'\"").lower()
+
+
+def keep_share_of_wrong(found: Sequence[Demonstration], rng: random.Random) -> list[Demonstration]:
+    """The usable demonstrations, with as many right first proposals left out as keep the share of wrong ones.
+
+    Wrong ones whose mistake nothing shows are not usable; without leaving out right ones the model would
+    learn that it errs less than it does.
+    """
+    right = [d for d in found if d.first == RIGHT]
+    wrong = [d for d in found if d.first not in (RIGHT, UNSEEN)]
+    unseen = len(found) - len(right) - len(wrong)
+    share = len(wrong) / (len(wrong) + unseen) if wrong or unseen else 1.0  # of wrong ones that are usable
+    kept = {id(d) for d in rng.sample(right, round(share * len(right)))}
+    return [d for d in found if id(d) in kept or d.first not in (RIGHT, UNSEEN)]

@@ -1,0 +1,139 @@
+"""Demonstrations whose mistakes are the model's own: what is found wrong, and what is written."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from conftest import GOLD, TOY, make_episode, run
+
+from mtsql.agent.env import Limits
+from mtsql.agent.trajectory import ActionType, Status
+from mtsql.data.datasets import HistoryTurn
+from mtsql.learn.demonstrations import (
+    RIGHT,
+    UNSEEN,
+    Demonstration,
+    demonstrate,
+    execution_problem,
+    keep_share_of_wrong,
+    memory_problem,
+)
+from mtsql.sql.execute import ExecutionResult
+
+
+def actions(demonstration: Demonstration) -> list[str]:
+    shown = {ActionType.E_VERIFY, ActionType.M_VERIFY}
+    return [
+        f"{a.type} {'pass' if a.passed else 'no_pass'}" if a.type in shown else str(a.type)
+        for a in demonstration.trajectory.actions
+    ]
+
+
+def test_a_right_answer_passes_both_checks(tiny):
+    shown = demonstrate(make_episode(tiny, history=True), GOLD, right=True)
+    expected = ["propose", "execute", "e_verify pass", "m_verify pass", "finalize"]
+    assert shown.first == RIGHT and actions(shown) == expected
+    assert shown.trajectory.off_protocol == 0 and shown.trajectory.answer_sql == GOLD
+
+
+def test_an_error_is_seen_and_repaired_to_the_gold_sql(tiny):
+    shown = demonstrate(make_episode(tiny, history=True), "SELECT nme FROM singer", right=False)
+    assert shown.first == "error" and shown.trajectory.answer_sql == GOLD
+    assert actions(shown)[:6] == [
+        "propose", "execute", "e_verify no_pass", "self_correct", "execute", "e_verify pass",
+    ]  # fmt: skip
+    assert shown.trajectory.off_protocol == 0 and shown.trajectory.status is Status.ANSWERED
+
+
+def test_what_nothing_shows_is_no_demonstration(tiny):
+    wrong = "SELECT name FROM singer WHERE country = 'italy'"
+    assert demonstrate(make_episode(tiny), wrong, right=False) == Demonstration(
+        make_episode(tiny).example, UNSEEN, None
+    )
+
+
+def test_a_lost_constraint_is_seen_in_the_memory(tiny):
+    episode = make_episode(tiny, history=True)
+    earlier = HistoryTurn("Who is 31?", "SELECT name FROM singer WHERE age = 31")
+    episode.example = replace(episode.example, question="Which of those are from France?", history=(earlier,))
+    gold = "SELECT name FROM singer WHERE age = 31 AND country = 'france'"
+    episode.example = replace(episode.example, gold_sql=gold)
+    shown = demonstrate(episode, GOLD, right=False)
+    assert shown.first == "a constraint of an earlier turn is gone"
+    assert actions(shown)[2:6] == ["e_verify pass", "m_verify no_pass", "self_correct", "execute"]
+    assert shown.trajectory.answer_sql == gold and shown.trajectory.off_protocol == 0
+
+
+def test_an_episode_that_a_limit_ends_is_over(tiny):
+    limits = Limits(max_response_tokens=30)
+    shown = demonstrate(make_episode(tiny, limits=limits), "SELECT nme FROM singer", right=False)
+    assert shown.trajectory is None or shown.trajectory.status is Status.OUT_OF_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("question", "rows", "problem"),
+    [
+        ("How many singers are there?", ((3,),), None),
+        ("How many singers are there?", (("Anna",),), "no number where one is asked for"),
+        ("List all singers.", ((3,),), "a number where none is asked for"),
+        ("List the total of all ages.", ((3,),), None),
+        ("Who is the oldest singer?", (("Anna",), ("Bruno",)), "several rows where one is asked for"),
+        ("Who are the latest singers?", (("Anna",), ("Bruno",)), None),
+        ("List all singers.", (("Anna",), ("Bruno",)), None),
+        ("List all singers.", (), "empty result"),
+        ("List all singers.", ((None,),), "empty result"),
+    ],
+)
+def test_only_what_question_and_result_show_is_a_problem(question, rows, problem):
+    assert execution_problem(question, ExecutionResult("ok", rows=rows)) == problem
+
+
+def test_values_of_the_last_turn_are_looked_for_where_a_question_refers_back(tiny):
+    example = make_episode(tiny, history=True).example
+
+    def problem(question: str, before: str | None, sql: str) -> str | None:
+        history = (HistoryTurn("?", before),)
+        return memory_problem(replace(example, question=question, history=history), sql)
+
+    lost = "a constraint of an earlier turn is gone"
+    assert (
+        problem("And those?", "select a from t where b = 'X' and c > 3", "select a from t where b = 'x'")
+        == lost
+    )
+    assert problem("And those?", "select a from t where b = 'X'", 'select b from t where b = "x"') is None
+    assert problem("And those?", "select a, 5 from t limit 3", "select b from t") is None
+    assert problem("List all.", "select a from t where b = 'X'", "select b from t") is None
+    assert problem("And those?", None, "select b from t") is None
+
+
+def test_the_share_of_wrong_proposals_stays(tiny):
+    example = make_episode(tiny).example
+    found = [Demonstration(example, first, None) for first in [RIGHT] * 60 + ["error"] * 10 + [UNSEEN] * 30]
+    kept = keep_share_of_wrong(found, random.Random(0))
+    assert [d.first for d in kept] == [RIGHT] * 15 + ["error"] * 10  # a quarter of the wrong ones: 40 %
+    assert keep_share_of_wrong(found[:60], random.Random(0)) == found[:60]
+
+
+def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
+    data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    out = run(
+        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown", "--questions", 12,
+        "--samples-per-question", 2, "--temperature", 1.5,
+    )  # fmt: skip
+    assert "first proposal" in out
+    path = tmp_path / "shown" / "demonstrations.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["first_proposal"] for line in lines} > {RIGHT}
+    out = run(
+        "train_sft.py", *data, "--out", tmp_path / "sft", "--targets", "teacher", "--teacher", path,
+        "--rounds", 1, "--epochs", 1,
+    )  # fmt: skip
+    assert f"{'  kept':<52}{len(lines):>8,}" in out
+    assert "another observation" not in out
+    refused = run(
+        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
+    )
+    assert "--tools none leaves nothing to demonstrate" in refused
