@@ -2,6 +2,7 @@
 
     python reproduce.py --suite toy --out runs/suite --seeds 0 1 2
     python reproduce.py --suite sparc --data sparc --other cosql --model Qwen/Qwen3-1.7B --out runs/sparc
+    python reproduce.py --suite real --data DATA --model models/smollm2-135m-instruct --out runs/real
 
 Runs the parts below for each seed, skipping those whose result is there: stop it at any time and start it
 again. Several seeds may run side by side, each in a process of its own with the same --out. The page in
@@ -15,15 +16,19 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 - RL: outcome rewards; outcome and process rewards; the latter without the curriculum's order
 - the final agent without a tool, with its own answers in the history, and with a cap on the response
 - out of domain: the other dataset
+The real suite has its own arms: mtsql/experiments/real.py. Its DATA is a folder of several data sets.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import NamedTuple
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.experiments.real import real_parts
+from mtsql.experiments.real_page import write_real_page
 from mtsql.experiments.suite import run_suite, suite_parser
 from mtsql.experiments.suite_page import write_suite_page
 from mtsql.parts import Part
@@ -122,12 +127,15 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
 def main() -> None:
     """Run what is missing, then write the page."""
     parser = suite_parser(__doc__, "runs/suite")
-    parser.add_argument("--suite", choices=SUITES, required=True, help="benchmark")
+    parser.add_argument("--suite", choices=[*SUITES, "real"], required=True, help="benchmark")
     parser.add_argument("--data", default="", help="SParC or CoSQL folder; the toy benchmark is made")
     parser.add_argument("--other", default="", help="folder of the other of the two, for out of domain")
     parser.add_argument("--model", default="", help="base model; the toy's is made")
     parser.add_argument("--config", default="", help="settings, if not those of the suite")
     chosen = parser.parse_args()
+    if chosen.suite == "real":
+        reproduce_real(chosen)
+        return
     name, out, data, other = chosen.suite, chosen.out, chosen.data, chosen.other
     suite = SUITES[name]._replace(config=chosen.config or SUITES[name].config)
     shared = []
@@ -149,6 +157,20 @@ def main() -> None:
         made_with = f"python reproduce.py --suite {name} --seeds {' '.join(map(str, seeds))}"
         title, path = f"MTSQL-R1's experiments on {name}", Path(f"docs/results/suite_{name}.md")
         print(f"\n{write_suite_page(out, path, title, seeds, parts_of(seeds), made_with)}")
+
+
+def reproduce_real(chosen: argparse.Namespace) -> None:
+    """Run what is missing of the real suite, then write its page."""
+    if not (chosen.data and chosen.model):
+        raise UserError("--suite real needs --data, a folder of several data sets, and --model")
+    if chosen.other or chosen.config:
+        raise UserError("--suite real has its own --config and no --other; leave them out")
+    seeds = chosen.seeds
+    parts = {seed: real_parts(Path(chosen.data), chosen.model, chosen.out, seed) for seed in seeds}
+    if run_suite([part for own in parts.values() for part in own], chosen):
+        made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --seeds "
+        made_with += " ".join(map(str, seeds))
+        print(f"\n{write_real_page(parts, Path('docs/results/real.md'), chosen.data, made_with)}")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_an_episode_that_a_limit_ends_is_over(tiny):
     ],
 )
 def test_only_what_question_and_result_show_is_a_problem(question, rows, problem):
-    assert execution_problem(question, ExecutionResult("ok", rows=rows)) == problem
+    assert execution_problem(question, ExecutionResult("rows" if rows else "empty", rows=rows)) == problem
 
 
 def test_values_of_the_last_turn_are_looked_for_where_a_question_refers_back(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,14 @@ from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import group_micro_batches, micro_batches, order_by_database, shared_prefix
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.model import Reference, load_policy, merge_adapter, merged_adapter, save_policy
+from mtsql.learn.model import (
+    Reference,
+    load_policy,
+    load_tokenizer,
+    merge_adapter,
+    merged_adapter,
+    save_policy,
+)
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import restore_optimizer, whole_state
 
@@ -273,3 +281,29 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
     assert "needs --lora-rank above 0" in out
     out = run("-m", "mtsql.commands.merge", merged, tmp_path / "again", expect=2)
     assert "holds no LoRA adapter" in out and not (tmp_path / "again").exists()
+
+
+def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(base, tmp_path, tiny, monkeypatch):
+    policy = randomise_adapters(load_policy(base, lora_rank=4)).eval()
+    save_policy(policy, tiny.tokens.tokenizer, tmp_path / "policy")
+    out = tmp_path / "models" / "agent"
+    run("-m", "mtsql.commands.ship", tmp_path / "policy", out, "--base", "../base")
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    sizes = [(folder / "adapter_model.safetensors").stat().st_size for folder in (tmp_path / "policy", out)]
+    assert sizes[1] < 0.6 * sizes[0]
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(UserError, match=r"agent is an adapter of .*base, which is not there; its README"):
+            load(out)
+    shutil.copytree(base, tmp_path / "models" / "base")
+    monkeypatch.chdir(tmp_path)
+    shipped = load_policy(Path("models/agent")).eval()
+    assert load_tokenizer("models/agent").get_vocab() == tiny.tokens.tokenizer.get_vocab()
+    assert all(p.dtype == torch.float32 for p in shipped.parameters())
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        assert (shipped(ids).logits - policy(ids).logits).abs().max() < 0.1
+    save_policy(shipped, tiny.tokens.tokenizer, tmp_path / "elsewhere" / "policy")
+    load_policy(tmp_path / "elsewhere" / "policy")  # trained on, it still finds its base
+    assert "holds no LoRA adapter" in run(
+        "-m", "mtsql.commands.ship", base, tmp_path / "no", "--base", "x", expect=2
+    )

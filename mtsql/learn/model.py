@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +35,14 @@ WHAT_TO_GIVE = (
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, adapter folder or hub name; UserError if there is none."""
+    """The tokenizer of a model folder, adapter folder or hub name; UserError if there is none.
+
+    An adapter folder without a tokenizer has its base's.
+    """
     _check_exists(name_or_path)
+    folder = Path(name_or_path)
+    if (folder / ADAPTER_FILE).is_file() and not (folder / "tokenizer_config.json").is_file():
+        name_or_path = base_of_adapter(folder)
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
@@ -75,7 +82,7 @@ def load_policy(
     source = name_or_path
     try:
         if adapter:
-            source = PeftConfig.from_pretrained(source).base_model_name_or_path or source
+            source = base_of_adapter(Path(name_or_path))
         how = {"dtype": DTYPES[dtype], "attn_implementation": attention}
         if quantise == "nf4":
             how["quantization_config"] = BitsAndBytesConfig(
@@ -92,6 +99,9 @@ def load_policy(
             model.to(device)
         if adapter:
             model = PeftModel.from_pretrained(model, name_or_path, is_trainable=True)
+            model.peft_config["default"].base_model_name_or_path = source  # wherever it will be saved
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"no model could be loaded from {source}; {WHAT_TO_GIVE}") from error
     if lora_rank > 0:
@@ -102,6 +112,20 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def base_of_adapter(folder: Path) -> str:
+    """The folder or hub name of an adapter's base; a path that starts with a dot is beside the adapter.
+
+    Raises UserError if such a folder is not there.
+    """
+    name = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    if not name.startswith("."):
+        return name
+    base = os.path.normpath(folder / name)
+    if not Path(base).is_dir():
+        raise UserError(f"{folder} is an adapter of {base}, which is not there; its README says where from")
+    return base
 
 
 def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:

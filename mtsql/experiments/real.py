@@ -1,0 +1,80 @@
+"""The whole recipe with a real language model on real dialogues: the parts of `reproduce.py --suite real`.
+
+The data is one folder: real/train_mix.json (SParC's format, with databases of Spider's training data),
+{sparc,cosql}/{dev,tables}.json and database/. Settings are in configs/real_smollm2.toml.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtsql.parts import Part
+
+CONFIG = "configs/real_smollm2.toml"
+DATASETS = ("sparc", "cosql")  # whose dev sets are answered, beside the held-out databases of the mix
+HELD_OUT = "held_out"
+ARMS = {
+    "base": "SmolLM2-135M-Instruct, both tools",
+    "short_sft": "fine-tuned on gold SQL, no tools",
+    "demonstrations": "then shown the protocol, both tools",
+    "round_1": "then round 1 of Algorithm 1",
+    "round_2": "then round 2",
+    "short_rl": "`short_sft`, then RL without tools",
+    "rl_outcome": "`round_2`, then RL with outcome rewards",
+    "rl": "`round_2`, then RL with outcome and process rewards",
+    "rl_no_execution": "`rl` without EXECUTE",
+    "rl_no_memory": "`rl` without MEMORY-VERIFY",
+    "rl_predicted": "`rl` with its own earlier answers in memory",
+}
+
+
+def real_parts(data: Path, model: str, out: Path, seed: int) -> list[Part]:
+    """Training and evaluation of one seed; one above 0 has RL of its own, from the warm start of seed 0."""
+    folder, first = out / f"seed{seed}", out / "seed0"
+    parts: list[Part] = []
+    mix = ["--data", str(data / "real/train_mix.json"), "--tables", str(data / "sparc/tables.json")]
+    mix += ["--databases", str(data / "database")]
+    shared = ["--config", CONFIG, "--seed", str(seed)]
+    no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
+
+    def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
+        command = [*script, *shared, *mix, "--model", start, "--out", str(folder / name), *options]
+        parts.append(Part(name, command, folder / name / done))
+        return str(folder / name / done)
+
+    def evaluate(arm: str, policy: str, *options: str) -> None:
+        for dataset in (HELD_OUT, *DATASETS):
+            asked, split = mix, HELD_OUT
+            if dataset != HELD_OUT:
+                asked, split = ["--data", str(data / dataset / "dev.json"), *mix[-2:]], "dev"
+            done = folder / "evaluation" / dataset / arm
+            command = ["evaluate.py", *shared, *asked, "--split", split, "--model", policy]
+            command += ["--out", str(done), *options]
+            parts.append(Part(f"evaluate {arm} on {dataset}", command, done / "summary.json"))
+
+    sft, grpo = ["train_sft.py"], ["train_grpo.py"]
+    if seed == 0:
+        evaluate("base", model)
+        gold = ("--targets", "gold", "--lora-rank", "32", "--learning-rate", "1e-3", "--questions", "0")
+        short_sft = train("short_sft", sft, model, *no_tools, *once, *gold, resume)
+        evaluate("short_sft", short_sft, *no_tools)
+        showing = ["-m", "mtsql.commands.demonstrations"]
+        shown = train("shown", showing, short_sft, done="demonstrations.jsonl")
+        taught = ("--targets", "teacher", "--teacher", shown, "--questions", "0")
+        demonstrations = train("demonstrations", sft, short_sft, *once, *taught, resume)
+        evaluate("demonstrations", demonstrations)
+        round_2 = train("sft", sft, demonstrations, "--rounds", "2", resume)
+        evaluate("round_1", str(folder / "sft" / "policies" / "round_1"))
+        evaluate("round_2", round_2)
+        train("curriculum", ["-m", "mtsql.commands.curriculum"], round_2, done="counts.jsonl")
+    warm, short_sft = str(first / "sft" / "policy"), str(first / "short_sft" / "policy")
+    curriculum = ("--curriculum", str(first / "curriculum" / "counts.jsonl"), resume)
+    short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *curriculum)
+    evaluate("short_rl", short_rl, *no_tools)
+    evaluate("rl_outcome", train("rl_outcome", grpo, warm, "--rewards", "outcome", *curriculum))
+    final = train("rl", grpo, warm, "--rewards", "process", *curriculum)
+    evaluate("rl", final)
+    for tools in ("no_execution", "no_memory"):
+        evaluate(f"rl_{tools}", final, "--tools", tools)
+    evaluate("rl_predicted", final, "--history", "predicted")
+    return parts

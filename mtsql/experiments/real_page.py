@@ -1,0 +1,263 @@
+"""The page of the real language model: docs/results/real.md and real.json.
+
+The suite takes days on a laptop, and its parts may run on several machines. So the page is made of real.json,
+in which finished evaluations replace their rows, and all other rows stay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mtsql.experiments.arms import read_evaluation, read_json
+from mtsql.experiments.markdown import EMPTY, decimal, joined, listed, signed, table
+from mtsql.experiments.page import command_list, seed_of
+from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT
+from mtsql.files import write_atomically
+from mtsql.parts import Part, hardware, minutes_of
+from mtsql.report.metrics import bootstrap_interval
+
+NAMES = {"sparc": "SParC dev", "cosql": "CoSQL dev", HELD_OUT: "held-out databases"}
+# MTSQL-R1, Table 2, in domain: EX and EM.
+PAPER = {
+    "base": {"1.7B": {"sparc": (23.9, 17.8), "cosql": (22.6, 16.3)}},
+    "short_sft": {
+        "1.7B": {"sparc": (74.3, 69.2), "cosql": (68.1, 59.3)},
+        "4B": {"sparc": (78.3, 71.5), "cosql": (73.1, 64.8)},
+    },
+    "round_1": {
+        "1.7B": {"sparc": (70.6, 62.0), "cosql": (69.9, 57.6)},
+        "4B": {"sparc": (73.8, 63.1), "cosql": (73.9, 62.1)},
+    },
+    "round_2": {
+        "1.7B": {"sparc": (72.3, 63.0), "cosql": (72.2, 60.5)},
+        "4B": {"sparc": (74.9, 64.8), "cosql": (74.7, 62.8)},
+    },
+    "rl_outcome": {
+        "1.7B": {"sparc": (76.2, 66.1), "cosql": (76.6, 62.7)},
+        "4B": {"sparc": (78.1, 67.8), "cosql": (79.1, 64.5)},
+    },
+    "rl": {
+        "1.7B": {"sparc": (76.2, 66.1), "cosql": (77.3, 63.5)},
+        "4B": {"sparc": (79.0, 68.7), "cosql": (79.9, 65.2)},
+    },
+}
+CONTRASTS = {  # of EX, the first arm minus the second
+    "warm start, beside gold SQL alone": ("round_2", "short_sft"),
+    "RL (outcome), beside its warm start": ("rl_outcome", "round_2"),
+    "RL (outcome and process), beside its warm start": ("rl", "round_2"),
+    "process rewards, beside outcome alone": ("rl", "rl_outcome"),
+    "long horizon, beside short-horizon RL": ("rl", "short_rl"),
+    "EXECUTE": ("rl", "rl_no_execution"),
+    "MEMORY-VERIFY": ("rl", "rl_no_memory"),
+    "gold history, beside its own answers": ("rl", "rl_predicted"),
+}
+
+Row = dict[str, Any]
+
+
+def write_real_page(
+    parts_by_seed: Mapping[int, Sequence[Part]], path: Path, data: str, made_with: str
+) -> Path:
+    """Bring the .json beside `path` up to date, write the page and return its path.
+
+    The page calls the folder `data` DATA.
+    """
+    numbers = path.with_suffix(".json")
+    rows = {(r["dataset"], r["arm"], r["seed"]): r for r in read_json(numbers) or []}
+    for seed, parts in parts_by_seed.items():
+        rows |= {(r["dataset"], r["arm"], seed): r for r in map(finished_row, parts) if r}
+    order = {arm: place for place, arm in enumerate(ARMS)}
+    found = sorted(rows.values(), key=lambda r: (r["dataset"], order[r["arm"]], r["seed"]))
+    write_atomically(numbers, "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+    of = {name: [r for r in found if r["dataset"] == name] for name in (*DATASETS, HELD_OUT)}
+    sections = {
+        "EX and EM": accuracy_table(of),
+        "What each step is worth": contrast_table(of),
+        "Beside the paper": paper_table(of),
+        "By turn and by hardness": breakdown_table(of),
+        "Kinds of errors": errors_table(of),
+        "Commands": command_list([part for parts in parts_by_seed.values() for part in parts], [0]).replace(
+            data, "DATA"
+        ),
+    }
+    top = f"# SmolLM2-135M on SParC and CoSQL\n\n{heading(found, made_with)}"
+    kept = path.with_name(f"{path.stem}_notes.md")
+    text = kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
+    below = (f"## {head}\n\n{body}" for head, body in sections.items() if body)
+    write_atomically(path, joined(top, text, *below) + "\n")
+    return path
+
+
+def finished_row(part: Part) -> Row | None:
+    """What real.json keeps of a part, if that is a finished evaluation."""
+    folder = part.done.parent
+    if part.done.name != "summary.json":
+        return None
+    evaluation = read_evaluation(folder)
+    if evaluation is None:
+        return None
+    records, summary = evaluation.records, evaluation.summary
+    by_database = _by_database(records, [r["ex"] for r in records])
+    low, high = bootstrap_interval(by_database)
+    run = read_json(folder / "run.json") or {}
+    return {
+        "dataset": folder.parent.name,
+        "arm": folder.name,
+        "seed": seed_of(part),
+        "ex": round(100 * summary["ex"]["mean"], 2),
+        "ex_interval": [round(100 * low, 2), round(100 * high, 2)],
+        "em": round(100 * summary["em"]["mean"], 2),
+        "questions": summary["questions"],
+        "minutes": round(minutes_of(part.done), 1),
+        "by_turn": {name: _share(value) for name, value in summary["ex"]["by_turn"].items()},
+        "by_hardness": {name: _share(value) for name, value in summary["ex"]["by_hardness"].items()},
+        "errors": {name: _share(value) for name, value in summary["errors"].items()},
+        "status": {name: _share(value) for name, value in summary["status"].items()},
+        "tool_calls": {name: round(value, 2) for name, value in summary["tool_calls"].items()},
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": hardware(),
+        "commit": run.get("commit"),
+        "databases": [[name, len(list(group))] for name, group in groupby(r["db_id"] for r in records)],
+        "right": "".join(str(r["ex"]) for r in records),  # one a question, for paired differences
+    }
+
+
+def _share(value: float | None) -> float | None:
+    return None if value is None else round(100 * value, 2)
+
+
+def _by_database(records: Sequence[dict], values: Sequence[float]) -> list[list[float]]:
+    """The values of each database's questions."""
+    groups: dict[str, list[float]] = {}
+    for record, value in zip(records, values, strict=True):
+        groups.setdefault(record["db_id"], []).append(value)
+    return list(groups.values())
+
+
+def heading(rows: Sequence[Row], made_with: str) -> str:
+    """What was measured, on what, and what is missing."""
+    missing = [arm for arm in ARMS if not any(r["arm"] == arm and r["dataset"] in DATASETS for r in rows)]
+    lines = [
+        f"- Dates: {', '.join(sorted({r['date'] for r in rows}) or [EMPTY])}",
+        f"- Hardware: {', '.join(sorted({r['hardware'] for r in rows}) or [EMPTY])}",
+        f"- `{made_with}`, in parts that resume; raw figures in real.json, with the commit of each.",
+    ]
+    if missing:
+        lines.append(f"- **Not measured yet:** {', '.join(f'`{arm}`' for arm in missing)}")
+    reading = (
+        "EX is execution accuracy, EM exact set match, greedy, with gold history, in %. In brackets: 95 % "
+        "intervals, resampling databases. The training data is a mix of Spider, CoSQL and SParC whose SParC "
+        "part is rebuilt, and the databases are of another export than the official one, so these are "
+        "no official scores of the data sets."
+    )
+    return joined("\n".join(lines), reading)
+
+
+def _seeds(rows: Sequence[Row], arm: str) -> dict[int, Row]:
+    return {r["seed"]: r for r in rows if r["arm"] == arm}
+
+
+def accuracy_table(of: Mapping[str, Sequence[Row]]) -> str:
+    """EX with its interval, and EM, of every arm on every set of questions."""
+    lines = []
+    for arm, description in ARMS.items():
+        cells = []
+        for rows in of.values():
+            own = list(_seeds(rows, arm).values())
+            interval = f" [{', '.join(decimal(x) for x in own[0]['ex_interval'])}]" if own else ""
+            ex, em = (fmean(r[key] for r in own) if own else None for key in ("ex", "em"))
+            cells += [f"{decimal(ex)}{interval}", decimal(em)]
+        seeds = sorted({r["seed"] for rows in of.values() for r in _seeds(rows, arm).values()})
+        if seeds:
+            lines.append([f"`{arm}`", description, *cells, listed(seeds)])
+    header = ["arm", "what it is"]
+    for name, rows in of.items():
+        count = rows[0]["questions"] if rows else 0
+        header += [f"{NAMES[name]} ({count}): EX", "EM"]
+    return table([*header, "seeds"], lines, "The interval is that of the first seed." if lines else "")
+
+
+def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
+    """Paired differences of EX, means over seeds, with intervals over databases."""
+    lines = []
+    for title, (better, worse) in CONTRASTS.items():
+        cells = []
+        for rows in of.values():
+            found = _difference(_seeds(rows, better), _seeds(rows, worse))
+            cells.append(
+                EMPTY if found is None else f"{signed(found[0])} [{signed(found[1])}, {signed(found[2])}]"
+            )
+        if set(cells) != {EMPTY}:
+            lines.append([title, f"`{better}` - `{worse}`", *cells])
+    return table(["step", "arms", *(NAMES[name] for name in of)], lines)
+
+
+def _difference(better: Mapping[int, Row], worse: Mapping[int, Row]) -> tuple[float, float, float] | None:
+    """Mean and interval in points; a worse arm that has seed 0 alone stands beside every better seed."""
+    pairs = [(row, worse.get(seed, worse.get(0))) for seed, row in better.items()]
+    pairs = [(a, b) for a, b in pairs if b is not None and a["databases"] == b["databases"]]
+    if not pairs:
+        return None
+    names = [name for name, count in pairs[0][0]["databases"] for _ in range(count)]
+    groups: dict[str, list[float]] = {}
+    for a, b in pairs:
+        for name, x, y in zip(names, a["right"], b["right"], strict=True):
+            groups.setdefault(name, []).append(100.0 * (int(x) - int(y)))
+    values = [value for group in groups.values() for value in group]
+    return fmean(values), *bootstrap_interval(list(groups.values()))
+
+
+def paper_table(of: Mapping[str, Sequence[Row]]) -> str:
+    """Our arms and the paper's, EX / EM."""
+    lines = []
+    for arm, models in PAPER.items():
+        cells = []
+        for dataset in DATASETS:
+            own = list(_seeds(of[dataset], arm).values())
+            means = [fmean(r[key] for r in own) if own else None for key in ("ex", "em")]
+            cells.append(" / ".join(map(decimal, means)))
+            for model in ("1.7B", "4B"):
+                theirs = models.get(model, {}).get(dataset, (None, None))
+                cells.append(" / ".join(map(decimal, theirs)))
+        lines.append([f"`{arm}`", *cells])
+    header = [
+        f"{NAMES[dataset]}: {model}"
+        for dataset in DATASETS
+        for model in ("135M, here", "1.7B, paper", "4B, paper")
+    ]
+    return table(
+        ["arm", *header],
+        lines,
+        "EX / EM. The paper's are Qwen3-1.7B and 4B, trained whole on each data set's own training set and "
+        "scored on the official databases (Table 2, in domain); its base needs no demonstrations. Ours is "
+        "SmolLM2-135M with a LoRA adapter, trained on the mix.",
+    )
+
+
+def _breakdown(of: Mapping[str, Sequence[Row]], key: str, shown: Callable[[Row], bool]) -> str:
+    """The shares below `key` of the rows of the dev sets."""
+    rows = [r for dataset in DATASETS for r in of[dataset] if shown(r)]
+    names = list(dict.fromkeys(name for r in rows for name, value in r[key].items() if value is not None))
+    lines = [
+        [NAMES[r["dataset"]], f"`{r['arm']}`", str(r["seed"]), *(decimal(r[key].get(name)) for name in names)]
+        for r in rows
+    ]
+    return table(["set", "arm", "seed", *names], lines)
+
+
+def breakdown_table(of: Mapping[str, Sequence[Row]]) -> str:
+    """EX by turn and by hardness."""
+    return joined(*(_breakdown(of, key, lambda r: r["seed"] == 0) for key in ("by_turn", "by_hardness")))
+
+
+def errors_table(of: Mapping[str, Sequence[Row]]) -> str:
+    """Kinds of errors before and after."""
+    arms = ("short_sft", "demonstrations", "round_2", "rl")
+    shown = _breakdown(of, "errors", lambda r: r["seed"] == 0 and r["arm"] in arms)
+    return joined(shown, "Share of all questions, in %; an answer may have several." if shown else "")

@@ -1,0 +1,105 @@
+"""The real suite: its commands are valid and in order; its page keeps what earlier machines measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from mtsql.config import (
+    CurriculumConfig,
+    DemonstrationsConfig,
+    EvaluateConfig,
+    GrpoConfig,
+    SftConfig,
+    read_options,
+)
+from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT, real_parts
+from mtsql.experiments.real_page import write_real_page
+from mtsql.parts import Part
+from mtsql.report.abilities import ABILITIES
+from mtsql.report.metrics import bootstrap_interval, summarise
+
+SCRIPTS = {
+    "train_sft.py": SftConfig,
+    "train_grpo.py": GrpoConfig,
+    "evaluate.py": EvaluateConfig,
+    "mtsql.commands.curriculum": CurriculumConfig,
+    "mtsql.commands.demonstrations": DemonstrationsConfig,
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_commands_are_valid_and_come_after_what_they_need(seed, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    first = Path("runs/real/seed0")
+    earlier = [first / "sft/policy", first / "short_sft/policy", first / "curriculum/counts.jsonl"]
+    made = {"base", *(map(str, earlier) if seed else ())}
+    arms = {}
+    for part in real_parts(Path("data"), "base", Path("runs/real"), seed):
+        words = part.command[1:] if part.command[0] == "-m" else part.command
+        config = read_options(SCRIPTS[words[0]], "", words[1:])
+        assert config.model in made and config.seed == seed, part.title
+        assert {getattr(config, "curriculum", ""), getattr(config, "teacher", "")} <= {*made, ""}
+        assert config.lora_rank == 0 or config.model == "base" if hasattr(config, "lora_rank") else True
+        made |= {str(part.done), f"{config.out}/policies/round_1"}
+        if isinstance(config, EvaluateConfig):
+            arms.setdefault(part.done.parent.name, []).append((config.data[0], config.split))
+            assert (config.tools == "none") == part.done.parent.name.startswith("short")
+    asked = [("data/real/train_mix.json", "held_out")] + [
+        (f"data/{name}/dev.json", "dev") for name in DATASETS
+    ]
+    assert all(found == asked for found in arms.values())
+    assert arms.keys() == (ARMS.keys() if seed == 0 else arms.keys() & ARMS.keys())
+    assert {"short_rl", "rl_outcome", "rl"} <= arms.keys()
+
+
+def record(number: int, db_id: str, ex: int) -> dict:
+    names = ("ex_keep_distinct", "ex_bird", "em_lenient", "em_string")
+    return dict.fromkeys(names, ex) | {
+        "example_id": f"{number:05d}/0", "dialogue_id": f"{number:05d}", "turn_index": 0, "db_id": db_id,
+        "hardness": "easy", "ex": ex, "em": 0, "predicted": "select 1", "pred_parses": True,
+        "status": "answered", "interactions": 0, "tool_calls": {}, "sampled_tokens": 3, "response_tokens": 3,
+        "abilities": dict.fromkeys(ABILITIES), "errors": [],
+    }  # fmt: skip
+
+
+def lay_out(out: Path, dataset: str, arm: str, right: str) -> Part:
+    """A finished evaluation over two databases, of which the first has two questions."""
+    folder = out / "seed0" / "evaluation" / dataset / arm
+    folder.mkdir(parents=True)
+    records = [record(i, "aabbb"[i], int(bit)) for i, bit in enumerate(right)]
+    (folder / "summary.json").write_text(json.dumps(summarise(records)))
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "run.json").write_text(json.dumps({"commit": "abc", "config": {}}))
+    return Part(f"evaluate {arm}", ["evaluate.py", "--data", "secret/dev.json"], folder / "summary.json")
+
+
+def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
+    page = tmp_path / "real.md"
+    before = [
+        lay_out(tmp_path / "one", "sparc", arm, right) for arm, right in (("rl", "11110"), ("base", "00000"))
+    ]
+    write_real_page({0: before}, page, "secret", "make it")
+    after = [
+        lay_out(tmp_path / "two", "sparc", "round_2", "01000"),
+        lay_out(tmp_path / "two", HELD_OUT, "rl", "10101"),
+    ]
+    write_real_page({0: after}, page, "secret", "make it")
+    rows = json.loads((tmp_path / "real.json").read_text())
+    assert [(r["dataset"], r["arm"], r["ex"], r["right"]) for r in rows] == [
+        ("held_out", "rl", 60.0, "10101"), ("sparc", "base", 0.0, "00000"),
+        ("sparc", "round_2", 20.0, "01000"), ("sparc", "rl", 80.0, "11110"),
+    ]  # fmt: skip
+    assert rows[3]["databases"] == [["a", 2], ["b", 3]] and rows[3]["commit"] == "abc"
+    low, high = bootstrap_interval([[100.0, 0.0], [100.0, 100.0, 0.0]])
+    text = page.read_text()
+    assert f"| `rl` - `round_2` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – |" in text
+    assert "**Not measured yet:** `short_sft`, `demonstrations`" in text and "secret" not in text
+    assert "| `rl` | 80.0 / 0.0 | 76.2 / 66.1 | 79.0 / 68.7 |" in text
+    notes = tmp_path / "real_notes.md"
+    notes.write_text("What was tried.\n")
+    write_real_page({0: []}, page, "secret", "make it")
+    assert "What was tried." in page.read_text() and json.loads((tmp_path / "real.json").read_text()) == rows
