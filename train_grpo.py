@@ -10,8 +10,7 @@ folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a 
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
-- EM is the official exact set match, as in the authors' code; the paper's text (--rewards paper) compares
-  strings.
+- EM is the official exact set match, as in the authors' code; the text (--rewards paper) compares strings.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage

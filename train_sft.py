@@ -79,6 +79,7 @@ from mtsql.run import (
     training_questions,
     weights_for_rollouts,
 )
+from mtsql.sql.score import print_left_out
 
 
 def main(config: SftConfig) -> None:
@@ -115,9 +116,10 @@ def main(config: SftConfig) -> None:
                 else:
                     with weights_for_rollouts(config, run):
                         found = collect(config, run, embed, share, progress.round)
-                progress.add(processes.gather(found), rng)
+                found = processes.gather(found)
+                progress.add(found, rng)
                 if processes.is_main:
-                    write_collected(config, run, progress, pool)
+                    write_collected(config, run, progress, pool, found)
                 if not progress.kept:
                     raise UserError(
                         f"no trajectory of {config.teacher or config.model} can be kept: "
@@ -289,14 +291,26 @@ def fine_tune(
     return False
 
 
-def write_collected(config: SftConfig, run: Training, progress: Progress, pool: Sequence[Example]) -> None:
-    """Print and save Table 7, and save T as chat messages."""
+def write_collected(
+    config: SftConfig,
+    run: Training,
+    progress: Progress,
+    pool: Sequence[Example],
+    found: Sequence[Collected],
+) -> None:
+    """Print and save Table 7, and save T as chat messages; `found` is what this round collected."""
+    example_of = {example.id: example for example in pool}
+    asked = [example_of[question.example_id] for question in found if question.example_id in example_of]
+    too_long = {question.example_id for question in found if not question.sampled}
+    fitting = [example for example in asked if example.id not in too_long]
+    print_left_out(
+        asked, fitting, f"their prompt is longer than --max-prompt-tokens {config.max_prompt_tokens}"
+    )
     if config.targets == "self":
         print(format_coverage(len(pool), progress.coverage))
         rejected = progress.coverage[-1]["rejected"]
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     write_atomically(run.out / "coverage.json", json.dumps(progress.coverage, indent=1))
-    example_of = {example.id: example for example in pool}
     records = (chat_record(t, example_of[t.example_id], run.environment) for t in progress.kept)
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     write_atomically(run.out / "chat.jsonl", "".join(lines))

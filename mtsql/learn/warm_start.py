@@ -28,7 +28,8 @@ def idle_targets(config: SftConfig) -> list[str]:
 class Collected:
     """One question in one round: how many rollouts it had, which were kept, and why the others were not.
 
-    `right` counts those whose answer was right, kept or not; `rejected` counts by reason.
+    It has none if its prompt is too long. `right` counts those whose answer was right, kept or not;
+    `rejected` counts by reason.
     """
 
     example_id: str
@@ -119,8 +120,9 @@ def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example
     for _, example in numbered:
         episode = environment.episodes(example, [0])[0]
         ids = environment.tokens.message_ids(environment.recipe.answer(example.gold_sql))
-        if episode.trajectory.status is None:
+        fits = episode.trajectory.status is None
+        if fits:
             episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
         right = [episode.trajectory] if episode.trajectory.answer_sql is not None else []
-        found.append(Collected(example.id, 1, len(right), right))
+        found.append(Collected(example.id, int(fits), len(right), right))
     return found

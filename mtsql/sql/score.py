@@ -115,17 +115,17 @@ def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False)
     Raises UserError if none is left.
     """
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
-    _print_left_out(asked, kept, "their gold SQL does not run or parse")
+    print_left_out(asked, kept, "their gold SQL does not run or parse")
     if drop_empty:
         full = [e for e in kept if scorer.executor.execute(scorer.paths[e.db_id], e.gold_sql).rows]
-        _print_left_out(kept, full, "their gold SQL returns nothing")
+        print_left_out(kept, full, "their gold SQL returns nothing")
         kept = full
     if not kept:
         raise UserError("no question has a gold SQL that runs and parses")
     return kept
 
 
-def _print_left_out(asked: Sequence[Example], kept: Sequence[Example], why: str) -> None:
+def print_left_out(asked: Sequence[Example], kept: Sequence[Example], why: str) -> None:
     """Say how many of each source's questions were left out, and why; nothing if none was."""
     every, left = Counter(e.source for e in asked), Counter(e.source for e in kept)
     for source, count in every.items():
