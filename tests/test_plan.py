@@ -17,7 +17,7 @@ from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.config import GrpoConfig, user_errors
 from mtsql.errors import UserError
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.optimizer import make_optimizer
+from mtsql.learn.optimizer import make_optimizer, stepped_parameters
 from mtsql.planner import footprint, plan
 from mtsql.planner.plan import read_config
 
@@ -69,6 +69,7 @@ def tiny(tmp_path_factory) -> GrpoConfig:
 def real_model(config: GrpoConfig) -> torch.nn.Module:
     """What `footprint.build_model` builds, with weights, on the CPU."""
     model = Qwen3ForCausalLM._from_config(tiny_shape(), attn_implementation="sdpa")
+    model.to(getattr(torch, config.dtype))
     if config.lora_rank:
         lora = LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
@@ -84,8 +85,9 @@ def test_counts_by_hand(tiny):
     assert lora["optimizer"] == 8 * ADAPTERS
     half = replace(tiny, dtype="bfloat16", lora_rank=0, beta=0.1)
     full = footprint.state_bytes(footprint.build_model(half), half)
-    assert full["weights"] == full["gradients"] == full["reference policy"] == 2 * PARAMETERS
-    assert (full["adapters"], full["optimizer"]) == (0, 4 * PARAMETERS)
+    assert full["weights"] == full["reference policy"] == 2 * PARAMETERS
+    assert full["gradients"] == full["master copies"] == 4 * PARAMETERS and lora["master copies"] == 0
+    assert (full["adapters"], full["optimizer"]) == (0, 8 * PARAMETERS)
 
 
 def test_qwen3_has_its_published_size():
@@ -98,13 +100,15 @@ def test_qwen3_has_its_published_size():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [0, 16])
-def test_state_is_that_of_a_real_step(tiny, rank, kind):
-    config = replace(tiny, lora_rank=rank, optimizer=kind)
+def test_state_is_that_of_a_real_step(tiny, rank, dtype, kind):
+    config = replace(tiny, lora_rank=rank, optimizer=kind, dtype=dtype)
     planned = footprint.state_bytes(footprint.build_model(config), config)
     model = real_model(config)
     optimizer = make_optimizer(model, 1e-4, kind=kind)
     model(torch.arange(9)[None]).logits.sum().backward()
+    gradients = sum(p.grad.nbytes for p in stepped_parameters(optimizer) if p.grad is not None)
     optimizer.step()
     adapters = sum(p.nbytes for n, p in model.named_parameters() if "lora_" in n)
     moments = [
@@ -115,7 +119,9 @@ def test_state_is_that_of_a_real_step(tiny, rank, kind):
     ]
     assert planned["adapters"] == adapters
     assert planned["weights"] == sum(p.nbytes for p in model.parameters()) - adapters
-    assert planned["gradients"] == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    trained = {id(p) for p in model.parameters()}
+    masters = [p.nbytes for p in stepped_parameters(optimizer) if id(p) not in trained]
+    assert (planned["gradients"], planned["master copies"]) == (gradients, sum(masters))
     assert planned["optimizer"] == sum(moments)
 
 

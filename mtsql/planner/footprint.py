@@ -96,7 +96,10 @@ def build_model(config: TrainingOptions) -> PreTrainedModel | PeftModel:
 
 
 def state_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> dict[str, int]:
-    """Bytes of weights, adapters, gradients, optimizer and reference policy: what is there all the time."""
+    """Bytes of weights, adapters, gradients, optimizer and reference policy: what is there all the time.
+
+    Trained weights in half precision have float32 master copies, with float32 gradients and moments.
+    """
     weights = adapters = 0
     quantised = quantised_weights(model) if config.quantise == "nf4" else {}
     for name, parameter in model.named_parameters():
@@ -105,12 +108,16 @@ def state_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> 
         else:
             weights += nf4_bytes(parameter.numel()) if id(parameter) in quantised else parameter.nbytes
     trainable = [p for p in model.parameters() if p.requires_grad]
-    moments = adamw8bit_bytes if config.optimizer == "adamw8bit" else lambda p: 2 * p.nbytes
+    exact = [p.nbytes if config.shard else 4 * p.numel() for p in trainable]  # in the dtype that is stepped
+    moments = 2 * sum(exact)
+    if config.optimizer == "adamw8bit":
+        moments = sum(map(adamw8bit_bytes, trainable))
     return {
         "weights": weights,
         "adapters": adapters,
-        "gradients": sum(p.nbytes for p in trainable),
-        "optimizer": sum(map(moments, trainable)),
+        "gradients": sum(exact),
+        "master copies": sum(e for e, p in zip(exact, trainable, strict=True) if e != p.nbytes),
+        "optimizer": moments,
         "reference policy": (adapters or weights) if _beta(config) else 0,
         "CUDA context": CUDA_CONTEXT,
     }
