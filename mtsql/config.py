@@ -206,8 +206,10 @@ class GrpoConfig(TrainingOptions):
     resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
     layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
     micro_batch_positions: Positive = option(16384, "positions in one forward pass")
-    evaluate_every: Count = option(0, "steps between greedy evaluations on the dev split; 0 is never")
-    evaluate_dialogues: Count = option(100, "dialogues of the dev split in these evaluations; 0 is all")
+    evaluate_every: Count = option(
+        0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
+    )
+    evaluate_dialogues: Count = option(100, "first dialogues in these evaluations; 0 is all")
     save_every: Positive = option(20, "steps between checkpoints")
 
 

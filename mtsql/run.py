@@ -303,8 +303,11 @@ def save_result(run: Run, folder: Path) -> None:
 
 
 def load_dev(config: GrpoConfig, run: Run) -> Run:
-    """The run with the first dialogues of the dev split instead, for evaluations during training."""
-    dataset = load_split(config, "dev")
+    """The run with the first dialogues of another split, for evaluations during training.
+
+    With --held-out it is `held_out`, else `dev`.
+    """
+    dataset = load_split(config, "held_out" if config.held_out else "dev")
     dataset = replace(dataset, dialogues=dataset.dialogues[: config.evaluate_dialogues or None])
     environment = make_environment(config, dataset, run.tokens, config.tools)
     scorer = Scorer(environment.schemas, environment.executor)

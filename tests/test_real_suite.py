@@ -83,6 +83,8 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
         lay_out(tmp_path / "one", "sparc", arm, right) for arm, right in (("rl", "11110"), ("base", "00000"))
     ]
     write_real_page({0: before}, page, "secret", "make it")
+    (tmp_path / "two/seed0/rl").mkdir(parents=True)
+    (tmp_path / "two/seed0/rl/dev.csv").write_text("step,ex,em\n9,0.25,0\n19,0.5,0\n")
     after = [
         lay_out(tmp_path / "two", "sparc", "round_2", "01000"),
         lay_out(tmp_path / "two", HELD_OUT, "rl", "10101"),
@@ -93,11 +95,13 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
         ("held_out", "rl", 60.0, "10101"), ("sparc", "base", 0.0, "00000"),
         ("sparc", "round_2", 20.0, "01000"), ("sparc", "rl", 80.0, "11110"),
     ]  # fmt: skip
+    assert [r["curve"] for r in rows] == [[[10, 25.0], [20, 50.0]], [], [], []]
     assert rows[3]["databases"] == [["a", 2], ["b", 3]] and rows[3]["commit"] == "abc"
     low, high = bootstrap_interval([[100.0, 0.0], [100.0, 100.0, 0.0]])
     text = page.read_text()
     assert f"| `rl` - `round_2` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – |" in text
     assert "**Not measured yet:** `short_sft`, `demonstrations`" in text and "secret" not in text
+    assert "| `rl` | 0 | 25.0 | 50.0 |" in text
     assert "| `rl` | 80.0 / 0.0 | 76.2 / 66.1 | 79.0 / 68.7 |" in text
     notes = tmp_path / "real_notes.md"
     notes.write_text("What was tried.\n")

@@ -6,6 +6,7 @@ in which finished evaluations replace their rows, and all other rows stay.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -80,6 +81,7 @@ def write_real_page(
         "EX and EM": accuracy_table(of),
         "What each step is worth": contrast_table(of),
         "Beside the paper": paper_table(of),
+        "During RL": curve_table(of[HELD_OUT]),
         "By turn and by hardness": breakdown_table(of),
         "Kinds of errors": errors_table(of),
         "Commands": command_list([part for parts in parts_by_seed.values() for part in parts], [0]).replace(
@@ -124,8 +126,16 @@ def finished_row(part: Part) -> Row | None:
         "hardware": hardware(),
         "commit": run.get("commit"),
         "databases": [[name, len(list(group))] for name, group in groupby(r["db_id"] for r in records)],
+        "curve": curve(folder.parents[2] / folder.name) if folder.parent.name == HELD_OUT else [],
         "right": "".join(str(r["ex"]) for r in records),  # one a question, for paired differences
     }
+
+
+def curve(training: Path) -> list[list[float]]:
+    """Step and EX in % of the evaluations during a run of GRPO; none for another run."""
+    path = training / "dev.csv"
+    rows = csv.DictReader(path.open(newline="", encoding="utf-8")) if path.is_file() else ()
+    return [[int(row["step"]) + 1, round(100 * float(row["ex"]), 2)] for row in rows]
 
 
 def _share(value: float | None) -> float | None:
@@ -238,6 +248,22 @@ def paper_table(of: Mapping[str, Sequence[Row]]) -> str:
         "scored on the official databases (Table 2, in domain); its base needs no demonstrations. Ours is "
         "SmolLM2-135M with a LoRA adapter, trained on the mix.",
     )
+
+
+def curve_table(rows: Sequence[Row]) -> str:
+    """EX on a part of the held-out databases, during RL."""
+    steps = sorted({step for r in rows for step, _ in r["curve"]})
+    lines = [
+        [
+            f"`{r['arm']}`",
+            str(r["seed"]),
+            *(decimal(dict(map(tuple, r["curve"])).get(step)) for step in steps),
+        ]
+        for r in rows
+        if r["curve"]
+    ]
+    header = ["arm", "seed", *(f"step {step}" for step in steps)]
+    return table(header, lines, "EX on the first dialogues over the held-out databases, after so many steps.")
 
 
 def _breakdown(of: Mapping[str, Sequence[Row]], key: str, shown: Callable[[Row], bool]) -> str:
