@@ -115,18 +115,21 @@ def test_the_share_of_wrong_proposals_stays(tiny):
     kept = keep_share_of_wrong(found, random.Random(0))
     assert [d.first for d in kept] == [RIGHT] * 15 + ["error"] * 10  # a quarter of the wrong ones: 40 %
     assert keep_share_of_wrong(found[:60], random.Random(0)) == found[:60]
+    direct = [replace(found[0], tool_set="none") for _ in range(5)]
+    assert len(keep_share_of_wrong(found + direct, random.Random(0))) == 25 + 5
 
 
 def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     out = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown", "--questions", 12,
-        "--samples-per-question", 2, "--temperature", 1.5,
+        "--samples-per-question", 4, "--temperature", 1.5,
     )  # fmt: skip
     assert "first proposal" in out
     path = tmp_path / "shown" / "demonstrations.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {line["first_proposal"] for line in lines} > {RIGHT}
+    assert {line["tool_set"] for line in lines} > {"both"}
     out = run(
         "train_sft.py", *data, "--out", tmp_path / "sft", "--targets", "teacher", "--teacher", path,
         "--rounds", 1, "--epochs", 1,
@@ -136,4 +139,4 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     refused = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
     )
-    assert "--tools none leaves nothing to demonstrate" in refused
+    assert "leave out --tools" in refused

@@ -4,8 +4,8 @@
         --model runs/real/short_sft/policy --data DATA --out OUT
 
 The model answers training questions without tools, --samples-per-question times each. A scripted agent then
-plays each question with both tools: it proposes a sampled answer, judges what it sees, and repairs what it
-found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). OUT/demonstrations.jsonl has one
+plays each question, mostly with both tools: it proposes a sampled answer, judges what it sees, and repairs
+what it found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). OUT/demonstrations.jsonl has one
 conversation a line, and `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
 
 This step is not in the paper, whose model calls the tools untrained.
@@ -21,17 +21,26 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 import json
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mtsql.agent.env import Environment
+from mtsql.agent.tools import TOOL_SETS, make_tools
+from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.demonstrations import RIGHT, Demonstration, demonstrate, keep_share_of_wrong
+from mtsql.learn.demonstrations import (
+    RIGHT,
+    Demonstration,
+    demonstrate,
+    draw_tool_set,
+    keep_share_of_wrong,
+)
 from mtsql.learn.parallel import leave_processes
 from mtsql.report.chat import chat_record
 from mtsql.run import (
     Run,
     begin_run,
-    make_environment,
     sample_questions,
     training_questions,
     weights_for_rollouts,
@@ -40,22 +49,24 @@ from mtsql.run import (
 
 def main(config: DemonstrationsConfig) -> None:
     """Sample, play, write."""
-    if config.tools == "none":
-        raise UserError(
-            "--tools none leaves nothing to demonstrate; the answers are sampled without tools anyway"
-        )
+    if config.tools != "both":
+        raise UserError("demonstrations are with every set of tools; leave out --tools")
     run = begin_run(config, "train")
     asked = training_questions(config, run)
     if config.questions:
         asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
-    found = run.processes.gather(play_answers(config, run, run.processes.share(list(enumerate(asked)))))
+    environments = {name: replace(run.environment, tools=make_tools(name)) for name in TOOL_SETS}
+    share = run.processes.share(list(enumerate(asked)))
+    found = run.processes.gather(play_answers(config, run, environments, share))
     if run.processes.is_main:
         kept = keep_share_of_wrong(found, random.Random(config.seed))
         if not kept:
             raise UserError("no sampled answer makes a demonstration")
-        records = [
-            chat_record(d.trajectory, d.question, run.environment) | {"first_proposal": d.first} for d in kept
-        ]
+        records = (
+            chat_record(d.trajectory, d.question, environments[d.tool_set])
+            | {"tool_set": d.tool_set, "first_proposal": d.first}
+            for d in kept
+        )
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         save_config(config, run.out)
         write_atomically(run.out / "demonstrations.jsonl", lines)
@@ -63,29 +74,38 @@ def main(config: DemonstrationsConfig) -> None:
     leave_processes(run.processes)
 
 
-def play_answers(config: DemonstrationsConfig, run: Run, numbered: list) -> list[Demonstration]:
-    """The demonstrations of a process's share of the questions."""
-    toolless = make_environment(config, run.dataset, run.tokens, "none")
+def play_answers(
+    config: DemonstrationsConfig,
+    run: Run,
+    environments: Mapping[str, Environment],
+    numbered: Sequence[tuple[int, Example]],
+) -> list[Demonstration]:
+    """The demonstrations of a process's share of the questions; `environments` by their set of tools."""
+    answering = replace(run, environment=environments["none"])
     found = []
     with weights_for_rollouts(config, run):
-        sampling = replace(run, environment=toolless)
-        for example, sampled in sample_questions(config, sampling, numbered, (config.seed,), "sample"):
+        for example, sampled in sample_questions(config, answering, numbered, (config.seed,), "sample"):
             for trajectory in sampled:
                 answer = trajectory.answer_sql
                 if answer is None:
                     continue  # a message that holds no SQL is no proposal
                 right = bool(run.scorer.ex(example.db_id, example.gold_sql, answer))
-                episode = run.environment.episodes(example, [trajectory.seed])[0]
-                found.append(demonstrate(episode, answer, right))
+                tool_set = draw_tool_set(random.Random(trajectory.seed))
+                if tool_set == "none":  # nothing to look at, so that only the gold SQL is worth showing
+                    answer, right = example.gold_sql, True
+                (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
+                found.append(replace(demonstrate(episode, answer, right), tool_set=tool_set))
     return found
 
 
 def format_demonstrations(found: list[Demonstration], kept: list[Demonstration]) -> str:
     """A small table of the first proposals: how many were sampled, how many are in the file."""
-    sampled, written = Counter(d.first for d in found), Counter(d.first for d in kept)
+    sampled, written = (Counter(d.first for d in of if d.tool_set != "none") for of in (found, kept))
     lines = [f"{'first proposal':<45}{'sampled':>10}{'written':>10}"]
     lines += [f"{name:<45}{count:>10,}{written[name]:>10,}" for name, count in sampled.most_common()]
     shares = (100 * (1 - counts[RIGHT] / max(1, counts.total())) for counts in (sampled, written))
+    direct = sum(d.tool_set == "none" for d in kept)
+    lines.append(f"{'gold SQL, without tools':<45}{'':>10}{direct:>10,}")
     return "\n".join([*lines, f"{'wrong':<45}" + "".join(f"{share:>9.1f}%" for share in shares)])
 
 

@@ -60,7 +60,7 @@ def real_parts(data: Path, model: str, out: Path, seed: int) -> list[Part]:
         evaluate("short_sft", short_sft, *no_tools)
         showing = ["-m", "mtsql.commands.demonstrations"]
         shown = train("shown", showing, short_sft, done="demonstrations.jsonl")
-        taught = ("--targets", "teacher", "--teacher", shown, "--questions", "0")
+        taught = ("--targets", "teacher", "--teacher", shown, "--questions", "0", "--correct", "ex")
         demonstrations = train("demonstrations", sft, short_sft, *once, *taught, resume)
         evaluate("demonstrations", demonstrations)
         round_2 = train("sft", sft, demonstrations, "--rounds", "2", resume)

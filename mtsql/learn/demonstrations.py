@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtsql.agent.env import Episode, outcome_of
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
@@ -33,11 +33,20 @@ LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A first proposal, and what it was: RIGHT, UNSEEN (no trajectory), or what showed that it was wrong."""
+    """A first proposal, and what it was: RIGHT, UNSEEN (no trajectory), or what showed that it was wrong.
+
+    `tool_set` is one of TOOL_SETS.
+    """
 
     question: Example
     first: str
     trajectory: Trajectory | None
+    tool_set: str = "both"
+
+
+def draw_tool_set(rng: random.Random) -> str:
+    """The tools of a demonstration: mostly both, else fewer, so that the model knows Table 4's prompts."""
+    return rng.choices(list(TOOL_SETS), [0.7 if name == "both" else 0.1 for name in TOOL_SETS])[0]
 
 
 def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
@@ -117,11 +126,12 @@ def keep_share_of_wrong(found: Sequence[Demonstration], rng: random.Random) -> l
     """The usable demonstrations, with as many right first proposals left out as keep the share of wrong ones.
 
     Wrong ones whose mistake nothing shows are not usable; without leaving out right ones the model would
-    learn that it errs less than it does.
+    learn that it errs less than it does. Direct answers without tools all stay.
     """
-    right = [d for d in found if d.first == RIGHT]
+    direct = {id(d) for d in found if d.tool_set == "none"}
+    right = [d for d in found if d.first == RIGHT and id(d) not in direct]
     wrong = [d for d in found if d.first not in (RIGHT, UNSEEN)]
-    unseen = len(found) - len(right) - len(wrong)
+    unseen = len(found) - len(right) - len(wrong) - len(direct)
     share = len(wrong) / (len(wrong) + unseen) if wrong or unseen else 1.0  # of wrong ones that are usable
-    kept = {id(d) for d in rng.sample(right, round(share * len(right)))}
+    kept = direct | {id(d) for d in rng.sample(right, round(share * len(right)))}
     return [d for d in found if id(d) in kept or d.first not in (RIGHT, UNSEEN)]

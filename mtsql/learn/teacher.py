@@ -1,7 +1,8 @@
 """Warm start from a teacher's trajectories (SQL-Trail, sections 3.2, 4.2 and A.6), for every recipe.
 
 A teacher's file holds one conversation a line, a JSON object as mtsql.report.chat and other programs write
-it: `messages` with `role` and `content` (and perhaps `tool_calls`), and `example_id` or `db_id` where known.
+it: `messages` with `role` and `content` (and perhaps `tool_calls`), `example_id` or `db_id` where known, and
+`tool_set` if the conversation has other tools than the run.
 Only the assistant's messages are used. They are played again in our own environment, so that prompt,
 observations, token ids and loss mask are ours, and no observation in the file is ever learned.
 """
@@ -12,13 +13,14 @@ import json
 import random
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from tqdm import tqdm
 
 from mtsql.agent.env import Environment, Episode, Recipe
+from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
@@ -49,6 +51,7 @@ class TeacherLine:
     asked: str  # the first message of the user
     messages: tuple[str, ...]
     observed: tuple[str, ...]  # one for each of `messages`; "" where nothing came back
+    tool_set: str | None = None  # of TOOL_SETS, where it is another than the run's
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ def _read_line(line: bytes) -> TeacherLine | None:
         names = [item[k] if isinstance(item.get(k), str) else None for k in ("example_id", "db_id")]
     except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
         return None
-    return TeacherLine(*names, asked, tuple(said), tuple(observed)) if said else None
+    tool_set = item.get("tool_set")
+    tool_set = tool_set if isinstance(tool_set, str) and tool_set in TOOL_SETS else None
+    return TeacherLine(*names, asked, tuple(said), tuple(observed), tool_set) if said else None
 
 
 def _text(message: dict) -> str:
@@ -180,6 +185,8 @@ def _replay(
     line: TeacherLine, question: Example, environment: Environment, reward: RewardFunction, correct: str
 ) -> Replay:
     """Play the teacher's messages on a question; kept is what is right and follows the recipe throughout."""
+    if line.tool_set is not None:
+        environment = replace(environment, tools=make_tools(line.tool_set))
     messages = [message_of(text, environment.recipe) for text in line.messages]
     added = environment.tokens.tokenizer.added_tokens_decoder.values()
     framing = [token.content for token in added if token.special]  # control tokens around messages
