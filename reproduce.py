@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.experiments.real import CONFIG as REAL_CONFIG
 from mtsql.experiments.real import real_parts
 from mtsql.experiments.real_page import write_real_page
 from mtsql.experiments.suite import run_suite, suite_parser
@@ -160,17 +161,18 @@ def main() -> None:
 
 
 def reproduce_real(chosen: argparse.Namespace) -> None:
-    """Run what is missing of the real suite, then write its page."""
-    if not (chosen.data and chosen.model):
-        raise UserError("--suite real needs --data, a folder of several data sets, and --model")
-    if chosen.other or chosen.config:
-        raise UserError("--suite real has its own --config and no --other; leave them out")
-    seeds = chosen.seeds
-    parts = {seed: real_parts(Path(chosen.data), chosen.model, chosen.out, seed) for seed in seeds}
+    """Run what is missing of the real suite, then write its page; one of other settings goes to --out."""
+    if not (chosen.data and chosen.model) or chosen.other:
+        raise UserError(
+            "--suite real needs --data, a folder of several data sets, and --model; and no --other"
+        )
+    config, seeds = chosen.config or REAL_CONFIG, chosen.seeds
+    parts = {s: real_parts(Path(chosen.data), chosen.model, chosen.out, s, config) for s in seeds}
     if run_suite([part for own in parts.values() for part in own], chosen):
         made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --seeds "
         made_with += " ".join(map(str, seeds))
-        print(f"\n{write_real_page(parts, Path('docs/results/real.md'), chosen.data, made_with)}")
+        folder = Path("docs/results") if config == REAL_CONFIG else chosen.out
+        print(f"\n{write_real_page(parts, folder / 'real.md', chosen.model, chosen.data, made_with)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The whole recipe with a real language model on real dialogues: the parts of `reproduce.py --suite real`.
 
 The data is one folder: real/train_mix.json (SParC's format, with databases of Spider's training data),
-{sparc,cosql}/{dev,tables}.json and database/. Settings are in configs/real_smollm2.toml.
+{sparc,cosql}/{dev,tables}.json and database/. Settings are in configs/real_smollm2.toml, those for Qwen3 on a
+GPU in configs/real_qwen3.toml.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from pathlib import Path
 
 from mtsql.parts import Part
 
-CONFIG = "configs/real_smollm2.toml"
+CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
 DATASETS = ("sparc", "cosql")  # whose dev sets are answered, beside the held-out databases of the mix
 HELD_OUT = "held_out"
 ARMS = {
-    "base": "SmolLM2-135M-Instruct, both tools",
+    "base": "untrained, both tools",
     "short_sft": "fine-tuned on gold SQL, no tools",
     "demonstrations": "then shown the protocol, both tools",
     "round_1": "then round 1 of Algorithm 1",
@@ -28,13 +29,13 @@ ARMS = {
 }
 
 
-def real_parts(data: Path, model: str, out: Path, seed: int) -> list[Part]:
+def real_parts(data: Path, model: str, out: Path, seed: int, config: str = CONFIG) -> list[Part]:
     """Training and evaluation of one seed; one above 0 has RL of its own, from the warm start of seed 0."""
     folder, first = out / f"seed{seed}", out / "seed0"
     parts: list[Part] = []
     mix = ["--data", str(data / "real/train_mix.json"), "--tables", str(data / "sparc/tables.json")]
     mix += ["--databases", str(data / "database")]
-    shared = ["--config", CONFIG, "--seed", str(seed)]
+    shared = ["--config", config, "--seed", str(seed)]
     no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
@@ -55,7 +56,7 @@ def real_parts(data: Path, model: str, out: Path, seed: int) -> list[Part]:
     sft, grpo = ["train_sft.py"], ["train_grpo.py"]
     if seed == 0:
         evaluate("base", model)
-        gold = ("--targets", "gold", "--lora-rank", "32", "--learning-rate", "1e-3", "--questions", "0")
+        gold = ("--targets", "gold", "--lora-rank", "32", "--questions", "0")
         short_sft = train("short_sft", sft, model, *no_tools, *once, *gold, resume)
         evaluate("short_sft", short_sft, *no_tools)
         showing = ["-m", "mtsql.commands.demonstrations"]

@@ -63,7 +63,7 @@ Row = dict[str, Any]
 
 
 def write_real_page(
-    parts_by_seed: Mapping[int, Sequence[Part]], path: Path, data: str, made_with: str
+    parts_by_seed: Mapping[int, Sequence[Part]], path: Path, model: str, data: str, made_with: str
 ) -> Path:
     """Bring the .json beside `path` up to date, write the page and return its path.
 
@@ -88,7 +88,7 @@ def write_real_page(
             data, "DATA"
         ),
     }
-    top = f"# SmolLM2-135M on SParC and CoSQL\n\n{heading(found, made_with)}"
+    top = f"# {Path(model).name} on SParC and CoSQL\n\n{heading(found, made_with)}"
     kept = path.with_name(f"{path.stem}_notes.md")
     text = kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
     below = (f"## {head}\n\n{body}" for head, body in sections.items() if body)
@@ -237,16 +237,14 @@ def paper_table(of: Mapping[str, Sequence[Row]]) -> str:
                 cells.append(" / ".join(map(decimal, theirs)))
         lines.append([f"`{arm}`", *cells])
     header = [
-        f"{NAMES[dataset]}: {model}"
-        for dataset in DATASETS
-        for model in ("135M, here", "1.7B, paper", "4B, paper")
+        f"{NAMES[dataset]}: {model}" for dataset in DATASETS for model in ("here", "1.7B, paper", "4B, paper")
     ]
     return table(
         ["arm", *header],
         lines,
         "EX / EM. The paper's are Qwen3-1.7B and 4B, trained whole on each data set's own training set and "
-        "scored on the official databases (Table 2, in domain); its base needs no demonstrations. Ours is "
-        "SmolLM2-135M with a LoRA adapter, trained on the mix.",
+        "scored on the official databases (Table 2, in domain); its base needs no demonstrations. Ours has "
+        "a LoRA adapter, and is trained on the mix.",
     )
 
 
