@@ -16,7 +16,8 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 - RL: outcome rewards; outcome and process rewards; the latter without the curriculum's order
 - the final agent without a tool, with its own answers in the history, and with a cap on the response
 - out of domain: the other dataset
-The real suite has its own arms: mtsql/experiments/real.py. Its DATA is a folder of several data sets.
+The real suite has its own arms: mtsql/experiments/real.py. Its DATA is a folder of several data sets, and its
+seeds above 0 start from the warm start of seed 0.
 """
 
 from __future__ import annotations
@@ -171,8 +172,10 @@ def reproduce_real(chosen: argparse.Namespace) -> None:
     if run_suite([part for own in parts.values() for part in own], chosen):
         made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --seeds "
         made_with += " ".join(map(str, seeds))
-        folder = Path("docs/results") if config == REAL_CONFIG else chosen.out
-        print(f"\n{write_real_page(parts, folder / 'real.md', chosen.model, chosen.data, made_with)}")
+        ours = config == REAL_CONFIG and Path(chosen.model).name == "smollm2-135m-instruct"
+        path = (Path("docs/results") if ours else chosen.out) / "real.md"
+        listing = real_parts(Path("DATA"), chosen.model, Path("runs/real"), 0, config)
+        print(f"\n{write_real_page(parts, path, chosen.model, listing, made_with)}")
 
 
 if __name__ == "__main__":

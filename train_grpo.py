@@ -48,7 +48,7 @@ from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
 from mtsql.learn.optimizer import optimizer_step, warmup_rate
-from mtsql.learn.parallel import leave_processes
+from mtsql.learn.parallel import leave_processes, whole_weights
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, mean_divergence
 from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_variants
 from mtsql.report.metrics import MetricsLog
@@ -60,11 +60,11 @@ from mtsql.run import (
     dev_scores,
     load_dev,
     make_sampling,
+    one_piece,
     raise_not_finite,
     save_checkpoint,
     save_result,
     training_questions,
-    weights_for_rollouts,
 )
 
 
@@ -91,7 +91,7 @@ def main(config: GrpoConfig) -> None:
         for step in bar:
             # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
-            with weights_for_rollouts(config, run):
+            with whole_weights(run.policy):
                 groups, replaced = sample_groups(config, run, levels, step)
             sampled = time.perf_counter()
             # Normalise the rewards within each group.
@@ -164,9 +164,10 @@ def sample_groups(
             if group[0].trajectory.status is None:
                 episodes += group
                 asked += [questions[index]] * size
-        trajectories = rollout(
-            run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
-        )
+        with one_piece(config, run):
+            trajectories = rollout(
+                run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
+            )
         pairs = zip(trajectories, asked, strict=True)
         samples = [Sample(trajectory, run.reward(trajectory, example)) for trajectory, example in pairs]
         for sample in samples:

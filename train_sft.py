@@ -249,6 +249,8 @@ def fine_tune(
         denominator = sum(t.sampled_length for t in batch)
         batch.sort(key=lambda t: (shared(t.example_id), len(t.ids)))
         groups = [list(group) for _, group in groupby(batch, key=lambda t: shared(t.example_id))]
+        if config.databases_per_step:  # each process gets a part of every group
+            groups = [part for group in groups for part in run.processes.split(group)]
         sums: Counter[str] = Counter()
         for part in step_batches(
             groups, config.layout, config.micro_batch_positions, run.processes, config.shard

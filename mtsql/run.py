@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -288,10 +288,15 @@ def save_checkpoint(
             save_training_state(folder, optimizer_state, step, state)
 
 
+def one_piece(config: PolicyOptions, run: Run) -> AbstractContextManager[None]:
+    """While the block runs, the adapter is part of the weights if --merge-adapter asks for it."""
+    return merged_adapter(run.policy) if config.merge_adapter else nullcontext()
+
+
 @contextmanager
 def weights_for_rollouts(config: PolicyOptions, run: Run) -> Iterator[None]:
-    """The policy as rollouts need it while the block runs: whole, with --merge-adapter in one piece."""
-    with whole_weights(run.policy), merged_adapter(run.policy) if config.merge_adapter else nullcontext():
+    """The policy as rollouts need it while the block runs: whole, and with --merge-adapter in one piece."""
+    with whole_weights(run.policy), one_piece(config, run):
         yield
 
 

@@ -129,13 +129,20 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     path = tmp_path / "shown" / "demonstrations.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {line["first_proposal"] for line in lines} > {RIGHT}
-    assert {line["tool_set"] for line in lines} > {"both"}
+    assert {line.get("tool_set", "both") for line in lines} > {"both"}
+    for line in lines:
+        assert ("tools: none" in line["messages"][0]["content"]) == (line.get("tool_set") == "none")
     out = run(
         "train_sft.py", *data, "--out", tmp_path / "sft", "--targets", "teacher", "--teacher", path,
         "--rounds", 1, "--epochs", 1,
     )  # fmt: skip
     assert f"{'  kept':<52}{len(lines):>8,}" in out
     assert "another observation" not in out
+    chat = [json.loads(line) for line in (tmp_path / "sft" / "chat.jsonl").read_text().splitlines()]
+    names = ("example_id", "messages", "tool_set")
+    assert sorted(json.dumps([line.get(name) for name in names]) for line in chat) == sorted(
+        json.dumps([line.get(name) for name in names]) for line in lines
+    )
     refused = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
     )

@@ -82,14 +82,14 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     before = [
         lay_out(tmp_path / "one", "sparc", arm, right) for arm, right in (("rl", "11110"), ("base", "00000"))
     ]
-    write_real_page({0: before}, page, "base", "secret", "make it")
+    write_real_page({0: before}, page, "base", [], "make it")
     (tmp_path / "two/seed0/rl").mkdir(parents=True)
     (tmp_path / "two/seed0/rl/dev.csv").write_text("step,ex,em\n9,0.25,0\n19,0.5,0\n")
     after = [
         lay_out(tmp_path / "two", "sparc", "round_2", "01000"),
         lay_out(tmp_path / "two", HELD_OUT, "rl", "10101"),
     ]
-    write_real_page({0: after}, page, "base", "secret", "make it")
+    write_real_page({0: after}, page, "base", [], "make it")
     rows = json.loads((tmp_path / "real.json").read_text())
     assert [(r["dataset"], r["arm"], r["ex"], r["right"]) for r in rows] == [
         ("held_out", "rl", 60.0, "10101"), ("sparc", "base", 0.0, "00000"),
@@ -105,5 +105,5 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     assert "| `rl` | 80.0 / 0.0 | 76.2 / 66.1 | 79.0 / 68.7 |" in text
     notes = tmp_path / "real_notes.md"
     notes.write_text("What was tried.\n")
-    write_real_page({0: []}, page, "base", "secret", "make it")
+    write_real_page({0: []}, page, "base", [], "make it")
     assert "What was tried." in page.read_text() and json.loads((tmp_path / "real.json").read_text()) == rows

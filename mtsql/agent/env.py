@@ -125,7 +125,8 @@ class Episode:
         self.executor = environment.executor
         self.limits = environment.limits
         self.tools = environment.tools
-        self.trajectory = Trajectory(example.id, seed, [Segment.given("prompt", prompt_ids)])
+        prompt = Segment.given("prompt", prompt_ids)
+        self.trajectory = Trajectory(example.id, seed, [prompt], tools=tuple(environment.tools))
         self.candidate: str | None = None
         self.result: ExecutionResult | None = None  # of the last query that ran
         self.called: str | None = None  # the tool of the last message

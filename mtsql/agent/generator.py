@@ -134,15 +134,7 @@ class Generator:
         samples: dict[tuple[int, ...], list[Row]] = {}
         for row, prompt in zip(started, prompts, strict=True):
             samples.setdefault(tuple(prompt[:-1]), []).append(row)
-        different = list(samples)
-        heads = [samples[prefix][0] for prefix in different]
-        alike = families(different)
-        first = [places[0] for _, places in alike]
-        self._write([heads[i] for i in first], [different[i] for i in first])
-        for shared, (origin, *others) in alike:
-            self._share(heads[origin], [heads[i] for i in others], shared)
-        rest = [i for _, (_, *others) in alike for i in others]
-        self._write([heads[i] for i in rest], [different[i][heads[i].length :] for i in rest])
+        self._prefill([group[0] for group in samples.values()], list(samples))
         for prefix, (head, *others) in samples.items():
             self._share(head, others, len(prefix))
         return started
@@ -201,6 +193,21 @@ class Generator:
             row.slot = slot
             self.rows[slot] = row
         del self.rows[count:]
+
+    def _prefill(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]]) -> None:
+        """Write different prompts into new rows, what several begin with once, from the outermost on."""
+        groups = [list(range(len(rows)))]
+        while groups:
+            alike = []
+            for group in groups:
+                rest = [prompts[i][rows[i].length :] for i in group]
+                alike += [(shared, [group[place] for place in places]) for shared, places in families(rest)]
+            starts = [(places[0], shared) for shared, places in alike]
+            parts = [prompts[i][rows[i].length : rows[i].length + shared] for i, shared in starts]
+            self._write([rows[i] for i, _ in starts], parts)
+            for _, (origin, *others) in alike:
+                self._share(rows[origin], [rows[i] for i in others], rows[origin].length)
+            groups = [places for _, places in alike if len(places) > 1]
 
     def _share(self, origin: Row, rows: Sequence[Row], length: int) -> None:
         """Copy the first `length` tokens in the cache of `origin` to new rows."""

@@ -13,20 +13,19 @@ def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def families(prompts: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-    """Prompts that begin alike, as (number of tokens that they share, their places in `prompts`).
+def families(sequences: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
+    """Sequences that begin alike, as (number of tokens that they share, their places in `sequences`).
 
-    Each prompt is in exactly one family. In lexical order a prompt joins the family before it, unless that
-    would leave the family with fewer than WORTH_SHARING tokens in common, or half as many as before; so a
-    system message that all prompts share does not put those of different databases together.
+    Each is in exactly one family, and a family of several shares at least WORTH_SHARING tokens. What its
+    members go on with may have families of its own: behind a system message, those of each database.
     """
     found: list[tuple[int, list[int]]] = []
-    for place in sorted(range(len(prompts)), key=lambda i: tuple(prompts[i])):
+    for place in sorted(range(len(sequences)), key=lambda i: tuple(sequences[i])):
         if found:
             shared, places = found[-1]
-            common = shared_length(prompts[places[0]][:shared], prompts[place])
-            if common >= WORTH_SHARING and (len(places) == 1 or 2 * common > shared):
+            common = shared_length(sequences[places[0]][:shared], sequences[place])
+            if common >= WORTH_SHARING:
                 found[-1] = (common, [*places, place])
                 continue
-        found.append((len(prompts[place]), [place]))
+        found.append((len(sequences[place]), [place]))
     return found

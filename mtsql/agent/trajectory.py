@@ -103,7 +103,7 @@ class Trajectory:
     """One episode, token in, token out. `advantage` is A_i of section 3.3.3, once its group is rewarded.
 
     `off_protocol` counts the actions that the recipe's protocol (in MTSQL-R1 Equation 1) did not call for
-    and the messages that were not well formed.
+    and the messages that were not well formed. `tools` names those that the episode had.
     """
 
     example_id: str
@@ -115,6 +115,7 @@ class Trajectory:
     answer_sql: str | None = None
     off_protocol: int = 0
     advantage: float = 0.0
+    tools: tuple[str, ...] = ()
 
     @property
     def interactions(self) -> int:

@@ -8,7 +8,7 @@ plays each question, mostly with both tools: it proposes a sampled answer, judge
 what it found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). OUT/demonstrations.jsonl has one
 conversation a line, and `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
 
-This step is not in the paper, whose model calls the tools untrained.
+This step is not in the paper, whose model calls the tools untrained, if badly when it is small.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def main(config: DemonstrationsConfig) -> None:
     """Sample, play, write."""
     if config.tools != "both":
         raise UserError("demonstrations are with every set of tools; leave out --tools")
+    if config.recipe != "mtsql_r1":
+        raise UserError("demonstrations follow --recipe mtsql_r1 alone")
     run = begin_run(config, "train")
     asked = training_questions(config, run)
     if config.questions:
@@ -63,9 +65,7 @@ def main(config: DemonstrationsConfig) -> None:
         if not kept:
             raise UserError("no sampled answer makes a demonstration")
         records = (
-            chat_record(d.trajectory, d.question, environments[d.tool_set])
-            | {"tool_set": d.tool_set, "first_proposal": d.first}
-            for d in kept
+            chat_record(d.trajectory, d.question, run.environment) | {"first_proposal": d.first} for d in kept
         )
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         save_config(config, run.out)

@@ -171,7 +171,8 @@ def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
     for dataset in datasets:
         for name, schema in dataset.schemas.items():
             known = schemas.setdefault(name, schema)
-            if known.tables != schema.tables:
+            sizes = {known.path.stat().st_size, schema.path.stat().st_size}
+            if known.tables != schema.tables or len(sizes) > 1:
                 raise UserError(
                     f"two sources have different databases {name!r}: {known.path} and {schema.path}; "
                     "rename one, or give both sources the same --tables and --databases"

@@ -1,7 +1,7 @@
 """The grid search over the reward's weights on held-out databases of the training data (section 3.3.2).
 
     python -m mtsql.experiments.grid_search --config configs/toy_suite.toml \\
-        --model runs/suite/seed0/sft/policy --data runs/suite/benchmark --held-out 300 --out runs/grid \\
+        --model runs/suite/seed0/sft/policy --data runs/suite/benchmark --held-out 10 --out runs/grid \\
         --proposal 0 0.4 0.8 --verify 0 0.1 0.5
 
 For each pair of w3 and w4 (w1 and w2 stay 1) a short GRPO run on the rest of the training data, then EX

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,10 @@ from mtsql.report.metrics import bootstrap_interval
 NAMES = {"sparc": "SParC dev", "cosql": "CoSQL dev", HELD_OUT: "held-out databases"}
 # MTSQL-R1, Table 2, in domain: EX and EM.
 PAPER = {
-    "base": {"1.7B": {"sparc": (23.9, 17.8), "cosql": (22.6, 16.3)}},
+    "base": {
+        "1.7B": {"sparc": (23.9, 17.8), "cosql": (22.6, 16.3)},
+        "4B": {"sparc": (57.6, 44.1), "cosql": (60.3, 45.6)},
+    },
     "short_sft": {
         "1.7B": {"sparc": (74.3, 69.2), "cosql": (68.1, 59.3)},
         "4B": {"sparc": (78.3, 71.5), "cosql": (73.1, 64.8)},
@@ -53,7 +56,7 @@ CONTRASTS = {  # of EX, the first arm minus the second
     "RL (outcome), beside its warm start": ("rl_outcome", "round_2"),
     "RL (outcome and process), beside its warm start": ("rl", "round_2"),
     "process rewards, beside outcome alone": ("rl", "rl_outcome"),
-    "long horizon, beside short-horizon RL": ("rl", "short_rl"),
+    "long horizon, beside short-horizon RL": ("rl_outcome", "short_rl"),
     "EXECUTE": ("rl", "rl_no_execution"),
     "MEMORY-VERIFY": ("rl", "rl_no_memory"),
     "gold history, beside its own answers": ("rl", "rl_predicted"),
@@ -63,16 +66,24 @@ Row = dict[str, Any]
 
 
 def write_real_page(
-    parts_by_seed: Mapping[int, Sequence[Part]], path: Path, model: str, data: str, made_with: str
+    parts_by_seed: Mapping[int, Sequence[Part]],
+    path: Path,
+    model: str,
+    listing: Sequence[Part],
+    made_with: str,
 ) -> Path:
     """Bring the .json beside `path` up to date, write the page and return its path.
 
-    The page calls the folder `data` DATA.
+    `listing` are the parts whose commands the page shows.
     """
     numbers = path.with_suffix(".json")
     rows = {(r["dataset"], r["arm"], r["seed"]): r for r in read_json(numbers) or []}
     for seed, parts in parts_by_seed.items():
-        rows |= {(r["dataset"], r["arm"], seed): r for r in map(finished_row, parts) if r}
+        for row in filter(None, map(finished_row, parts)):
+            key = (row["dataset"], row["arm"], seed)
+            same = key in rows and all(rows[key][name] == row[name] for name in ("commit", "right"))
+            # The page may be written on another day and machine than the row.
+            rows[key] = row | {name: rows[key][name] for name in ("date", "hardware")} if same else row
     order = {arm: place for place, arm in enumerate(ARMS)}
     found = sorted(rows.values(), key=lambda r: (r["dataset"], order[r["arm"]], r["seed"]))
     write_atomically(numbers, "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
@@ -84,9 +95,7 @@ def write_real_page(
         "During RL": curve_table(of[HELD_OUT]),
         "By turn and by hardness": breakdown_table(of),
         "Kinds of errors": errors_table(of),
-        "Commands": command_list([part for parts in parts_by_seed.values() for part in parts], [0]).replace(
-            data, "DATA"
-        ),
+        "Commands": command_list(listing, [0]),
     }
     top = f"# {Path(model).name} on SParC and CoSQL\n\n{heading(found, made_with)}"
     kept = path.with_name(f"{path.stem}_notes.md")
@@ -105,8 +114,8 @@ def finished_row(part: Part) -> Row | None:
     if evaluation is None:
         return None
     records, summary = evaluation.records, evaluation.summary
-    by_database = _by_database(records, [r["ex"] for r in records])
-    low, high = bootstrap_interval(by_database)
+    databases = [[name, len(list(group))] for name, group in groupby(r["db_id"] for r in records)]
+    low, high = bootstrap_interval(_by_database([(databases, [float(r["ex"]) for r in records])]))
     run = read_json(folder / "run.json") or {}
     return {
         "dataset": folder.parent.name,
@@ -122,10 +131,10 @@ def finished_row(part: Part) -> Row | None:
         "errors": {name: _share(value) for name, value in summary["errors"].items()},
         "status": {name: _share(value) for name, value in summary["status"].items()},
         "tool_calls": {name: round(value, 2) for name, value in summary["tool_calls"].items()},
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": datetime.fromtimestamp(part.done.stat().st_mtime, UTC).date().isoformat(),
         "hardware": hardware(),
         "commit": run.get("commit"),
-        "databases": [[name, len(list(group))] for name, group in groupby(r["db_id"] for r in records)],
+        "databases": databases,
         "curve": curve(folder.parents[2] / folder.name) if folder.parent.name == HELD_OUT else [],
         "right": "".join(str(r["ex"]) for r in records),  # one a question, for paired differences
     }
@@ -142,11 +151,13 @@ def _share(value: float | None) -> float | None:
     return None if value is None else round(100 * value, 2)
 
 
-def _by_database(records: Sequence[dict], values: Sequence[float]) -> list[list[float]]:
-    """The values of each database's questions."""
+def _by_database(rows: Iterable[tuple[Sequence[Sequence], Sequence[float]]]) -> list[list[float]]:
+    """The values of each database's questions, all rows together; a row is its databases and its values."""
     groups: dict[str, list[float]] = {}
-    for record, value in zip(records, values, strict=True):
-        groups.setdefault(record["db_id"], []).append(value)
+    for databases, values in rows:
+        names = (name for name, count in databases for _ in range(count))
+        for name, value in zip(names, values, strict=True):
+            groups.setdefault(name, []).append(value)
     return list(groups.values())
 
 
@@ -180,8 +191,11 @@ def accuracy_table(of: Mapping[str, Sequence[Row]]) -> str:
         cells = []
         for rows in of.values():
             own = list(_seeds(rows, arm).values())
-            interval = f" [{', '.join(decimal(x) for x in own[0]['ex_interval'])}]" if own else ""
             ex, em = (fmean(r[key] for r in own) if own else None for key in ("ex", "em"))
+            interval = ""
+            if own:
+                groups = _by_database((r["databases"], [100.0 * int(bit) for bit in r["right"]]) for r in own)
+                interval = f" [{', '.join(map(decimal, bootstrap_interval(groups)))}]"
             cells += [f"{decimal(ex)}{interval}", decimal(em)]
         seeds = sorted({r["seed"] for rows in of.values() for r in _seeds(rows, arm).values()})
         if seeds:
@@ -190,7 +204,7 @@ def accuracy_table(of: Mapping[str, Sequence[Row]]) -> str:
     for name, rows in of.items():
         count = rows[0]["questions"] if rows else 0
         header += [f"{NAMES[name]} ({count}): EX", "EM"]
-    return table([*header, "seeds"], lines, "The interval is that of the first seed." if lines else "")
+    return table([*header, "seeds"], lines, "Means over seeds.")
 
 
 def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
@@ -205,7 +219,11 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
             )
         if set(cells) != {EMPTY}:
             lines.append([title, f"`{better}` - `{worse}`", *cells])
-    return table(["step", "arms", *(NAMES[name] for name in of)], lines)
+    note = (
+        "`short_rl` has the questions and steps of `rl_outcome`, chosen with `round_2`. Without the "
+        "memory tool the prompt holds the earlier SQL instead."
+    )
+    return table(["step", "arms", *(NAMES[name] for name in of)], lines, note)
 
 
 def _difference(better: Mapping[int, Row], worse: Mapping[int, Row]) -> tuple[float, float, float] | None:
@@ -214,13 +232,11 @@ def _difference(better: Mapping[int, Row], worse: Mapping[int, Row]) -> tuple[fl
     pairs = [(a, b) for a, b in pairs if b is not None and a["databases"] == b["databases"]]
     if not pairs:
         return None
-    names = [name for name, count in pairs[0][0]["databases"] for _ in range(count)]
-    groups: dict[str, list[float]] = {}
-    for a, b in pairs:
-        for name, x, y in zip(names, a["right"], b["right"], strict=True):
-            groups.setdefault(name, []).append(100.0 * (int(x) - int(y)))
-    values = [value for group in groups.values() for value in group]
-    return fmean(values), *bootstrap_interval(list(groups.values()))
+    groups = _by_database(
+        (a["databases"], [100.0 * (int(x) - int(y)) for x, y in zip(a["right"], b["right"], strict=True)])
+        for a, b in pairs
+    )
+    return fmean(value for group in groups for value in group), *bootstrap_interval(groups)
 
 
 def paper_table(of: Mapping[str, Sequence[Row]]) -> str:
@@ -243,8 +259,8 @@ def paper_table(of: Mapping[str, Sequence[Row]]) -> str:
         ["arm", *header],
         lines,
         "EX / EM. The paper's are Qwen3-1.7B and 4B, trained whole on each data set's own training set and "
-        "scored on the official databases (Table 2, in domain); its base needs no demonstrations. Ours has "
-        "a LoRA adapter, and is trained on the mix.",
+        "scored on the official databases (Table 2, in domain), without demonstrations, RL after three "
+        "rounds. Ours has a LoRA adapter, and is trained on the mix.",
     )
 
 

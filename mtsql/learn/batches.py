@@ -47,15 +47,18 @@ def shared_prefix(group: Sequence[Trajectory]) -> int:
 def order_by_database(
     trajectories: Sequence[Trajectory], databases: Mapping[str, str], size: int, rng: random.Random
 ) -> list[Trajectory]:
-    """All trajectories once, in blocks of `size` over one database each; the blocks in random order.
+    """All trajectories once, in random order but in blocks of `size` over one database each.
 
-    `databases` gives the database of each example id. What a database has beyond whole blocks comes last, a
-    block of fewer, so that all other steps begin with a whole block.
+    `databases` gives the database of each example id. What databases have beyond whole blocks makes up blocks
+    over several, and the last of those, which may be short, comes at the end.
     """
     by_database: dict[str, list[Trajectory]] = {}
     for trajectory in rng.sample(trajectories, len(trajectories)):
         by_database.setdefault(databases[trajectory.example_id], []).append(trajectory)
-    blocks = [all_of[i : i + size] for all_of in by_database.values() for i in range(0, len(all_of), size)]
+    whole = {name: len(held) - len(held) % size for name, held in by_database.items()}
+    beyond = [t for name, held in by_database.items() for t in held[whole[name] :]]
+    blocks = [held[i : i + size] for name, held in by_database.items() for i in range(0, whole[name], size)]
+    blocks += [beyond[i : i + size] for i in range(0, len(beyond), size)]
     rng.shuffle(blocks)
     blocks.sort(key=lambda block: len(block) < size)
     return [trajectory for block in blocks for trajectory in block]

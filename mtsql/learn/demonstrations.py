@@ -1,6 +1,6 @@
 """Demonstrations of the protocol whose mistakes are the model's own.
 
-The paper's Qwen3 calls the tools untrained. A model too small to follow instructions is shown how: a scripted
+A model too small to follow instructions never calls the tools, and is shown how: a scripted
 agent proposes what that model sampled, runs it, judges it by what the tools show, and repairs what it has
 found wrong to the gold SQL. It finds nothing that cannot be seen in the question, the SQL, its result and the
 memory; mistakes of another kind are no demonstration. Gold only tells false alarms from real ones.

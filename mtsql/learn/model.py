@@ -115,17 +115,17 @@ def load_policy(
 
 
 def base_of_adapter(folder: Path) -> str:
-    """The folder or hub name of an adapter's base; a path that starts with a dot is beside the adapter.
+    """The folder or hub name of an adapter's base; a relative path is looked up beside the adapter first.
 
-    Raises UserError if such a folder is not there.
+    Raises UserError for a path that starts with a dot if there is no such folder.
     """
-    name = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    if not name.startswith("."):
-        return name
-    base = os.path.normpath(folder / name)
-    if not Path(base).is_dir():
-        raise UserError(f"{folder} is an adapter of {base}, which is not there; its README says where from")
-    return base
+    name = PeftConfig.from_pretrained(folder).base_model_name_or_path or str(folder)
+    beside = os.path.normpath(folder / name)
+    if Path(beside).is_dir():
+        return beside
+    if name.startswith(".") and not Path(name).is_dir():
+        raise UserError(f"{folder} is an adapter of {beside}, which is not there; its README says where from")
+    return name
 
 
 def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:

@@ -50,6 +50,11 @@ class Processes:
         """This process's items: every `count`-th."""
         return list(items[self.rank :: self.count])
 
+    def split(self, items: Sequence[T]) -> list[list[T]]:
+        """The items in as many parts as there are processes, none of them empty."""
+        parts = (list(items[rank :: self.count]) for rank in range(self.count))
+        return [part for part in parts if part]
+
     def gather(self, items: Sequence[T]) -> list[T]:
         """The shares of all processes, back in the order that `share` dealt from."""
         shares = self.all_gather(items)
@@ -165,7 +170,7 @@ def _with_masters(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Load the optimizer state that `whole_state` gave."""
     if not isinstance(policy, FSDPModule):
-        masters = state.pop("masters")
+        masters = state.pop("masters", {})  # older checkpoints have no such entry
         optimizer.load_state_dict(state)
         for place, master in masters.items():
             stepped_parameters(optimizer)[place].data.copy_(master)

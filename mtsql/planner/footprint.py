@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -285,4 +286,6 @@ def rollout_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -
     # probabilities in float32, their cumulative sum in float64.
     sampling = slots * model.config.vocab_size * (3 * model.dtype.itemsize + 3 * 4 + 8)
     at_work = max(live.peak - cache, live.peak_of_head - cache, sampling)
-    return {"key/value cache": cache, "prefill or sampling": at_work}
+    bases = [layer.base_layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    kept = sum(base.weight.nbytes for base in bases) if config.merge_adapter else 0
+    return {"key/value cache": cache, "prefill or sampling": at_work, "base kept beside the merged": kept}

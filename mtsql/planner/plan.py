@@ -42,7 +42,7 @@ FRAGMENTATION = 0.05  # of what comes and goes: holes of the caching allocator
 DECISIVE = (
     "model", "dtype", "quantise", "optimizer", "layout", "lora_rank", "gradient_checkpointing",
     "micro_batch_positions", "samples_per_prompt", "beta", "rows", "cache_gib", "max_prompt_tokens",
-    "max_response_tokens", "max_tool_tokens", "max_sequence_tokens",
+    "max_response_tokens", "max_tool_tokens", "max_sequence_tokens", "merge_adapter",
 )  # fmt: skip
 
 

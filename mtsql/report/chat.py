@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mtsql.agent.env import Environment
+from mtsql.agent.tools import TOOL_SETS, TOOLS
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 
@@ -10,16 +11,16 @@ from mtsql.data.datasets import Example
 def chat_record(trajectory: Trajectory, example: Example, environment: Environment) -> dict:
     """A JSON row of `messages`, `tools` (JSON schemas, where the recipe gives some) and `example_id`.
 
-    `example`, with its history, and `environment` are those that the trajectory was played with. A tool
+    `example`, with its history, and `environment` are those that the trajectory was played with; one that had
+    other tools than the environment names them as `tool_set`. A tool
     call stays text in the message of the assistant, as it was sampled; TRL, LLaMA-Factory ("openai") and
     ms-swift put the model's chat template around it. For Qwen3's that gives back the trajectory's text,
     with three exceptions: where observations are messages of the user (SkyRL-SQL, SQL-Trail), the template
     drops the thoughts of all messages before the last; a last message without thinking gets an empty <think>
     block; and text of a database that reads like a control token, which is plain text here, becomes one.
     """
-    messages, tools = environment.recipe.prompt(
-        example, environment.schemas[example.db_id], environment.tools
-    )
+    had = {tool.name: tool for tool in TOOLS if tool.name in trajectory.tools}
+    messages, tools = environment.recipe.prompt(example, environment.schemas[example.db_id], had)
     messages = list(messages)
     observations = iter(trajectory.observations)
     for segment in trajectory.segments[1:]:
@@ -28,4 +29,6 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
         else:
             messages.append({"role": environment.recipe.observation_role, "content": next(observations).text})
     given = {} if tools is None else {"tools": tools}
+    if had.keys() != environment.tools.keys():
+        given["tool_set"] = next(name for name, names in TOOL_SETS.items() if set(names) == had.keys())
     return {"example_id": trajectory.example_id, "messages": messages, **given}
