@@ -5,7 +5,7 @@ MODEL is the folder that `python -m mtsql.pretrained smollm2-135m MODEL` wrote, 
 - fine-tuning (LoRA) on --groups databases of 16 questions: plain tokens (as if every question stood alone) a
   second with shared schemas in --dtype, and with one padded row a question in float32; their ratio.
 - rollouts: 8 samples of 32 questions of SParC dev, 48 tokens each: seconds with this project's engine, the
-  adapter merged or not, and with Hugging Face's `generate` on all rows; their ratio.
+  adapter merged or not, and with Hugging Face's `generate` on all rows, merged; the ratio of the two merged.
 - one step of GRPO without tools from --policy, 24 questions x 8 samples: seconds of rollout and training, and
   the peak memory of the process.
 """
@@ -132,7 +132,7 @@ def rollouts(chosen: argparse.Namespace) -> dict:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])  # (rows, width)
         attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        with torch.inference_mode():
+        with torch.inference_mode(), merged_adapter(policy):
             policy.generate(
                 input_ids=ids, attention_mask=attention_mask, do_sample=True, top_k=0,
                 min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, pad_token_id=0,

@@ -40,6 +40,7 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     write_atomically(chosen.out / WEIGHTS, save(halved, metadata={"format": "pt"}))
     config["base_model_name_or_path"] = chosen.base
+    config["target_modules"] = sorted(config["target_modules"])  # a set, saved in any order
     write_atomically(chosen.out / ADAPTER_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     size = (chosen.out / WEIGHTS).stat().st_size / 1e6
     print(f"adapter: {chosen.out}, {size:.1f} MB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,7 @@ def load_policy(
     if adapter and lora_rank > 0:
         raise UserError(f"{name_or_path} is a LoRA adapter already and goes on as it is: set lora_rank to 0")
     transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # of PEFT's own look-up
     on_cuda = torch.device(device).type == "cuda"
     if attention == "flash_attention_2" and not (on_cuda and is_flash_attn_2_available()):
         attention = "sdpa"
