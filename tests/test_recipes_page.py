@@ -28,7 +28,7 @@ def test_commands_are_valid_and_in_order():
         words = part.command[1:] if part.command[0] == "-m" else part.command
         config = read_options(SCRIPTS[words[0]], "", words[1:])
         assert config.seed == (0 if part.title in ("imitation", "curriculum") else 3), part.title
-        assert config.data == "runs/benchmark"
+        assert config.data == ("runs/benchmark",)
         assert part.title == "imitation" or config.model in made, part.title
         made |= {str(part.done), config.out}
         configs[part.title] = config

@@ -58,7 +58,7 @@ def test_arms_differ_in_what_they_are_named_after(monkeypatch):
         ("rl_no_memory", "tools", "no_memory"),
         ("rl_process_predicted", "history", "predicted"),
         ("rl_cap_60", "max_response_tokens", 60),
-        ("rl_process_shifted", "data", "other"),
+        ("rl_process_shifted", "data", ("other",)),
     ):
         other = parts[f"evaluate {arm}"]
         different = {k for k in vars(final) if vars(final)[k] != vars(other)[k]}
