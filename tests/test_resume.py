@@ -26,7 +26,7 @@ SCRIPTS = {
     ],
     "train_sft": [
         "--questions", 8, "--samples-per-question", 4, "--rounds", 2, "--epochs", 2, "--save-every", 2,
-        "--trajectories-per-step", 3, "--tools", "none", "--dtype", "bfloat16", "--databases-per-step", 1,
+        "--trajectories-per-step", 3, "--tools", "none",
     ],
 }  # fmt: skip
 
