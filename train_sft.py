@@ -50,7 +50,7 @@ from mtsql.agent.trajectory import trajectory_record
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.batches import order_by_database, step_batches
+from mtsql.learn.batches import step_batches, training_order
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
@@ -230,16 +230,12 @@ def fine_tune(
     Returns whether it was interrupted.
     """
     run.policy.train()
-    databases = {e.id: e.db_id for e in examples(run.dataset.dialogues)}
-    order = []
-    for _ in range(math.ceil(config.epochs)):
-        if config.databases_per_step:
-            size = max(1, config.trajectories_per_step // config.databases_per_step)
-            order += order_by_database(progress.kept, databases, size, rng)
-        else:
-            order += rng.sample(progress.kept, len(progress.kept))
-    del order[math.ceil(config.epochs * len(progress.kept)) :]
-    shared = databases.get if config.databases_per_step else str  # what the prompts of a group have in common
+    databases, size = None, 0
+    if config.databases_per_step:
+        databases = {e.id: e.db_id for e in examples(run.dataset.dialogues)}
+        size = max(1, config.trajectories_per_step // config.databases_per_step)
+    shared = databases.get if databases else str  # what the prompts of a group have in common
+    order = training_order(progress.kept, config.epochs, rng, databases, size)
     steps = math.ceil(len(order) / config.trajectories_per_step)
     title, hidden = f"round {progress.round + 1}: fine-tune", not run.processes.is_main
     bar = tqdm(range(progress.index, steps), desc=title, unit="step", disable=hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -211,6 +212,14 @@ def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
 def training_questions(config: RewardOptions, run: Run) -> list[Example]:
     """The questions of the training split that can be scored."""
     return scorable(examples(run.dataset.dialogues, config.history), run.scorer, config.drop_empty)
+
+
+def drawn_questions(config: CurriculumConfig | DemonstrationsConfig, run: Run) -> list[Example]:
+    """--questions of the training questions, drawn by the seed; 0 is all of them."""
+    asked = training_questions(config, run)
+    if not config.questions:
+        return asked
+    return random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
 
 
 def reward_function(config: RewardOptions, run: Run, weights: str = "") -> RewardFunction:

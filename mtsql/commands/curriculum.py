@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     OPTIONS = read_options(CurriculumConfig, __doc__)
 
 import json
-import random
 from collections import Counter
 
 from mtsql.files import write_atomically
@@ -24,9 +23,9 @@ from mtsql.learn.parallel import leave_processes
 from mtsql.recipes.rewards import is_right
 from mtsql.run import (
     begin_run,
+    drawn_questions,
     reward_function,
     sample_questions,
-    training_questions,
     weights_for_rollouts,
 )
 
@@ -35,9 +34,7 @@ def main(config: CurriculumConfig) -> None:
     """Count."""
     run = begin_run(config, "train")
     reward = reward_function(config, run)
-    asked = training_questions(config, run)
-    if config.questions:
-        asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
+    asked = drawn_questions(config, run)
     share = run.processes.share(list(enumerate(asked)))
     counts = []
     with weights_for_rollouts(config, run):

@@ -6,6 +6,7 @@ CPU small pieces are also faster: their activations stay in the processor's cach
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,26 @@ def shared_prefix(group: Sequence[Trajectory]) -> int:
     """
     first, *others = (t.segments[0].ids for t in group)
     return min((shared_length(first, prompt) for prompt in others), default=len(first))
+
+
+def training_order(
+    trajectories: Sequence[Trajectory],
+    epochs: float,
+    rng: random.Random,
+    databases: Mapping[str, str] | None,
+    size: int,
+) -> list[Trajectory]:
+    """All trajectories `epochs` times, each time in another random order; the last time perhaps in part.
+
+    With `databases` an order is that of `order_by_database`.
+    """
+    order: list[Trajectory] = []
+    for _ in range(math.ceil(epochs)):
+        if databases is None:
+            order += rng.sample(trajectories, len(trajectories))
+        else:
+            order += order_by_database(trajectories, databases, size, rng)
+    return order[: math.ceil(epochs * len(trajectories))]
 
 
 def order_by_database(

@@ -20,7 +20,7 @@ from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult
 
-RIGHT, UNSEEN = "right", "wrong, and nothing shows it"
+RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
 ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
 ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
 REFERS_BACK = re.compile(
@@ -33,9 +33,9 @@ LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A first proposal, and what it was: RIGHT, UNSEEN (no trajectory), or what showed that it was wrong.
+    """A first proposal, and what it was: RIGHT, what showed that it was wrong, or UNSEEN or CUT.
 
-    `tool_set` is one of TOOL_SETS.
+    The last two have no trajectory. `tool_set` is one of TOOL_SETS.
     """
 
     question: Example
@@ -52,37 +52,33 @@ def draw_tool_set(rng: random.Random) -> str:
 def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
     """Play an episode that starts with `proposal`, which is `right` or wrong."""
     tools, recipe, example = episode.tools, episode.recipe, episode.example
-    remembers = MEMORY_RETRIEVE in tools and bool(example.history)
     sql, wrong, first, verdicts = proposal, not right, RIGHT, ""
+    checks = [EXEC_SQL] if EXEC_SQL in tools else []
+    checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
 
-    def say(text: str) -> None:
+    def say(text: str) -> bool:
+        """Send a message; whether the episode goes on."""
         ids = episode.tokens.message_ids(text)
-        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
+        return episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN) is not None
 
-    def judge(tool: str, found: str | None) -> bool:
-        """Write the verdict, and turn to the gold SQL if a wrong query was found out."""
-        nonlocal sql, wrong, first, verdicts
+    step = 0  # of the checks
+    while step < len(checks):
+        tool = checks[step]
+        if not say(verdicts + (recipe.call(sql) if tool == EXEC_SQL else tool_call(tool, sql))):
+            return Demonstration(example, CUT, None)
+        found = (
+            execution_problem(example.question, episode.result)
+            if tool == EXEC_SQL
+            else memory_problem(example, sql)
+        )
         failed = wrong and found is not None
         verdicts = verdict(tool, not failed) + "\n"
-        if failed:
-            sql, wrong, first = example.gold_sql, False, found
-        return not failed
-
-    while episode.trajectory.status is None:
-        if EXEC_SQL in tools:
-            say(verdicts + recipe.call(sql))
-            if episode.trajectory.status is None and not judge(
-                EXEC_SQL, execution_problem(example.question, episode.result)
-            ):
-                continue
-        if remembers and episode.trajectory.status is None:
-            say(verdicts + tool_call(MEMORY_RETRIEVE, sql))
-            if episode.trajectory.status is None and not judge(MEMORY_RETRIEVE, memory_problem(example, sql)):
-                continue
-        if wrong:
-            return Demonstration(example, UNSEEN, None)
-        if episode.trajectory.status is None:
-            say(verdicts + recipe.answer(sql))
+        step += 1
+        if failed:  # repaired, and checked from the beginning
+            sql, wrong, first, step = example.gold_sql, False, found, 0
+    if wrong:
+        return Demonstration(example, UNSEEN, None)
+    say(verdicts + recipe.answer(sql))
     return Demonstration(example, first, episode.trajectory)
 
 
@@ -130,8 +126,8 @@ def keep_share_of_wrong(found: Sequence[Demonstration], rng: random.Random) -> l
     """
     direct = {id(d) for d in found if d.tool_set == "none"}
     right = [d for d in found if d.first == RIGHT and id(d) not in direct]
-    wrong = [d for d in found if d.first not in (RIGHT, UNSEEN)]
-    unseen = len(found) - len(right) - len(wrong) - len(direct)
+    wrong = {id(d) for d in found if d.first not in (RIGHT, UNSEEN, CUT)}
+    unseen = sum(d.first == UNSEEN for d in found)
     share = len(wrong) / (len(wrong) + unseen) if wrong or unseen else 1.0  # of wrong ones that are usable
-    kept = direct | {id(d) for d in rng.sample(right, round(share * len(right)))}
-    return [d for d in found if id(d) in kept or d.first not in (RIGHT, UNSEEN)]
+    kept = direct | wrong | {id(d) for d in rng.sample(right, round(share * len(right)))}
+    return [d for d in found if id(d) in kept]
