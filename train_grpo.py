@@ -168,8 +168,7 @@ def sample_groups(
             trajectories = rollout(
                 run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
             )
-        pairs = zip(trajectories, asked, strict=True)
-        samples = [Sample(trajectory, run.reward(trajectory, example)) for trajectory, example in pairs]
+        samples = [Sample(t, run.reward(t, example)) for t, example in zip(trajectories, asked, strict=True)]
         for sample in samples:
             apply_sample_rules(config, sample)
         if run.reference is not None and config.kl == "k1":

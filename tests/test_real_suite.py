@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.config import (
     CurriculumConfig,
     DemonstrationsConfig,
@@ -18,7 +19,9 @@ from mtsql.config import (
 )
 from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT, real_parts
 from mtsql.experiments.real_page import write_real_page
+from mtsql.experiments.real_trajectories import KINDS, chosen
 from mtsql.parts import Part
+from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.metrics import bootstrap_interval, summarise
 
@@ -101,9 +104,38 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     text = page.read_text()
     assert f"| `rl` - `round_2` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – |" in text
     assert "**Not measured yet:** `short_sft`, `demonstrations`" in text and "secret" not in text
-    assert "| `rl` | 0 | 25.0 | 50.0 |" in text
+    assert "| `rl` | 0 | 25.0 | 50.0 |" in text and "(real_curves.png)" in text
+    assert (tmp_path / "real_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "(real_trajectories.md)" not in text
     assert "| `rl` | 80.0 / 0.0 | 76.2 / 66.1 | 79.0 / 68.7 |" in text
     notes = tmp_path / "real_notes.md"
     notes.write_text("What was tried.\n")
     write_real_page({0: []}, page, "base", [], "make it")
     assert "What was tried." in page.read_text() and json.loads((tmp_path / "real.json").read_text()) == rows
+
+
+def played(text: str) -> dict:
+    segments = [("prompt", "schema ~~~ " + "x" * 200), ("model", text), ("environment", "rows")]
+    return {"segments": [{"role": role, "text": shown} for role, shown in segments]}
+
+
+def test_trajectories_are_the_first_two_of_each_kind_from_different_databases():
+    failed = [verdict(EXEC_SQL, False), verdict(MEMORY_RETRIEVE, False)]
+    passed = verdict(EXEC_SQL, True)
+    cases = [  # database, ex, what the model wrote, interactions
+        ("a", 1, passed, 1), ("a", 1, passed, 1), ("b", 1, "no tool", 0), ("c", 1, passed, 1),
+        ("d", 1, passed, 1),
+        ("a", 1, failed[0] + passed, 2), ("b", 1, failed[1], 2), ("c", 1, "".join(failed), 3),
+        ("a", 0, passed, 1), ("b", 0, failed[1], 2),
+    ]  # fmt: skip
+    records = [
+        record(i, db_id, ex) | {"interactions": calls, "gold": f"gold {i}"}
+        for i, (db_id, ex, _, calls) in enumerate(cases)
+    ]
+    cut = record(10, "z", 0) | {"interactions": 1, "gold": "gold 10", "status": "out_of_tokens"}
+    shown = dict(chosen([*records, cut], [played(text) for *_, text, _ in cases] + [played(failed[0])]))
+    golds = [[int(text.split("gold: `gold ")[1].split("`")[0]) for text in shown[kind]] for kind in KINDS]
+    assert golds == [[0, 3], [5, 7], [6, 7], [8], [9]]
+    first = shown["Right, and every check passed"][0]
+    assert "[prompt]\nschema ~ ~ ~ x" in first and f"[model]\n{passed}\n[environment]\nrows" in first
+    assert max(map(len, first.splitlines())) == 162  # the fence in the text was spaced out after the cut

@@ -7,7 +7,7 @@ segment, each model message and each observation is one more segment, appended a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -128,17 +128,22 @@ class Trajectory:
         return sum(s.role == "model" for s in self.segments)
 
     def to_plain(self) -> dict:
-        """All of it as dictionaries, lists, numbers and strings, for a checkpoint."""
-        return asdict(self, dict_factory=lambda pairs: {k: _plain(v) for k, v in pairs})
+        """All of it as dictionaries, sequences, numbers and strings, for JSON."""
+        parts = ("segments", "actions", "observations")
+        return vars(self) | {name: [vars(part) for part in getattr(self, name)] for name in parts}
 
     @classmethod
     def from_plain(cls, plain: dict) -> Trajectory:
-        """What `to_plain` wrote."""
+        """What `to_plain` gave, read back from JSON."""
         known = {
-            "segments": [Segment(**s) for s in plain["segments"]],
+            "segments": [
+                Segment(s["role"], tuple(s["ids"]), tuple(s["loss_mask"]), tuple(s["logprobs"]))
+                for s in plain["segments"]
+            ],
             "actions": [Action(**a | {"type": ActionType(a["type"])}) for a in plain["actions"]],
             "observations": [Observation(**o) for o in plain["observations"]],
             "status": None if plain["status"] is None else Status(plain["status"]),
+            "tools": tuple(plain["tools"]),
         }
         return cls(**plain | known)
 
@@ -178,13 +183,9 @@ def trajectory_record(
 ) -> dict:
     """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included."""
     names = ("example_id", "seed", "status", "interactions", "off_protocol", "answer_sql")
-    record = {name: _plain(getattr(trajectory, name)) for name in names}
+    record = {name: getattr(trajectory, name) for name in names}
     segments = [
         {"role": s.role, "text": decode(s.ids), "loss_mask_sum": sum(s.loss_mask), "ids": list(s.ids)}
         for s in trajectory.segments
     ]
     return {**record, "reward": reward, "segments": segments}
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, StrEnum) else value

@@ -25,6 +25,7 @@ COLOURS = {
     "round_3": "#7fb8d8",
     "rl_outcome": "#2b6ca3",
     "rl_process": "#b03060",
+    "rl": "#b03060",
     "rl_shuffled": "#4c9a52",
 }
 TRAINING_PANELS = {

@@ -16,12 +16,15 @@ from statistics import fmean
 from typing import Any
 
 from mtsql.experiments.arms import read_evaluation, read_json
+from mtsql.experiments.figures import DPI, log_figure
 from mtsql.experiments.markdown import EMPTY, decimal, joined, listed, signed, table
 from mtsql.experiments.page import command_list, seed_of
 from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT
+from mtsql.experiments.real_trajectories import write_trajectories
 from mtsql.files import write_atomically
 from mtsql.parts import Part, hardware, minutes_of
 from mtsql.report.metrics import bootstrap_interval
+from mtsql.report.plots import save_figure
 
 NAMES = {"sparc": "SParC dev", "cosql": "CoSQL dev", HELD_OUT: "held-out databases"}
 # MTSQL-R1, Table 2, in domain: EX and EM.
@@ -92,12 +95,16 @@ def write_real_page(
         "EX and EM": accuracy_table(of),
         "What each step is worth": contrast_table(of),
         "Beside the paper": paper_table(of),
-        "During RL": curve_table(of[HELD_OUT]),
+        "During RL": joined(curve_figure(of[HELD_OUT], path), curve_table(of[HELD_OUT])),
         "By turn and by hardness": breakdown_table(of),
         "Kinds of errors": errors_table(of),
         "Commands": command_list(listing, [0]),
     }
     top = f"# {Path(model).name} on SParC and CoSQL\n\n{heading(found, made_with)}"
+    read = path.with_name(f"{path.stem}_trajectories.md")
+    write_trajectories(parts_by_seed.get(0, ()), read)
+    if read.exists():
+        top += f"\n\nTrajectories to read, chosen by a rule: [{read.name}]({read.name})"
     kept = path.with_name(f"{path.stem}_notes.md")
     text = kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
     below = (f"## {head}\n\n{body}" for head, body in sections.items() if body)
@@ -278,6 +285,18 @@ def curve_table(rows: Sequence[Row]) -> str:
     ]
     header = ["arm", "seed", *(f"step {step}" for step in steps)]
     return table(header, lines, "EX on the first dialogues over the held-out databases, after so many steps.")
+
+
+def curve_figure(rows: Sequence[Row], path: Path) -> str:
+    """The same as a figure beside the page; returns the line that shows it."""
+    logs: dict[str, dict[int, list[dict[str, float]]]] = {}
+    for r in filter(lambda r: r["curve"], rows):
+        logs.setdefault(r["arm"], {})[r["seed"]] = [{"step": s - 1, "ex": ex / 100} for s, ex in r["curve"]]
+    figure = log_figure(logs, {"ex": "EX, held-out databases, %"})
+    if figure is None:
+        return ""
+    file = save_figure(figure, path.with_name(f"{path.stem}_curves.png"), DPI)
+    return f"![EX on held-out databases over the steps of RL]({file.name})"
 
 
 def _breakdown(of: Mapping[str, Sequence[Row]], key: str, shown: Callable[[Row], bool]) -> str:

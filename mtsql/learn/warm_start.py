@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
@@ -88,10 +89,10 @@ class Progress:
         self.collected, self.index = False, 0
 
     def to_plain(self) -> dict[str, Any]:
-        """What a checkpoint needs, as plain Python values."""
+        """What a checkpoint needs, as plain Python values; T as a text, which is fast to write and read."""
         return {
             "round": self.round,
-            "kept": [t.to_plain() for t in self.kept],
+            "kept": json.dumps([t.to_plain() for t in self.kept]),
             "remaining": [example.id for example in self.remaining],
             "solved": sorted(self.solved),
             "coverage": self.coverage,
@@ -105,7 +106,7 @@ class Progress:
         names = set(plain["remaining"])
         objects = {
             "remaining": [example for example in pool if example.id in names],
-            "kept": [Trajectory.from_plain(t) for t in plain["kept"]],
+            "kept": [Trajectory.from_plain(t) for t in json.loads(plain["kept"])],
             "solved": set(plain["solved"]),
         }
         return cls(**plain | objects, collected=True, step=step)
