@@ -16,6 +16,9 @@ from mtsql.errors import UserError
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
+from mtsql.toy.asked_anew import asked_anew
+from mtsql.toy.overlap import SPLITS, contents, overlap, overlap_table
+from mtsql.toy.words import COMMON, LABELS, PROPER, themes
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,74 @@ def test_same_seed_same_bytes_other_seed_others(tmp_path, monkeypatch, style):
     assert not filecmp.cmp(tmp_path / "a" / "train.json", tmp_path / "c" / "train.json", shallow=False)
     with pytest.raises(UserError, match="exists already"):
         toy.write_benchmark(tmp_path / "a", 1)
+
+
+def test_no_word_of_the_unseen_themes_stands_in_train(benchmark, train):
+    held = {split: contents(benchmark, split) for split in SPLITS}
+    assert min(len(held[split]["questions"]) for split in ("test", "test_themes")) >= 400
+    for known in ("train", "dev", "test"):
+        shares = overlap(held[known], held["test_themes"])
+        assert [shares[kind] for kind in ("questions", "gold SQL", "sets of tables", "schemas")] == [0] * 4
+        assert shares["words of schemas"] < 0.02 and shares["words of questions"] < 0.35
+    known_words = set(held["train"]["words of questions"])
+    asked = load(benchmark, "test_themes")
+    named = {w for database in themes(unseen=True).values() for entity in database for w in all_words(entity)}
+    assert not named & known_words
+    schemas = {name: asked.schemas[name] for name in {d.db_id for d in asked.dialogues}}
+    scorer = Scorer(schemas, Executor())
+    for example in examples(asked.dialogues):
+        assert scorer.executor.execute(schemas[example.db_id].path, example.gold_sql).status == "rows"
+        assert scorer.gold_problem(example.db_id, example.gold_sql) is None
+
+
+def all_words(entity):
+    """The nouns and the values of an entity, in lower case; numbers and "number of" aside."""
+    texts = [entity.singular, entity.plural]
+    for column in entity.columns:
+        texts += [*column.phrases, *LABELS.get(column.kind, ()), *PROPER.get(column.kind, ())]
+        texts += COMMON.get(column.kind, ())
+    return set(" ".join(texts).lower().split()) - {"number", "of"}
+
+
+def test_every_way_of_asking_has_another(train):
+    texts = [turn.question for dialogue in train.dialogues[::5] for turn in dialogue.turns]
+    assert not {asked_anew(text) for text in texts} & set(texts)
+    assert (
+        asked_anew("Which clubs with a budget above 3 are there?")
+        == "Tell me which clubs having a budget above 3 are there."
+    )
+    assert (
+        asked_anew("Now show those whose city is not Oslo instead.")
+        == "Switch to those whose city says not Oslo."
+    )
+    with pytest.raises(ValueError, match="no other way to ask 'Hello!'"):
+        asked_anew("Hello!")
+
+
+def test_overlap_is_counted_by_hand(tmp_path):
+    def split(name, *turns):
+        dialogues = [
+            {"database_id": f"{name}_1", "interaction": [{"utterance": u, "query": q} for u, q in turns]}
+        ]
+        (tmp_path / f"{name}.json").write_text(json.dumps(dialogues))
+
+    split("train", ("Count the dogs.", "SELECT 1"), ("All  dogs?", "select 2"))
+    split("dev", ("count the DOGS.", "select  1"), ("All dogs?", "SELECT 3"), ("Cats?", "SELECT 4"))
+    for name in ("test", "test_themes"):
+        split(name, ("Cats?", "SELECT 4"))
+    columns = {"train": ["id", "age"], "dev": ["id"], "test": ["Id"], "test_themes": ["id"]}
+    entries = [
+        {"db_id": f"{name}_1", "table_names_original": ["dog" if name != "test" else "cat"],
+         "column_names_original": [[-1, "*"], *([0, column] for column in of)]}
+        for name, of in columns.items()
+    ]  # fmt: skip
+    (tmp_path / "tables.json").write_text(json.dumps(entries))
+    held = {name: contents(tmp_path, name) for name in SPLITS}
+    assert list(overlap(held["train"], held["dev"]).values()) == pytest.approx([2 / 3, 1 / 3, 1, 0, 4 / 5, 1])
+    assert list(overlap(held["dev"], held["test"]).values()) == pytest.approx([1, 1, 0, 0, 1, 1 / 2])
+    assert "| dev in train | 66.7 | 33.3 | 100.0 | 0.0 | 80.0 | 100.0 |" in overlap_table(tmp_path)
+    with pytest.raises(UserError, match=r"train\.json is not there"):
+        contents(tmp_path / "none", "train")
 
 
 def test_gold_runs_is_not_empty_and_parses_and_hardness_is_as_sparcs(train):

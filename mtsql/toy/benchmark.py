@@ -1,11 +1,12 @@
 """The embedded benchmark: dialogues over generated databases, on disk exactly as SParC is.
 
-`python -m mtsql.toy.benchmark FOLDER` writes train.json, dev.json, test.json, tables.json and
-database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
-queries from which the scripted agent of the imitation phase draws (train only). With --shifted it is
-smaller, over other databases and in another style of dialogue, for evaluation out of domain. With
---single it is the first question of each of those dialogues, in Spider's format: train_spider.json,
-dev.json, test.json.
+`python -m mtsql.toy.benchmark FOLDER` writes train.json, dev.json, test.json, test_themes.json, tables.json
+and database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
+queries from which the scripted agent of the imitation phase draws (train only). dev and test have new
+databases of the themes of train; test_themes has themes, names, values and ways of asking that no other
+split has. With --shifted it is smaller, over other databases and in another style of dialogue, for evaluation
+out of domain, and has no test_themes. With --single it is the first question of each of those dialogues, in
+Spider's format: train_spider.json, dev.json, ...
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically
 from mtsql.toy import words
+from mtsql.toy.asked_anew import asked_anew
 from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
 from mtsql.toy.dialogue import Asked, CannotAsk, Speaker
 from mtsql.toy.followup import ask_follow_up
 from mtsql.toy.query import Query, mistakes, render
-from mtsql.toy.style import DEFAULT, SHIFTED, Style
+from mtsql.toy.style import DEFAULT, SHIFTED, UNSEEN, Style
 
-SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (80, 6)}  # databases, dialogues in each
+# Databases, dialogues in each.
+SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (80, 6), "test_themes": (60, 5)}
 SHIFTED_SPLITS = {"train": (60, 5), "dev": (20, 5), "test": (60, 5)}
 
 
@@ -76,6 +79,8 @@ def make_dialogue(
         if not _useful(rows) or rows == before or _tie(connection, asked.query, database):
             continue
         found = mistakes(asked.query, previous, database)
+        if style.unseen:
+            asked = replace(asked, question=asked_anew(asked.question))
         turns.append((asked, [(kind, sql) for kind, sql in found if _answer(connection, sql) != rows]))
         previous, before = asked.query, rows
     return turns
@@ -85,7 +90,7 @@ def _write_split(
     folder: Path, split: str, databases: int, dialogues_each: int, rng: random.Random, style: Style
 ) -> tuple[list[dict], list[dict], list[list[list[dict]]]]:
     """Databases and dialogues of one split: tables entries, dialogues, mistakes turn by turn."""
-    names = list(words.themes())
+    names = list(words.themes(style.unseen))
     entries, dialogues, wrong = [], [], []
     for number in range(databases):
         theme = names[number % len(names)]
@@ -135,8 +140,9 @@ def write_benchmark(folder: Path, seed: int, shifted: bool = False, single: bool
     style, splits = (SHIFTED, SHIFTED_SPLITS) if shifted else (DEFAULT, SPLITS)
     with folder_atomically(folder) as partial:
         for split, (databases, dialogues_each) in splits.items():
-            rng = random.Random(f"{seed}/{split}{style.suffix}")
-            found, dialogues, wrong = _write_split(partial, split, databases, dialogues_each, rng, style)
+            spoken = UNSEEN if split == "test_themes" else style
+            rng = random.Random(f"{seed}/{split}{spoken.suffix}")
+            found, dialogues, wrong = _write_split(partial, split, databases, dialogues_each, rng, spoken)
             entries += found
             if single:
                 dialogues, wrong = list(map(_first_question, dialogues)), [turns[:1] for turns in wrong]

@@ -114,7 +114,7 @@ def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
 
 def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> ToyDatabase:
     """Draw a database: some linked entities of the theme, their columns, names, forms of values, and rows."""
-    entities = words.themes()[theme]
+    entities = words.themes(style.unseen)[theme]
     count = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
     chosen = [rng.choice([e for e in entities if e.parent])]
     chosen.insert(0, next(e for e in entities if e.singular == chosen[0].parent))

@@ -37,6 +37,7 @@ from mtsql.recipes import RECIPES, load_recipe
 from mtsql.run import load_split, make_environment, pick_device, prompt_options
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.scripted_agent import Habits, demonstrations
+from mtsql.toy.style import UNSEEN
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
 
 # What the compact wording adds to a schema and a question, for the tokenizer.
@@ -189,7 +190,9 @@ def main(config: ImitationConfig) -> None:
     """Train the tokenizer and the model, and save them as a Hugging Face folder."""
     dataset = load_split(config, "train")
     asked = examples(dataset.dialogues)
-    tokenizer = make_tokenizer(config, dataset.schemas.values(), asked)
+    # dev's and test's schemas are of the words of train's; those of test_themes must stay unseen.
+    schemas = [schema for name, schema in dataset.schemas.items() if UNSEEN.suffix not in name]
+    tokenizer = make_tokenizer(config, schemas, asked)
     device = pick_device(config.device)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(device)
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)

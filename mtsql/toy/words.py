@@ -1,4 +1,4 @@
-"""The words of the toy benchmark, from words.toml beside this file, which says what its entries mean."""
+"""The words of the toy benchmark, from words.toml, which says what entries mean, and words_unseen.toml."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-_WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text(encoding="utf-8"))
-_TITLES = list(map(" ".join, product(_WORDS["titles"]["first"], _WORDS["titles"]["second"])))
-LABELS: Mapping[str, Sequence[str]] = {**_WORDS["labels"], "title": _TITLES}
-PROPER: Mapping[str, Sequence[str]] = _WORDS["proper"]
-COMMON: Mapping[str, Sequence[str]] = _WORDS["common"]
-ADJECTIVES: Mapping[str, Sequence[str]] = _WORDS["adjectives"]
+
+def _read(name: str) -> dict:
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
+_KNOWN, _UNSEEN = _read("words.toml"), _read("words_unseen.toml")
+_TITLES, _UNSEEN_TITLES = (
+    list(map(" ".join, product(of["titles"]["first"], of["titles"]["second"]))) for of in (_KNOWN, _UNSEEN)
+)
+LABELS: Mapping[str, Sequence[str]] = (
+    _KNOWN["labels"] | {"title": _TITLES} | _UNSEEN["labels"] | {"title_unseen": _UNSEEN_TITLES}
+)
+PROPER: Mapping[str, Sequence[str]] = _KNOWN["proper"] | _UNSEEN["proper"]
+COMMON: Mapping[str, Sequence[str]] = _KNOWN["common"] | _UNSEEN["common"]
+ADJECTIVES: Mapping[str, Sequence[str]] = _KNOWN["adjectives"] | _UNSEEN["adjectives"]
 
 
 @dataclass(frozen=True)
@@ -41,18 +50,19 @@ class EntityWords:
     @property
     def person(self) -> bool:
         """Whether people say "who" of it."""
-        return self.columns[0].kind == "person"
+        return self.columns[0].kind in ("person", "person_unseen")
 
 
-def _column(entry: str | dict) -> ColumnWords:
-    """A column as the file has it, or the shared column of this name."""
-    return ColumnWords(**(_WORDS["columns"][entry] if isinstance(entry, str) else entry))
+def _entity(entry: dict, shared: Mapping[str, dict]) -> EntityWords:
+    """An entity as a file has it; a column may be the name of one of the `shared` columns."""
+    columns = (shared[column] if isinstance(column, str) else column for column in entry["columns"])
+    return EntityWords(**entry | {"columns": tuple(ColumnWords(**column) for column in columns)})
 
 
-def _entity(entry: dict) -> EntityWords:
-    return EntityWords(**entry | {"columns": tuple(map(_column, entry["columns"]))})
-
-
-def themes() -> dict[str, list[EntityWords]]:
-    """All themes: name -> its entities, parents before children."""
-    return {name: list(map(_entity, entities)) for name, entities in _WORDS["themes"].items()}
+def themes(unseen: bool = False) -> dict[str, list[EntityWords]]:
+    """The themes of all splits, or of `test_themes` alone: name -> its entities, parents before children."""
+    source = _UNSEEN if unseen else _KNOWN
+    return {
+        name: [_entity(entity, source["columns"]) for entity in entities]
+        for name, entities in source["themes"].items()
+    }
