@@ -219,7 +219,9 @@ class EvaluateConfig(PolicyOptions):
 
     SECTION: ClassVar = "evaluate"
     history: Literal["gold", "predicted", "questions"] = option("gold", "earlier turns in memory")
-    split: Literal["train", "dev", "test", "held_out"] = option("dev", "part of the data (see --held-out)")
+    split: Literal["train", "dev", "test", "test_themes", "held_out"] = option(
+        "dev", "part of the data (see --held-out)"
+    )
     dialogues: Count = option(0, "first dialogues of the split only; 0 is all of them")
     sampled_runs: Count = option(
         0, "further runs at temperature 1: mean, majority vote, pass@k (SQL-Trail: 8)"
