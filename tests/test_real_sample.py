@@ -1,0 +1,58 @@
+"""The sample of SParC's dev set in tests/data: a good agent earns all, and an untrained one is scored."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from conftest import ROOT, run
+
+from mtsql.config import EvaluateConfig, read_options
+from mtsql.data.datasets import examples
+from mtsql.recipes.mtsql_r1 import PRESETS
+from mtsql.recipes.mtsql_r1_rewards import reward
+from mtsql.run import load_split, make_environment
+from mtsql.sql.score import Scorer
+from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
+
+SPARC = ROOT / "tests" / "data" / "sparc"
+
+
+@pytest.mark.parametrize("wording", ["paper", "compact"])
+def test_a_good_agent_earns_all_that_there_is(tiny, wording):
+    config = read_options(
+        EvaluateConfig, "", [f"--data={SPARC}", "--model=none", "--out=none", f"--wording={wording}"]
+    )
+    split = load_split(config, "dev")
+    environment = make_environment(config, split, tiny.tokens, "both")
+    scorer = Scorer(environment.schemas, environment.executor)
+    asked = examples(split.dialogues)
+    assert len(split.dialogues) == 40 and len(asked) == 115
+    assert [scorer.gold_problem(e.db_id, e.gold_sql) for e in asked] == [None] * 115
+    played = 0
+    for example in asked:
+        (episode,) = environment.episodes(example, [0])
+        if episode.trajectory.status is not None:  # the tiny tokenizer makes long prompts
+            continue
+        trajectory = demonstrate(episode, [], ATTENTIVE, random.Random(0))
+        if trajectory.status != "answered":
+            continue
+        rewards = reward(trajectory, example, scorer, PRESETS["process"])
+        assert (rewards.ex, rewards.em, rewards.parts["proposal"]) == (1, 1, 1), example.id
+        played += 1
+    assert played >= 100
+
+
+def test_an_untrained_model_is_scored_on_every_question(work, tmp_path):
+    run(
+        "evaluate.py", "--config", "configs/toy.toml", "--model", work / "imitation", "--data", SPARC,
+        "--split", "dev", "--max-prompt-tokens", 4000, "--dialogues", 4, "--out", tmp_path / "out",
+        "--max-turn-tokens", 60,
+    )  # fmt: skip
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    dialogues = json.loads((SPARC / "dev.json").read_text())[:4]
+    assert summary["questions"] == sum(len(d["interaction"]) for d in dialogues)
+    records = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    assert [json.loads(record)["gold_problem"] for record in records] == [None] * summary["questions"]
+    assert summary["ex"]["mean"] < 0.5
