@@ -230,7 +230,7 @@ def fine_tune(
     Returns whether it was interrupted.
     """
     run.policy.train()
-    databases, size = None, 0
+    databases, size = None, 1
     if config.databases_per_step:
         databases = {e.id: e.db_id for e in examples(run.dataset.dialogues)}
         size = max(1, config.trajectories_per_step // config.databases_per_step)

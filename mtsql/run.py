@@ -385,19 +385,25 @@ def sample_questions(
                 seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
                 episodes += run.environment.episodes(example, seeds)
             episodes = [episode for episode in episodes if episode.trajectory.status is None]
+            progress = show(bar, config.samples_per_question, start, len(numbered))
             played = rollout(
-                run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
+                run.policy, run.tokens, episodes, sampling, config.rows, progress, config.cache_gib
             )
             by_question = {name: list(group) for name, group in groupby(played, key=lambda t: t.example_id)}
             yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
-            bar.update(len(chunk))
+            bar.n = start + len(chunk)
 
 
-def show(bar: tqdm) -> Callable[[int, int, dict[str, float]], None]:
-    """A rollout's `progress` that shows trajectories, tokens/s, use of the slots and interactions."""
+def show(
+    bar: tqdm, samples: int = 1, start: int = 0, questions: int = 0
+) -> Callable[[int, int, dict[str, float]], None]:
+    """A rollout's `progress` that shows questions, tokens/s, use of the slots and interactions.
+
+    A question has so many `samples`; `start` of all `questions` (0: the rollout's own) were done before.
+    """
 
     def progress(done: int, total: int, stats: dict[str, float]) -> None:
-        bar.total, bar.n = total, done
+        bar.total, bar.n = questions or total, start + done // samples
         bar.set_postfix_str(
             f"{stats['tokens_per_second']:.0f} tokens/s, {stats['slots_in_use']:.0%} of slots in use, "
             f"{stats['interactions']:.1f} interactions"

@@ -111,7 +111,7 @@ def work(tmp_path_factory):
     """A small benchmark and a tiny model that has learned it nearly by heart."""
     folder = tmp_path_factory.mktemp("work")
     splits = toy.SPLITS
-    toy.SPLITS = {"train": (2, 5), "dev": (3, 2), "test": (3, 2)}
+    toy.SPLITS = {"train": (2, 5), "dev": (3, 2), "test": (3, 2), "test_themes": (6, 2)}
     try:
         toy.write_benchmark(folder / "benchmark", seed=0)
     finally:

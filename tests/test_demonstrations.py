@@ -13,6 +13,7 @@ from mtsql.agent.env import Limits
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.data.datasets import HistoryTurn
 from mtsql.learn.demonstrations import (
+    CUT,
     RIGHT,
     UNSEEN,
     Demonstration,
@@ -51,7 +52,7 @@ def test_an_error_is_seen_and_repaired_to_the_gold_sql(tiny):
 def test_what_nothing_shows_is_no_demonstration(tiny):
     wrong = "SELECT name FROM singer WHERE country = 'italy'"
     assert demonstrate(make_episode(tiny), wrong, right=False) == Demonstration(
-        make_episode(tiny).example, UNSEEN, None
+        make_episode(tiny).example, False, UNSEEN, None
     )
 
 
@@ -67,10 +68,11 @@ def test_a_lost_constraint_is_seen_in_the_memory(tiny):
     assert shown.trajectory.answer_sql == gold and shown.trajectory.off_protocol == 0
 
 
-def test_an_episode_that_a_limit_ends_is_over(tiny):
-    limits = Limits(max_response_tokens=30)
-    shown = demonstrate(make_episode(tiny, limits=limits), "SELECT nme FROM singer", right=False)
-    assert shown.trajectory is None or shown.trajectory.status is Status.OUT_OF_TOKENS
+@pytest.mark.parametrize("limits", [Limits(max_response_tokens=30), Limits(max_prompt_tokens=5)])
+@pytest.mark.parametrize("tools", ["both", "none"])
+def test_what_a_limit_cuts_is_no_demonstration(tiny, limits, tools):
+    shown = demonstrate(make_episode(tiny, limits=limits, tools=tools), GOLD + " " * 40, right=True)
+    assert (shown.right, shown.first, shown.trajectory) == (True, CUT, None)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +113,20 @@ def test_values_of_the_last_turn_are_looked_for_where_a_question_refers_back(tin
 
 def test_the_share_of_wrong_proposals_stays(tiny):
     example = make_episode(tiny).example
-    found = [Demonstration(example, first, None) for first in [RIGHT] * 60 + ["error"] * 10 + [UNSEEN] * 30]
+
+    def shown(right: bool, first: str, count: int, tools: str = "both") -> list[Demonstration]:
+        return [Demonstration(example, right, first, None, tools) for _ in range(count)]
+
+    right, wrong = shown(True, RIGHT, 60), shown(False, "error", 10)
+    found = right + wrong + shown(False, UNSEEN, 30)
     kept = keep_share_of_wrong(found, random.Random(0))
     assert [d.first for d in kept] == [RIGHT] * 15 + ["error"] * 10  # a quarter of the wrong ones: 40 %
-    assert keep_share_of_wrong(found[:60], random.Random(0)) == found[:60]
-    direct = [replace(found[0], tool_set="none") for _ in range(5)]
-    assert len(keep_share_of_wrong(found + direct, random.Random(0))) == 25 + 5
+    cut = shown(True, CUT, 12) + shown(False, CUT, 32)
+    kept = keep_share_of_wrong(found + cut, random.Random(0))
+    assert [d.first for d in kept] == [RIGHT] * 10 + ["error"] * 10  # 72 of 144 were wrong
+    assert keep_share_of_wrong(right, random.Random(0)) == right
+    direct = shown(True, RIGHT, 5, "none")
+    assert keep_share_of_wrong(found + direct + shown(True, CUT, 3, "none"), random.Random(0))[25:] == direct
 
 
 def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):

@@ -10,15 +10,27 @@ import pytest
 import torch
 from conftest import GOLD, make_episode
 from torch import nn
+from transformers import AutoTokenizer
 
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status
+from mtsql.config import DataOptions
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.run import load_split
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
+
+
+def test_the_tokenizer_has_no_word_of_the_unseen_themes(work):
+    tokenizer = AutoTokenizer.from_pretrained(work / "imitation")
+    asked = load_split(DataOptions(data=(str(work / "benchmark"),), out=""), "test_themes")
+    assert len({dialogue.db_id for dialogue in asked.dialogues}) == 6
+    tables = [asked.schemas[dialogue.db_id].tables[0].name for dialogue in asked.dialogues]
+    assert all(len(tokenizer.tokenize(f" {name.lower()}")) > 1 for name in tables)
+    assert len(tokenizer.tokenize(" name")) == 1  # as words of train's schemas are
 
 
 def test_copying_exercise_marks_what_its_context_foretells():

@@ -106,7 +106,7 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     assert "**Not measured yet:** `short_sft`, `demonstrations`" in text and "secret" not in text
     assert "| `rl` | 0 | 25.0 | 50.0 |" in text and "(real_curves.png)" in text
     assert (tmp_path / "real_curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "(real_trajectories.md)" not in text
+    assert "_trajectories_" not in text
     assert "| `rl` | 80.0 / 0.0 | 76.2 / 66.1 | 79.0 / 68.7 |" in text
     notes = tmp_path / "real_notes.md"
     notes.write_text("What was tried.\n")
@@ -119,23 +119,49 @@ def played(text: str) -> dict:
     return {"segments": [{"role": role, "text": shown} for role, shown in segments]}
 
 
-def test_trajectories_are_the_first_two_of_each_kind_from_different_databases():
-    failed = [verdict(EXEC_SQL, False), verdict(MEMORY_RETRIEVE, False)]
-    passed = verdict(EXEC_SQL, True)
-    cases = [  # database, ex, what the model wrote, interactions
-        ("a", 1, passed, 1), ("a", 1, passed, 1), ("b", 1, "no tool", 0), ("c", 1, passed, 1),
-        ("d", 1, passed, 1),
-        ("a", 1, failed[0] + passed, 2), ("b", 1, failed[1], 2), ("c", 1, "".join(failed), 3),
-        ("a", 0, passed, 1), ("b", 0, failed[1], 2),
-    ]  # fmt: skip
-    records = [
-        record(i, db_id, ex) | {"interactions": calls, "gold": f"gold {i}"}
-        for i, (db_id, ex, _, calls) in enumerate(cases)
+FAILED = {tool: verdict(tool, False) for tool in (EXEC_SQL, MEMORY_RETRIEVE)}
+PASSED = verdict(EXEC_SQL, True)
+PLAYED = [  # database, ex, what the model wrote, tools that it called
+    ("a", 1, PASSED, [EXEC_SQL]), ("a", 1, PASSED, [EXEC_SQL]), ("b", 1, "no tool", []),
+    ("c", 1, PASSED, [EXEC_SQL]), ("d", 1, PASSED, [EXEC_SQL]), ("e", 1, "no verdict", [EXEC_SQL]),
+    ("a", 1, FAILED[EXEC_SQL] + PASSED, [EXEC_SQL]), ("b", 1, FAILED[MEMORY_RETRIEVE], [MEMORY_RETRIEVE]),
+    ("c", 1, "".join(FAILED.values()), list(FAILED)), ("e", 0, PASSED, list(FAILED)),
+    ("a", 0, "<exec_verify> pass\n</exec_verify>", [EXEC_SQL]),
+    ("b", 0, FAILED[MEMORY_RETRIEVE], [MEMORY_RETRIEVE]),
+]  # fmt: skip
+
+
+def played_records() -> list[dict]:
+    return [
+        record(i, db_id, ex) | {"tool_calls": dict.fromkeys(called, 1), "gold": f"gold {i}"}
+        for i, (db_id, ex, _, called) in enumerate(PLAYED)
     ]
-    cut = record(10, "z", 0) | {"interactions": 1, "gold": "gold 10", "status": "out_of_tokens"}
-    shown = dict(chosen([*records, cut], [played(text) for *_, text, _ in cases] + [played(failed[0])]))
+
+
+def test_trajectories_are_the_first_two_of_each_kind_from_different_databases():
+    cut = record(12, "z", 0) | {"tool_calls": {EXEC_SQL: 1}, "gold": "gold 12", "status": "out_of_tokens"}
+    texts = [played(text) for *_, text, _ in PLAYED] + [played(FAILED[EXEC_SQL])]
+    shown = chosen([*played_records(), cut], texts)
     golds = [[int(text.split("gold: `gold ")[1].split("`")[0]) for text in shown[kind]] for kind in KINDS]
-    assert golds == [[0, 3], [5, 7], [6, 7], [8], [9]]
+    assert golds == [[0, 3], [6, 8], [7, 8], [10], [11]]  # 5 and 9 called a tool and did not judge it
     first = shown["Right, and every check passed"][0]
-    assert "[prompt]\nschema ~ ~ ~ x" in first and f"[model]\n{passed}\n[environment]\nrows" in first
+    assert "[prompt]\nschema ~ ~ ~ x" in first and f"[model]\n{PASSED}\n[environment]\nrows" in first
     assert max(map(len, first.splitlines())) == 162  # the fence in the text was spaced out after the cut
+
+
+def test_the_page_links_the_trajectories_of_the_furthest_arm_and_of_earlier_machines(tmp_path):
+    parts = []
+    for arm in ("demonstrations", "round_1"):
+        parts.append(lay_out(tmp_path, "sparc", arm, "0" * 5))
+        folder = parts[-1].done.parent
+        (folder / "predictions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in played_records()))
+        (folder / "summary.json").write_text(json.dumps(summarise(played_records())))
+        lines = (json.dumps(played(text)) + "\n" for *_, text, _ in PLAYED)
+        (folder / "trajectories.jsonl").write_text("".join(lines))
+    page = tmp_path / "real.md"
+    (tmp_path / "real_trajectories_rl.md").write_text("of another machine")
+    write_real_page({0: parts}, page, "base", [], "make it")
+    assert "`round_1`, seed 0, on SParC dev" in (tmp_path / "real_trajectories_round_1.md").read_text()
+    assert not (tmp_path / "real_trajectories_demonstrations.md").exists()
+    text = page.read_text()
+    assert "(real_trajectories_rl.md), [real_trajectories_round_1.md](real_trajectories_round_1.md)" in text

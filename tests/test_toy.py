@@ -62,10 +62,12 @@ def test_sizes(benchmark, train):
 def test_same_seed_same_bytes_other_seed_others(tmp_path, monkeypatch, style):
     for name in ("SPLITS", "SHIFTED_SPLITS"):
         monkeypatch.setattr(toy, name, {"train": (4, 5), "dev": (2, 2)})
+    if style == "default":
+        monkeypatch.setitem(toy.SPLITS, "test_themes", (2, 2))
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         toy.write_benchmark(tmp_path / name, seed, style == "shifted")
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
-    assert len(files) == 10
+    assert len(files) == (13 if style == "default" else 10)
     for file in files:
         assert filecmp.cmp(tmp_path / "a" / file, tmp_path / "b" / file, shallow=False)
     assert not filecmp.cmp(tmp_path / "a" / "train.json", tmp_path / "c" / "train.json", shallow=False)

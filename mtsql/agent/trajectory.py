@@ -130,7 +130,7 @@ class Trajectory:
     def to_plain(self) -> dict:
         """All of it as dictionaries, sequences, numbers and strings, for JSON."""
         parts = ("segments", "actions", "observations")
-        return vars(self) | {name: [vars(part) for part in getattr(self, name)] for name in parts}
+        return vars(self) | {name: [dict(vars(part)) for part in getattr(self, name)] for name in parts}
 
     @classmethod
     def from_plain(cls, plain: dict) -> Trajectory:

@@ -30,7 +30,6 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.demonstrations import (
-    RIGHT,
     Demonstration,
     demonstrate,
     draw_tool_set,
@@ -98,10 +97,11 @@ def play_answers(
 
 def format_demonstrations(found: list[Demonstration], kept: list[Demonstration]) -> str:
     """A small table of the first proposals: how many were sampled, how many are in the file."""
-    sampled, written = (Counter(d.first for d in of if d.tool_set != "none") for of in (found, kept))
+    with_tools = [[d for d in of if d.tool_set != "none"] for of in (found, kept)]
+    sampled, written = (Counter(d.first for d in of) for of in with_tools)
     lines = [f"{'first proposal':<45}{'sampled':>10}{'written':>10}"]
     lines += [f"{name:<45}{count:>10,}{written[name]:>10,}" for name, count in sampled.most_common()]
-    shares = (100 * (1 - counts[RIGHT] / max(1, counts.total())) for counts in (sampled, written))
+    shares = (100 * sum(not d.right for d in of) / max(1, len(of)) for of in with_tools)
     direct = sum(d.tool_set == "none" for d in kept)
     lines.append(f"{'gold SQL, without tools':<45}{'':>10}{direct:>10,}")
     return "\n".join([*lines, f"{'wrong':<45}" + "".join(f"{share:>9.1f}%" for share in shares)])

@@ -101,10 +101,11 @@ def write_real_page(
         "Commands": command_list(listing, [0]),
     }
     top = f"# {Path(model).name} on SParC and CoSQL\n\n{heading(found, made_with)}"
-    read = path.with_name(f"{path.stem}_trajectories.md")
-    write_trajectories(parts_by_seed.get(0, ()), read)
-    if read.exists():
-        top += f"\n\nTrajectories to read, chosen by a rule: [{read.name}]({read.name})"
+    write_trajectories(parts_by_seed.get(0, ()), path)
+    to_read = sorted(file.name for file in path.parent.glob(f"{path.stem}_trajectories_*.md"))
+    if to_read:
+        links = ", ".join(f"[{name}]({name})" for name in to_read)
+        top += f"\n\nTrajectories to read, chosen by a rule: {links}"
     kept = path.with_name(f"{path.stem}_notes.md")
     text = kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
     below = (f"## {head}\n\n{body}" for head, body in sections.items() if body)

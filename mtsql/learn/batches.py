@@ -49,12 +49,12 @@ def training_order(
     trajectories: Sequence[Trajectory],
     epochs: float,
     rng: random.Random,
-    databases: Mapping[str, str] | None,
-    size: int,
+    databases: Mapping[str, str] | None = None,
+    size: int = 1,
 ) -> list[Trajectory]:
     """All trajectories `epochs` times, each time in another random order; the last time perhaps in part.
 
-    With `databases` an order is that of `order_by_database`.
+    With `databases` an order is that of `order_by_database` in blocks of `size`, which is not used else.
     """
     order: list[Trajectory] = []
     for _ in range(math.ceil(epochs)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mtsql.agent.env import Episode, outcome_of
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
-from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult
@@ -33,12 +33,14 @@ LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A first proposal, and what it was: RIGHT, what showed that it was wrong, or UNSEEN or CUT.
+    """A first proposal, whether it was `right`, and what came `first`: RIGHT, what showed that it was wrong,
+    or UNSEEN or CUT, which have no trajectory.
 
-    The last two have no trajectory. `tool_set` is one of TOOL_SETS.
+    `tool_set` is one of TOOL_SETS.
     """
 
     question: Example
+    right: bool
     first: str
     trajectory: Trajectory | None
     tool_set: str = "both"
@@ -56,16 +58,21 @@ def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
     checks = [EXEC_SQL] if EXEC_SQL in tools else []
     checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
 
-    def say(text: str) -> bool:
-        """Send a message; whether the episode goes on."""
+    def say(text: str) -> None:
         ids = episode.tokens.message_ids(text)
-        return episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN) is not None
+        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
 
     step = 0  # of the checks
-    while step < len(checks):
+    while episode.trajectory.status is None:
+        if step == len(checks) and wrong:
+            return Demonstration(example, right, UNSEEN, None)
+        if step == len(checks):
+            say(verdicts + recipe.answer(sql))
+            break
         tool = checks[step]
-        if not say(verdicts + (recipe.call(sql) if tool == EXEC_SQL else tool_call(tool, sql))):
-            return Demonstration(example, CUT, None)
+        say(verdicts + (recipe.call(sql) if tool == EXEC_SQL else tool_call(tool, sql)))
+        if episode.trajectory.status is not None:
+            break
         found = (
             execution_problem(example.question, episode.result)
             if tool == EXEC_SQL
@@ -76,10 +83,9 @@ def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
         step += 1
         if failed:  # repaired, and checked from the beginning
             sql, wrong, first, step = example.gold_sql, False, found, 0
-    if wrong:
-        return Demonstration(example, UNSEEN, None)
-    say(verdicts + recipe.answer(sql))
-    return Demonstration(example, first, episode.trajectory)
+    if episode.trajectory.status is not Status.ANSWERED:
+        return Demonstration(example, right, CUT, None)
+    return Demonstration(example, right, first, episode.trajectory)
 
 
 def execution_problem(question: str, result: ExecutionResult) -> str | None:
@@ -121,13 +127,15 @@ def _plain(value: str) -> str:
 def keep_share_of_wrong(found: Sequence[Demonstration], rng: random.Random) -> list[Demonstration]:
     """The usable demonstrations, with as many right first proposals left out as keep the share of wrong ones.
 
-    Wrong ones whose mistake nothing shows are not usable; without leaving out right ones the model would
-    learn that it errs less than it does. Direct answers without tools all stay.
+    Wrong ones whose mistake nothing shows, and what a limit cut, are not usable; without leaving out right
+    ones the model would learn that it errs less than it does. Direct answers without tools all stay.
     """
-    direct = {id(d) for d in found if d.tool_set == "none"}
-    right = [d for d in found if d.first == RIGHT and id(d) not in direct]
-    wrong = {id(d) for d in found if d.first not in (RIGHT, UNSEEN, CUT)}
-    unseen = sum(d.first == UNSEEN for d in found)
-    share = len(wrong) / (len(wrong) + unseen) if wrong or unseen else 1.0  # of wrong ones that are usable
-    kept = direct | wrong | {id(d) for d in rng.sample(right, round(share * len(right)))}
-    return [d for d in found if id(d) in kept]
+    sampled = [d for d in found if d.tool_set != "none"]
+    usable = [d for d in found if d.first not in (UNSEEN, CUT)]
+    right = [d for d in usable if d.right and d.tool_set != "none"]
+    repaired, wrong = sum(not d.right for d in usable), sum(not d.right for d in sampled)
+    count = len(right)
+    if wrong:
+        count = min(count, round(repaired * (len(sampled) - wrong) / wrong))
+    left_out = {id(d) for d in rng.sample(right, len(right) - count)}
+    return [d for d in usable if id(d) not in left_out]

@@ -1,7 +1,7 @@
 """Ways of asking that only the split test_themes has: what speakers usually say, said otherwise.
 
-The words that carry the meaning stay (highest, average, above, at least, each), since a model that was
-trained from nothing cannot know others; the sentences around them are new.
+The words that carry the meaning stay (highest, average, above, at least, each, sort, without, add), since a
+model that was trained from nothing cannot know others; the sentences around them are new.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SENTENCES = {
     r"Count (.+)\.": r"Could you count \1?",
     r"For (every|each) (.+), (list|count) (.+)\.": r"Go through \1 \2 and \3 \4.",
     r"Only (.+)\.": r"Restrict this to \1.",
-    r"Keep just (.+)\.": r"I care for \1 alone.",
+    r"Keep just (.+)\.": r"I care about \1 alone.",
     r"Now only (.+)\.": r"From here on \1, nothing else.",
     r"Can you narrow that to (.+)\?": r"Would you limit that to \1?",
     r"Now show (.+) instead\.": r"Switch to \1.",
@@ -36,15 +36,15 @@ SENTENCES = {
     r"And for (.+)\?": r"Do that for \1.",
     r"And the ones (.+)\?": r"Then the ones \1.",
     r"And (.+)\?": r"I also wonder about \1.",
-    r"Sort them by (.+)\.": r"Put them in order by \1.",
-    r"Order these by (.+)\.": r"Arrange these by \1.",
+    r"Sort them by (.+)\.": r"Would you sort them by \1?",
+    r"Order these by (.+)\.": r"Would you order these by \1?",
     r"Name (.+)\.": r"Pick \1.",
-    r"Break their number down by (.+)\.": r"Split their number by \1.",
+    r"Break their number down by (.+)\.": r"I want their number broken down by \1.",
     r"Those (.+)\?": r"Just those \1, please.",
-    r"Leave out (.+)\.": r"Drop \1.",
-    r"Without (.+)\.": r"Not \1, please.",
-    r"Add (.+)\.": r"Bring in \1.",
-    r"Also include (.+)\.": r"Put in \1 as well.",
+    r"Leave out (.+)\.": r"Would you leave out \1?",
+    r"Without (.+)\.": r"Now all of it without \1.",
+    r"Add (.+)\.": r"Would you add \1?",
+    r"Also include (.+)\.": r"Would you also include \1?",
 }
 # Within them: conditions.
 PHRASES = {r"\bwhose (.+?) is (not )?": r"whose \1 says \2", r"\bwith (?!the )": "having "}

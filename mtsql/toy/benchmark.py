@@ -3,7 +3,7 @@
 `python -m mtsql.toy.benchmark FOLDER` writes train.json, dev.json, test.json, test_themes.json, tables.json
 and database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). dev and test have new
-databases of the themes of train; test_themes has themes, names, values and ways of asking that no other
+databases of the themes of train; test_themes has themes, names, words and ways of asking that no other
 split has. With --shifted it is smaller, over other databases and in another style of dialogue, for evaluation
 out of domain, and has no test_themes. With --single it is the first question of each of those dialogues, in
 Spider's format: train_spider.json, dev.json, ...

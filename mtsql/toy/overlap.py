@@ -1,8 +1,9 @@
 """How much of one split stands in another: `python -m mtsql.toy.overlap FOLDER`.
 
-For every pair of splits of a benchmark in SParC's format, the share of the second's questions, gold SQL, sets
-of tables, whole schemas, and words of questions and of schemas that stand in the first, in %. Case and white
-space do not count. Questions and SQL are counted as often as they are asked, schemas by database, words once.
+For every pair of splits of the toy benchmark (or of a folder with the same files), the share of the second's
+questions, gold SQL, sets of tables, whole schemas, and words of questions and of schemas that stand in the
+first, in %. Case and white space do not count. Questions and SQL are counted as often as they are asked,
+schemas by database, words once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def contents(folder: Path, split: str) -> dict[str, list]:
     """What a split holds of every kind. Raises UserError if the folder has no such split."""
     path = folder / f"{split}.json"
     if not path.is_file():
-        raise UserError(f"{path} is not there; give a folder that mtsql.toy.benchmark wrote")
+        raise UserError(
+            f"{path} is not there; give what mtsql.toy.benchmark wrote without --shifted or --single"
+        )
     dialogues = read_json(path)
     turns = [turn for dialogue in dialogues for turn in dialogue["interaction"]]
     databases = {dialogue["database_id"] for dialogue in dialogues}
@@ -35,17 +38,17 @@ def contents(folder: Path, split: str) -> dict[str, list]:
     questions, queries = (
         [" ".join(turn[key].lower().split()) for turn in turns] for key in ("utterance", "query")
     )
-    tables = [frozenset(map(str.lower, entry["table_names_original"])) for entry in entries]
-    columns = [
-        frozenset((t, name.lower()) for t, name in entry["column_names_original"]) for entry in entries
+    tables = [list(map(str.lower, entry["table_names_original"])) for entry in entries]
+    columns = [  # (table, column) pairs of each database
+        [(named[at], name.lower()) for at, name in entry["column_names_original"] if at >= 0]
+        for entry, named in zip(entries, tables, strict=True)
     ]
-    names = [name for entry in entries for name in entry["table_names_original"]]
-    names += [name for entry in entries for _, name in entry["column_names_original"]]
+    names = [name for schema in columns for pair in schema for name in pair]
     return {
         "questions": questions,
         "gold SQL": queries,
-        "sets of tables": tables,
-        "schemas": list(zip(tables, columns, strict=True)),
+        "sets of tables": list(map(frozenset, tables)),
+        "schemas": list(map(frozenset, columns)),
         "words of questions": _words(questions),
         "words of schemas": _words(names),
     }
@@ -53,7 +56,7 @@ def contents(folder: Path, split: str) -> dict[str, list]:
 
 def _words(texts: Sequence[str]) -> list[str]:
     """Every word of some texts, once."""
-    return sorted({word for text in texts for word in re.findall(r"[a-z]+", text.lower())})
+    return sorted({word for text in texts for word in re.findall(r"[a-z]+", text)})
 
 
 def overlap(known: Mapping[str, Sequence], other: Mapping[str, Sequence]) -> dict[str, float]:

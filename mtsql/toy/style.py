@@ -1,10 +1,10 @@
 """The styles of the toy benchmark: the default, a shifted one for evaluation out of domain, unseen words.
 
-A policy is trained in one style and evaluated in the other (MTSQL-R1, Table 3). The words are the same,
-since the tiny model cannot copy words that it has never met. The shifted style differs as CoSQL's queries
-differ from SParC's: its first questions have more counts, joins, LIMIT 1 and nesting, its follow-ups more
-conditions and fewer groups (the weights in `FIRST_QUESTIONS` and `FOLLOW_UPS`). Its topics change, too:
-without that a dialogue that begins with groups would rarely reach three turns.
+A policy is trained in the default style and evaluated in the shifted one too (MTSQL-R1, Table 3). The words
+of these two are the same: the tiny model hardly copies words that it has never met. The shifted style differs
+as CoSQL's queries differ from SParC's: its first questions have more counts, joins, LIMIT 1 and nesting, its
+follow-ups more conditions and fewer groups (the weights in `FIRST_QUESTIONS` and `FOLLOW_UPS`). Its topics
+change, too: without that a dialogue that begins with groups would rarely reach three turns.
 """
 
 from __future__ import annotations
