@@ -1,12 +1,11 @@
-"""The sample of SParC's dev set in tests/data: a good agent earns all, and one from elsewhere is scored."""
+"""The sample of SParC's dev set in tests/data: a good agent earns all that there is."""
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT
 
 from mtsql.agent.trajectory import Status
 from mtsql.config import EvaluateConfig, read_options
@@ -44,17 +43,3 @@ def test_a_good_agent_earns_all_that_there_is(tiny, wording):
         assert (rewards.ex, rewards.em, rewards.parts["proposal"]) == (1, 1, 1), example.id
         played += 1
     assert played >= 100
-
-
-def test_a_model_that_never_saw_sparc_is_scored_on_every_question(work, tmp_path):
-    run(
-        "evaluate.py", "--config", "configs/toy.toml", "--model", work / "imitation", "--data", SPARC,
-        "--split", "dev", "--max-prompt-tokens", 4000, "--dialogues", 4, "--out", tmp_path / "out",
-        "--max-turn-tokens", 60,
-    )  # fmt: skip
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    dialogues = json.loads((SPARC / "dev.json").read_text())[:4]
-    assert summary["questions"] == sum(len(d["interaction"]) for d in dialogues)
-    records = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
-    assert [json.loads(record)["gold_problem"] for record in records] == [None] * summary["questions"]
-    assert summary["ex"]["mean"] < 0.5
