@@ -129,9 +129,9 @@ def finished_row(part: Part) -> Row | None:
         "dataset": folder.parent.name,
         "arm": folder.name,
         "seed": seed_of(part),
-        "ex": round(100 * summary["ex"]["mean"], 2),
-        "ex_interval": [round(100 * low, 2), round(100 * high, 2)],
-        "em": round(100 * summary["em"]["mean"], 2),
+        "ex": round(100 * summary["ex"]["mean"], 4),
+        "ex_interval": [round(100 * low, 4), round(100 * high, 4)],
+        "em": round(100 * summary["em"]["mean"], 4),
         "questions": summary["questions"],
         "minutes": round(minutes_of(part.done), 1),
         "by_turn": {name: _share(value) for name, value in summary["ex"]["by_turn"].items()},
@@ -156,7 +156,7 @@ def curve(training: Path) -> list[list[float]]:
 
 
 def _share(value: float | None) -> float | None:
-    return None if value is None else round(100 * value, 2)
+    return None if value is None else round(100 * value, 4)
 
 
 def _by_database(rows: Iterable[tuple[Sequence[Sequence], Sequence[float]]]) -> list[list[float]]:
