@@ -186,10 +186,8 @@ class Generator:
         count = len(self.rows) - len(gone)
         gaps = sorted(slot for slot in gone if slot < count)
         movers = [row for row in self.rows[count:] if row.slot not in gone]
-        if movers:
-            used = max(row.length for row in movers)
-            self.cache.copy([row.slot for row in movers], gaps, used)
         for row, slot in zip(movers, gaps, strict=True):
+            self.cache.copy(row.slot, [slot], row.length)
             row.slot = slot
             self.rows[slot] = row
         del self.rows[count:]
@@ -212,7 +210,7 @@ class Generator:
     def _share(self, origin: Row, rows: Sequence[Row], length: int) -> None:
         """Copy the first `length` tokens in the cache of `origin` to new rows."""
         if rows and length:
-            self.cache.copy([origin.slot] * len(rows), [row.slot for row in rows], length)
+            self.cache.copy(origin.slot, [row.slot for row in rows], length)
         for row in rows:
             row.length = length
 
