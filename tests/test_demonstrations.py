@@ -33,10 +33,19 @@ def actions(demonstration: Demonstration) -> list[str]:
     ]
 
 
+def unlearned(tiny, demonstration: Demonstration) -> list[str]:
+    """What of each message has loss mask 0."""
+    found = []
+    for message in (s for s in demonstration.trajectory.segments if s.role == "model"):
+        left_out = [i for i, bit in zip(message.ids, message.loss_mask, strict=True) if not bit]
+        found.append(tiny.tokens.decode(left_out).strip())
+    return found
+
+
 def test_a_right_answer_passes_both_checks(tiny):
     shown = demonstrate(make_episode(tiny, history=True), GOLD, right=True)
     expected = ["propose", "execute", "e_verify pass", "m_verify pass", "finalize"]
-    assert shown.first == RIGHT and actions(shown) == expected
+    assert shown.first == RIGHT and actions(shown) == expected and unlearned(tiny, shown) == ["", "", ""]
     assert shown.trajectory.off_protocol == 0 and shown.trajectory.answer_sql == GOLD
 
 
@@ -47,6 +56,7 @@ def test_an_error_is_seen_and_repaired_to_the_gold_sql(tiny):
         "propose", "execute", "e_verify no_pass", "self_correct", "execute", "e_verify pass",
     ]  # fmt: skip
     assert shown.trajectory.off_protocol == 0 and shown.trajectory.status is Status.ANSWERED
+    assert unlearned(tiny, shown) == ["SELECT nme FROM singer", "", "", ""]  # its mistake is not taught
 
 
 def test_what_nothing_shows_is_no_demonstration(tiny):
@@ -66,6 +76,7 @@ def test_a_lost_constraint_is_seen_in_the_memory(tiny):
     assert shown.first == "a constraint of an earlier turn is gone"
     assert actions(shown)[2:6] == ["e_verify pass", "m_verify no_pass", "self_correct", "execute"]
     assert shown.trajectory.answer_sql == gold and shown.trajectory.off_protocol == 0
+    assert unlearned(tiny, shown) == [GOLD, GOLD, "", "", ""]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ sampled and gives the ids to append; nothing that was sampled is ever encoded ag
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -144,15 +144,18 @@ class Episode:
         self.result = self.executor.execute(self.schema.path, sql)
         return self.result
 
-    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
+    def step(
+        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None = None
+    ) -> list[int] | None:
         """Take one sampled message; return the ids to append, or None when the episode is over.
 
         A message cut by a limit ends the episode: what it holds is not read. After a stop string the
-        end of turn is appended, with loss mask 0.
+        end of turn is appended, with loss mask 0. `loss_mask`, one bit a token, is for a message that is not
+        to be learned throughout.
         """
         trajectory = self.trajectory
         turns_left = self.limits.max_interactions - trajectory.interactions  # messages after this one
-        trajectory.segments.append(Segment.sampled(ids, logprobs))
+        trajectory.segments.append(Segment.sampled(ids, logprobs, loss_mask))
         if stop is Stop.LIMIT:
             return self._end(Status.OUT_OF_TOKENS)
         message = self.recipe.parse(self.tokens.decode(ids))

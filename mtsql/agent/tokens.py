@@ -108,6 +108,25 @@ class ChatTokens:
         """Ids of a model message given as text, control tokens included, and its end of turn."""
         return [*self._encode_plain(text), self._template_end]
 
+    def loss_mask_without(self, ids: Sequence[int], text: str) -> list[int]:
+        """The loss mask of a message that is learned but for `text`: 0 on each token that holds some of it.
+
+        It is 0 throughout if `text` cannot be found, as where the tokenizer writes its characters otherwise.
+        """
+        said = [
+            self.tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
+            for end in range(len(ids) + 1)
+        ]
+        # Of a character in several tokens the first ones say "not whole yet", and all of them hold it.
+        begins, ends = [len(part.rstrip("\ufffd")) for part in said[:-1]], [len(part) for part in said[1:]]
+        starts = [found.start() for found in re.finditer(re.escape(text), said[-1])]
+        if not starts or not text:
+            return [0] * len(ids)
+        return [
+            int(all(end <= start or begin >= start + len(text) for start in starts))
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+
     def count(self, text: str) -> int:
         """Length of `text` in tokens."""
         return len(self._encode_plain(text))
@@ -197,6 +216,24 @@ class ChatTokens:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def message_text(message: dict) -> str:
+    """A chat message as text: its content, then its `tool_calls` as Qwen3's chat template writes them.
+
+    A content that is a list of pieces is joined. Raises TypeError, KeyError or AttributeError for what is
+    neither text nor calls, ValueError for arguments that are not JSON.
+    """
+    content = message.get("content") or []
+    texts = [piece["text"] for piece in content] if isinstance(content, list) else [content]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        rendered = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        texts.append(f"<tool_call>\n{rendered}\n</tool_call>")
+    return "\n".join(texts)
 
 
 def _absent_character(text: str) -> str:

@@ -6,6 +6,7 @@ segment, each model message and each observation is one more segment, appended a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -93,9 +94,11 @@ class Segment:
         return cls(role, tuple(ids), (0,) * len(ids), (0.0,) * len(ids))
 
     @classmethod
-    def sampled(cls, ids: list[int], logprobs: list[float]) -> Segment:
-        """A segment that the model wrote: loss mask 1 throughout."""
-        return cls("model", tuple(ids), (1,) * len(ids), tuple(logprobs))
+    def sampled(
+        cls, ids: list[int], logprobs: list[float], loss_mask: Sequence[int] | None = None
+    ) -> Segment:
+        """A segment that the model wrote: loss mask 1 throughout unless another is given."""
+        return cls("model", tuple(ids), tuple(loss_mask or (1,) * len(ids)), tuple(logprobs))
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 where the model wrote the token."""
+        """1 where the model wrote the token, and it is to be learned."""
         return [m for s in self.segments for m in s.loss_mask]
 
     @property
@@ -173,19 +176,35 @@ class Trajectory:
         return sum(len(s.ids) for s in self.segments[1:])
 
     @property
+    def trained_length(self) -> int:
+        """Tokens with loss mask 1: what the model wrote, but for what is not to be learned."""
+        return sum(self.loss_mask)
+
+    @property
     def sampled_length(self) -> int:
         """Tokens that the model wrote."""
-        return sum(sum(s.loss_mask) for s in self.segments)
+        return sum(len(s.ids) for s in self.segments if s.role == "model")
 
 
 def trajectory_record(
     trajectory: Trajectory, decode: Callable[[Sequence[int]], str], reward: float | None = None
 ) -> dict:
-    """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included."""
+    """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included.
+
+    Model messages have the text of each token too, its log-probability under the sampler, and its loss mask.
+    """
     names = ("example_id", "seed", "status", "interactions", "off_protocol", "answer_sql")
     record = {name: getattr(trajectory, name) for name in names}
+    actions = [{"type": a.type, "message": a.message, "passed": a.passed} for a in trajectory.actions]
     segments = [
         {"role": s.role, "text": decode(s.ids), "loss_mask_sum": sum(s.loss_mask), "ids": list(s.ids)}
+        | (_tokens(s, decode) if s.role == "model" else {})
         for s in trajectory.segments
     ]
-    return {**record, "reward": reward, "segments": segments}
+    return {**record, "reward": reward, "actions": actions, "segments": segments}
+
+
+def _tokens(segment: Segment, decode: Callable[[Sequence[int]], str]) -> dict:
+    logprobs = [round(p, 3) if math.isfinite(p) else None for p in segment.logprobs]  # JSON has no NaN
+    tokens = [decode([i]) for i in segment.ids]
+    return {"tokens": tokens, "logprobs": logprobs, "loss_mask": list(segment.loss_mask)}

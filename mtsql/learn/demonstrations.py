@@ -4,10 +4,13 @@ A model too small to follow instructions never calls the tools, and is shown how
 agent proposes what that model sampled, runs it, judges it by what the tools show, and repairs what it has
 found wrong to the gold SQL. It finds nothing that cannot be seen in the question, the SQL, its result and the
 memory; mistakes of another kind are no demonstration. Gold only tells false alarms from real ones.
+SQL that is repaired later has loss mask 0: the model learns to run, to judge and to repair what it wrote, not
+to make its mistakes.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -60,7 +63,9 @@ def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
 
     def say(text: str) -> None:
         ids = episode.tokens.message_ids(text)
-        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
+        written = json.dumps(sql, ensure_ascii=False)[1:-1]  # as it stands in a call
+        loss_mask = episode.tokens.loss_mask_without(ids, written) if wrong else None
+        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN, loss_mask)
 
     step = 0  # of the checks
     while episode.trajectory.status is None:

@@ -102,7 +102,7 @@ def loss_denominator(counted: Sequence[Trajectory], aggregate: str, longest_resp
     their number times the longest response allowed.
     """
     if aggregate == "token":
-        return max(1, sum(t.sampled_length for t in counted))
+        return max(1, sum(t.trained_length for t in counted))
     if aggregate not in ("trajectory", "constant"):
         raise ValueError(f"aggregate is trajectory, token or constant, not {aggregate!r}")
     return max(1, len(counted)) * (longest_response if aggregate == "constant" else 1)

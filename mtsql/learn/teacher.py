@@ -2,7 +2,8 @@
 
 A teacher's file holds one conversation a line, a JSON object as mtsql.report.chat and other programs write
 it: `messages` with `role` and `content` (and perhaps `tool_calls`), `example_id` or `db_id` where known, and
-`tool_set` if the conversation has other tools than the run.
+`tool_set` if the conversation has other tools than the run. An assistant's message with `weight` 0 is played
+but not learned, one with a text `unlearned` is learned but for that part of it.
 Only the assistant's messages are used. They are played again in our own environment, so that prompt,
 observations, token ids and loss mask are ours, and no observation in the file is ever learned.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mtsql.agent.env import Environment, Episode, Recipe
+from mtsql.agent.tokens import message_text
 from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
@@ -52,6 +54,7 @@ class TeacherLine:
     messages: tuple[str, ...]
     observed: tuple[str, ...]  # one for each of `messages`; "" where nothing came back
     tool_set: str | None = None  # of TOOL_SETS, where it is another than the run's
+    unlearned: tuple[str | None, ...] = ()  # of each of `messages`, what of it is not to be learned
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ def read_teacher(path: Path) -> list[TeacherLine | None]:
 def _read_line(line: bytes) -> TeacherLine | None:
     try:
         item = json.loads(line)
-        asked = next(_text(m) for m in item["messages"] if m["role"] == "user")
-        said, observed = [], []
+        asked = next(message_text(m) for m in item["messages"] if m["role"] == "user")
+        said, observed, unlearned = [], [], []
         for message in item["messages"]:
-            text = _text(message)
+            text = message_text(message)
             if message["role"] == "assistant":
+                part = text if message.get("weight") == 0 else message.get("unlearned")
+                unlearned.append(part if isinstance(part, str) else None)
                 said.append(text)
                 observed.append("")
             elif said:
@@ -97,25 +102,9 @@ def _read_line(line: bytes) -> TeacherLine | None:
         return None
     tool_set = item.get("tool_set")
     tool_set = tool_set if isinstance(tool_set, str) and tool_set in TOOL_SETS else None
-    return TeacherLine(*names, asked, tuple(said), tuple(observed), tool_set) if said else None
-
-
-def _text(message: dict) -> str:
-    """A message as text: its content, then its `tool_calls` as Qwen3's chat template writes them.
-
-    A content that is a list of pieces is joined. Raises TypeError, KeyError or AttributeError for what is
-    neither text nor calls, ValueError for arguments that are not JSON.
-    """
-    content = message.get("content") or []
-    texts = [piece["text"] for piece in content] if isinstance(content, list) else [content]
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        rendered = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-        texts.append(f"<tool_call>\n{rendered}\n</tool_call>")
-    return "\n".join(texts)
+    if not said:
+        return None
+    return TeacherLine(*names, asked, tuple(said), tuple(observed), tool_set, tuple(unlearned))
 
 
 def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Example | None]:
@@ -192,7 +181,7 @@ def _replay(
     framing = [token.content for token in added if token.special]  # control tokens around messages
     if any(token in text for token in framing for text, _ in messages):
         return Replay(Outcome.FORMAT, question)
-    trajectory = _play(environment.episodes(question, [0])[0], messages)
+    trajectory = _play(environment.episodes(question, [0])[0], messages, line.unlearned)
     if trajectory.status is Status.OUT_OF_TOKENS:
         outcome = Outcome.TOO_LONG
     elif trajectory.status in (None, Status.OUT_OF_INTERACTIONS):
@@ -226,12 +215,15 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
     return text, Stop.END_OF_TURN
 
 
-def _play(episode: Episode, messages: Sequence[tuple[str, Stop]]) -> Trajectory:
+def _play(
+    episode: Episode, messages: Sequence[tuple[str, Stop]], unlearned: Sequence[str | None]
+) -> Trajectory:
     """Send messages until the episode is over or none is left, within the limits of a rollout.
 
-    As for a policy's own messages, the loss mask is 1 on all their tokens, an end of turn included.
+    As for a policy's own messages, the loss mask is 1 on all their tokens, an end of turn included, but for
+    those of the message's text in `unlearned`.
     """
-    for text, stop in messages:
+    for (text, stop), left_out in zip(messages, unlearned, strict=True):
         if episode.trajectory.status is not None:
             break
         ids = episode.tokens.message_ids(text)
@@ -239,7 +231,12 @@ def _play(episode: Episode, messages: Sequence[tuple[str, Stop]]) -> Trajectory:
             ids = ids[:-1]
         if len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens()):
             stop = Stop.LIMIT
-        episode.step(ids, [0.0] * len(ids), stop)
+        loss_mask = None
+        if left_out:
+            loss_mask = [0] * len(ids)
+            if left_out in text and left_out != text:
+                loss_mask = episode.tokens.loss_mask_without(ids, left_out)
+        episode.step(ids, [0.0] * len(ids), stop, loss_mask)
     return episode.trajectory
 
 
