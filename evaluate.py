@@ -14,7 +14,10 @@ by hardness, and for whole interactions. Also reported: how every episode ended,
 five abilities of section 4.3, the kinds of errors of section 4.4 by rules, and latency.
 --sampled-runs N adds the mean of N runs at temperature 1 and, from 2 on, the majority vote of each
 question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8).
-The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl.
+--address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
+server of OpenAI's form, in the same environment (mtsql/agent/served.py).
+The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl. Answers
+are kept as they come: the same command goes on after an interruption.
 
 Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
@@ -45,26 +48,39 @@ from statistics import fmean
 from tqdm import tqdm
 
 from mtsql.agent.rollout import trajectory_seed
-from mtsql.agent.trajectory import Trajectory, trajectory_record
+from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
+from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
+from mtsql.report.records import question_record
 from mtsql.report.voting import add_votes, format_votes
-from mtsql.run import Run, answer_split, begin_run, make_sampling, show, weights_for_rollouts
+from mtsql.run import (
+    Run,
+    ServedRun,
+    answer_options,
+    answer_split,
+    begin_answers,
+    make_player,
+    show,
+    weights_for_rollouts,
+)
 
 
 def main(config: EvaluateConfig) -> None:
     """The evaluation protocol."""
-    run = begin_run(config, config.split)
+    run = begin_answers(config, config.split)
     dialogues = run.dataset.dialogues[: config.dialogues or None]
+    options = answer_options(config, run)
 
     def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
+        log = AnswerLog(run.out / f".answers_{number}_{run.processes.rank}.jsonl", options)
         hidden = not run.processes.is_main
         with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=hidden) as bar:
             seed = trajectory_seed(config.seed, number)
-            return answer_split(config, run, dialogues, temperature, seed, show(bar))
+            return answer_split(config, run, dialogues, temperature, seed, show(bar), log)
 
     latency = None
     with weights_for_rollouts(config, run):
@@ -85,13 +101,12 @@ def main(config: EvaluateConfig) -> None:
         summary |= add_sampled(records, sampled)
     if len(sampled) > 1 and config.history != "predicted":
         summary |= add_votes(records, sampled, run.scorer)
-    save_config(config, run.out)
-    write_atomically(run.out / "summary.json", json.dumps(summary, indent=1))
-    write_atomically(run.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
-    shown = (trajectory_record(t, run.tokens.tokenizer.decode) for _, t in answered)
-    write_atomically(run.out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
+    if isinstance(run, ServedRun):
+        costs = run.served.costs
+        summary["served_in_last_session"] = {n: v for n, v in vars(costs).items() if isinstance(v, int)}
+    write_evaluation(config, run, summary, records, answered)
     print(
-        f"{config.model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "
+        f"{config.model or config.api_model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "
         f"history {config.history}, tools {config.tools}, greedy"
     )
     print(format_summary(summary))
@@ -104,14 +119,36 @@ def main(config: EvaluateConfig) -> None:
         print("no majority vote and no pass@k: with --history predicted each run has its own history")
 
 
-def seconds_an_answer(config: EvaluateConfig, run: Run) -> float:
+def write_evaluation(
+    config: EvaluateConfig,
+    run: Run | ServedRun,
+    summary: dict,
+    records: list[dict],
+    answered: list[tuple[Example, Trajectory]],
+) -> None:
+    """Write the run folder; the answers that were kept for an interruption are no longer needed."""
+    save_config(config, run.out)
+    write_atomically(run.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    decode, lines = run.tokens.tokenizer.decode, []
+    for (example, trajectory), record in zip(answered, records, strict=True):
+        scores = {"ex": record["ex"], "em": record["em"]}
+        lines.append(
+            json.dumps(question_record(trajectory, example, run.scorer, decode, None, scores)) + "\n"
+        )
+    write_atomically(run.out / "trajectories.jsonl", "".join(lines))
+    write_atomically(run.out / "summary.json", json.dumps(summary, indent=1))
+    for log in run.out.glob(".answers_*.jsonl"):
+        log.unlink()
+
+
+def seconds_an_answer(config: EvaluateConfig, run: Run | ServedRun) -> float:
     """Mean latency of --latency-questions, answered one at a time (whole dialogues)."""
     started, asked = time.perf_counter(), []
-    greedy = make_sampling(config, run.environment, 0.0)
+    play = make_player(config, run, 0.0, rows=1)
     for dialogue in run.dataset.dialogues[: config.dialogues or None]:
         if len(asked) >= config.latency_questions:
             break
-        asked += answer_dialogues(run.policy, run.environment, [dialogue], config.history, greedy, 0, rows=1)
+        asked += answer_dialogues(play, run.environment, [dialogue], config.history, 0)
     return (time.perf_counter() - started) / len(asked)
 
 

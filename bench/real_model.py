@@ -38,7 +38,7 @@ from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import load_policy, load_tokenizer, merged_adapter
 from mtsql.learn.warm_start import gold_answers
 from mtsql.parts import hardware
-from mtsql.run import load_split, make_environment
+from mtsql.questions import load_split, make_environment
 
 CONFIG = "configs/real_smollm2.toml"
 QUESTIONS_PER_DATABASE, POSITIONS, NEW_TOKENS = 16, 2048, 48

@@ -53,7 +53,15 @@ def option(default: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class CommonOptions:
+    """What every command has."""
+
+    seed: Count = option(0, "seed of every random choice")
+    sql_timeout: float = option(5.0, "seconds before a query is stopped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(CommonOptions):
     """Which questions over which databases, and where the run goes."""
 
     data: Paths = option(..., "folders in the format of SParC, CoSQL, ..., or .json files of dialogues")
@@ -62,12 +70,10 @@ class DataOptions:
     databases: Paths = option((), "folders of <db_id>/<db_id>.sqlite, one for all or one each, likewise")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
     held_out: Count = option(0, "databases of train that make the split held_out and are not trained on")
-    seed: Count = option(0, "seed of every random choice")
-    sql_timeout: float = option(5.0, "seconds before a query is stopped")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpisodeOptions(DataOptions):
+class QuestionOptions(CommonOptions):
     """How a question is put, and what an episode may use."""
 
     recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
@@ -85,19 +91,30 @@ class EpisodeOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions(EpisodeOptions):
-    """The policy, and how its episodes are played."""
+class EpisodeOptions(QuestionOptions, DataOptions):
+    """The questions of some data, put to an agent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions(QuestionOptions):
+    """The policy and its tools."""
 
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
     tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
-    history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
     thinking: bool = option(True, "enable_thinking of the chat template")
-    rows: Positive = option(256, "trajectories that are sampled at once")
-    cache_gib: float = option(0.0, "GiB of the key/value cache, beyond which rows wait; 0 is no limit")
     dtype: Literal["float32", "bfloat16"] = option("float32", "to compute in; training steps float32 copies")
     merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
     attention: Literal["sdpa", "flash_attention_2"] = option("sdpa", "where not installed, sdpa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions(AgentOptions, EpisodeOptions):
+    """How many episodes of the policy are played."""
+
+    history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
+    rows: Positive = option(256, "trajectories that are sampled at once")
+    cache_gib: float = option(0.0, "GiB of the key/value cache, beyond which rows wait; 0 is no limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +136,7 @@ class TrainingOptions(RewardOptions):
     optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
+    track: Literal["none", "tensorboard", "wandb"] = option("none", "where metrics go beside metrics.csv")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 
 
@@ -209,12 +227,32 @@ class GrpoConfig(TrainingOptions):
     evaluate_every: Count = option(
         0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
     )
+    log_groups: Count = option(1, "groups of each step that trajectories.jsonl shows; 0: all")
     evaluate_dialogues: Count = option(100, "first dialogues in these evaluations; 0 is all")
     save_every: Positive = option(20, "steps between checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(PolicyOptions):
+class AddressOptions(CommonOptions):
+    """A policy behind an address."""
+
+    address: str = option("", "http(s)://host:port/v1 of a server that is the policy instead of --model")
+    api_model: str = option("", "the policy's name at --address")
+    protocol: Literal["auto", "tokens", "chat"] = option("auto", "token ids in and out, or chat messages")
+    tokenizer: str = option("", "folder or hub name of its tokenizer; with chat any, to count tokens")
+    key_variable: str = option("OPENAI_API_KEY", "environment variable that holds the key of --address")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions(AddressOptions, PolicyOptions):
+    """A policy in this process or behind an address."""
+
+    model: str = option("", "local folder or hub name of a causal LM or a PEFT adapter; or give --address")
+    concurrency: Positive = option(8, "questions that --address is asked at once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(ServedOptions):
     """Evaluation (evaluate.py)."""
 
     SECTION: ClassVar = "evaluate"
@@ -229,7 +267,30 @@ class EvaluateConfig(PolicyOptions):
     latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
 
 
-SECTIONS = ("common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate")
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(AddressOptions, AgentOptions):
+    """A dialogue over one's own database (mtsql.chat)."""
+
+    SECTION: ClassVar = "chat"
+    database: str = option(..., "SQLite file; it is only read")
+    model: str = option("", "local folder or hub name; empty: the agent in models/, with its own settings")
+    port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
+    temperature: float = option(0.0, "of the answers; 0 is greedy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectConfig(ServedOptions):
+    """A teacher's trajectories (mtsql.collect)."""
+
+    SECTION: ClassVar = "collect"
+    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
+    samples_per_question: Positive = option(1, "trajectories of each question")
+    temperature: float = option(0.7, "of these trajectories")
+
+
+SECTIONS = (
+    "common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
+)  # fmt: skip
 COMMON = (TrainingOptions,)  # and what it inherits: the options that [common] may set
 
 

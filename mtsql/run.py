@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtsql.agent.env import Environment, Limits
-from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
+from mtsql.agent.env import Environment, Episode
+from mtsql.agent.rollout import rollout, trajectory_seed
+from mtsql.agent.served import SECONDS, ServedPolicy, find_protocol, play_served
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import (
+    AddressOptions,
+    ChatConfig,
     CurriculumConfig,
-    DataOptions,
     DemonstrationsConfig,
-    EpisodeOptions,
     GrpoConfig,
-    Paths,
     PolicyOptions,
     RewardOptions,
+    ServedOptions,
     SftConfig,
     TrainingOptions,
 )
@@ -38,14 +38,11 @@ from mtsql.data.datasets import (
     Dataset,
     Dialogue,
     Example,
-    beside,
     examples,
-    join_datasets,
-    load_dataset,
-    split_names,
 )
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
+from mtsql.http_client import Server, ServerError, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
 from mtsql.learn.model import (
     Reference,
@@ -64,104 +61,16 @@ from mtsql.learn.parallel import (
     whole_state,
     whole_weights,
 )
-from mtsql.recipes import load_recipe
-from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.questions import load_split, make_environment, make_sampling, reward_function
 from mtsql.recipes.rewards import RewardFunction
+from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import summarise
-from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
 
 KEPT_CHECKPOINTS = 2
+FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device", "key_variable")
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
-
-
-def find_split(data: str, split: str) -> Path:
-    """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
-
-    Raises UserError if the folder has no such file.
-    """
-    root = Path(data)
-    if root.is_file():
-        return root
-    names = split_names(split)
-    for name in names:
-        if (root / name).is_file():
-            return root / name
-    raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
-
-
-def load_split(config: DataOptions, split: str) -> Dataset:
-    """The dialogues of a split from all sources of --data, with their schemas.
-
-    Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives its
-    train_others.json too. With --held-out N the dialogues over N databases of `train`, the same for every
-    --seed, make the split `held_out` and leave `train`. Raises UserError if that leaves one of the two empty,
-    and where tables or databases are not there.
-    """
-    parts: list[Dataset] = []
-    for i, source in enumerate(config.data):
-        path = find_split(source, "train" if split == "held_out" else split)
-        tables = _of_source(config.tables, i, config, "--tables") or beside(path, "tables.json")
-        databases = _of_source(config.databases, i, config, "--databases")
-        databases = databases or beside(path, "database", "databases")
-        if not tables.is_file():
-            raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
-        if not databases.is_dir():
-            raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
-        others = path.with_name("train_others.json")
-        further = []
-        if path.name == "train_spider.json" and others.is_file() and Path(source).is_dir():
-            further = [others]
-            print(f"{path.parent}: {path.name} and {others.name} together")
-        first = sum(len(part.dialogues) + part.skipped for part in parts)
-        parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
-    dataset = join_datasets(parts)
-    for source, count in dataset.missing.items():
-        print(f"left out {count} dialogues of {source}: their database is missing")
-    if split == "held_out" or (split == "train" and config.held_out):
-        names = sorted({d.db_id for d in dataset.dialogues}, key=_scrambled)
-        if not 0 < config.held_out < len(names):
-            raise UserError(
-                f"--held-out should be above 0 and leave some of the {len(names)} databases of train"
-            )
-        held_out, wanted = set(names[: config.held_out]), split == "held_out"
-        dialogues = tuple(d for d in dataset.dialogues if (d.db_id in held_out) is wanted)
-        dataset = replace(dataset, dialogues=dialogues)
-    return dataset
-
-
-def _of_source(given: Paths, index: int, config: DataOptions, flag: str) -> Path | None:
-    """What the option `flag` says of source `index`, None if nothing; UserError for a wrong number."""
-    if len(given) not in (0, 1, len(config.data)):
-        raise UserError(f"{flag} should be one for all or one each of the {len(config.data)} --data")
-    return Path(given[index % len(given)]) if given else None
-
-
-def _scrambled(name: str) -> str:
-    """A sort key without any meaning, so that what stands first is no sort of database."""
-    return hashlib.sha256(name.encode()).hexdigest()
-
-
-def make_environment(config: EpisodeOptions, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
-    """The environment that all episodes of a run share."""
-    limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
-    recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
-    executor = Executor(timeout_seconds=config.sql_timeout)
-    return Environment(dataset.schemas, recipe, tokens, executor, limits, make_tools(tools))
-
-
-def prompt_options(config: EpisodeOptions) -> PromptOptions:
-    """How the recipe puts its questions."""
-    turns = config.max_interactions + 1  # the answer is one more message
-    compact = config.wording == "compact"
-    return PromptOptions(compact, config.result_characters, config.schema, turns, config.native_thinking)
-
-
-def make_sampling(config: PolicyOptions, environment: Environment, temperature: float) -> Sampling:
-    """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
-    stops = environment.recipe.stop_strings
-    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops)
 
 
 def pick_device(name: str) -> torch.device:
@@ -177,8 +86,8 @@ def pick_device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What every command that plays episodes works with."""
+class Questions:
+    """The questions of a split, and the environment in which they are answered."""
 
     processes: Processes
     out: Path
@@ -186,6 +95,19 @@ class Run:
     dataset: Dataset
     environment: Environment
     scorer: Scorer  # over the environment's databases, sharing its executor and cache
+
+
+@dataclass(frozen=True)
+class ServedRun(Questions):
+    """What an evaluation of a policy behind an address works with."""
+
+    served: ServedPolicy
+
+
+@dataclass(frozen=True)
+class Run(Questions):
+    """What every command that plays episodes works with."""
+
     policy: PreTrainedModel | PeftModel
 
     @property
@@ -194,19 +116,64 @@ class Run:
         return self.policy.config._attn_implementation
 
 
-def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
-    """The policy of --model, loaded as `how` says, and the questions of a split that it is to answer."""
+def begin_questions(config: PolicyOptions, split: str, tokenizer: str) -> Questions:
+    """The questions of a split, for a policy that has the tokenizer of this name."""
     processes = join_processes()
-    device = pick_device(config.device)
-    torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    tokens = ChatTokens(load_tokenizer(config.model), config.thinking)
+    tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking)
     dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
-    policy = load_policy(
-        config.model, config.dtype, device, attention=config.attention, quantise=config.quantise, **how
-    )
     scorer = Scorer(environment.schemas, environment.executor)
-    return Run(processes, Path(config.out), tokens, dataset, environment, scorer, policy)
+    return Questions(processes, Path(config.out), tokens, dataset, environment, scorer)
+
+
+def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
+    """The policy of --model, loaded as `how` says, and the questions of a split that it is to answer."""
+    questions = begin_questions(config, split, config.model)
+    torch.manual_seed(config.seed)  # new LoRA adapters start at random
+    policy = load_policy(
+        config.model,
+        config.dtype,
+        pick_device(config.device),
+        attention=config.attention,
+        quantise=config.quantise,
+        **how,
+    )
+    return Run(**vars(questions), policy=policy)
+
+
+def begin_answers(config: ServedOptions, split: str) -> Run | ServedRun:
+    """The questions of a split and the policy that answers them: --model's, or the one at --address.
+
+    Raises UserError unless one of the two is given, and for an address that is none or does not answer.
+    """
+    check_policy(config)
+    if config.model:
+        return begin_run(config, split)
+    questions = begin_questions(config, split, config.tokenizer)
+    return ServedRun(**vars(questions), served=served_policy(config, questions.tokens))
+
+
+def check_policy(config: ServedOptions | ChatConfig) -> None:
+    """Raise UserError unless --model is given, or --address with what it needs."""
+    if bool(config.model) == bool(config.address):
+        raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
+    if config.address and not re.match(r"https?://[^/\s]+", config.address):
+        raise UserError(f"--address {config.address} should be like http://localhost:8000/v1")
+    if config.address and not (config.api_model and config.tokenizer):
+        raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
+
+
+def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
+    """The policy at --address. Raises UserError if nothing answers there."""
+    server = Server(config.address, read_key(config.key_variable), timeout=SECONDS)
+    protocol = config.protocol
+    if protocol == "auto":
+        try:
+            protocol = find_protocol(server, config.api_model, tokens)
+        except ServerError as error:
+            raise UserError(str(error)) from None
+    print(f"{config.api_model} at {config.address}, protocol {protocol}")
+    return ServedPolicy(server, config.api_model, protocol, tokens)
 
 
 def training_questions(config: RewardOptions, run: Run) -> list[Example]:
@@ -220,12 +187,6 @@ def drawn_questions(config: CurriculumConfig | DemonstrationsConfig, run: Run) -
     if not config.questions:
         return asked
     return random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
-
-
-def reward_function(config: RewardOptions, run: Run, weights: str = "") -> RewardFunction:
-    """The recipe's rewards in the preset of --rewards, with those `weights` changed that are given."""
-    decode, options = run.tokens.tokenizer.decode, prompt_options(config)
-    return load_recipe(config.recipe).make_reward(config.rewards, weights, run.scorer, decode, options)
 
 
 @dataclass(frozen=True)
@@ -257,7 +218,7 @@ def begin_training(
     run = begin_run(config, "train", **lora)
     if config.layout == "shared" and run.attention.startswith("flash"):
         raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
-    reward = reward_function(config, run, weights)
+    reward = reward_function(config, run.tokens, run.scorer, weights)
     found = find_checkpoint(run.out, config.resume) if run.processes.is_main else None
     checkpoint = run.processes.all_gather(found)[0]
     frozen = Reference(run.policy) if reference else None  # before a checkpoint's weights replace --model's
@@ -303,8 +264,11 @@ def one_piece(config: PolicyOptions, run: Run) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def weights_for_rollouts(config: PolicyOptions, run: Run) -> Iterator[None]:
+def weights_for_rollouts(config: PolicyOptions, run: Run | ServedRun) -> Iterator[None]:
     """The policy as rollouts need it while the block runs: whole, and with --merge-adapter in one piece."""
+    if isinstance(run, ServedRun):
+        yield
+        return
     with whole_weights(run.policy), one_piece(config, run):
         yield
 
@@ -337,29 +301,65 @@ def dev_scores(config: GrpoConfig, dev: Run) -> dict[str, float]:
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 
 
+def answer_options(config: ServedOptions, run: Run | ServedRun) -> dict[str, Any]:
+    """What answers depend on: options, the files of policy and data, and how a server is asked.
+
+    An interrupted evaluation goes on only if all of it is the same (`mtsql.report.answer_log`).
+    """
+    options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
+    folder = Path(config.model)
+    files = sorted(folder.glob("*")) if config.model and folder.is_dir() else []
+    files += [Path(source) for source in config.data]
+    versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    protocol = run.served.protocol if isinstance(run, ServedRun) else ""
+    return options | {"protocol": protocol, "files of --model and --data": versions}
+
+
+Progress: TypeAlias = Callable[[int, int, dict[str, float]], None]  # episodes done, of how many, figures
+
+
+def make_player(
+    config: PolicyOptions,
+    run: Run | ServedRun,
+    temperature: float,
+    progress: Progress | None = None,
+    rows: int = 0,
+) -> Callable[[Sequence[Episode]], object]:
+    """The function that plays episodes to their ends with the policy, `rows` (0: --rows) at once.
+
+    Behind an address --concurrency are played at once. Raises UserError if the server does not answer.
+    """
+    sampling = make_sampling(config, run.environment, temperature)
+
+    def play_here(episodes: Sequence[Episode]) -> object:
+        size = rows or config.rows
+        return rollout(run.policy, run.tokens, episodes, sampling, size, progress, config.cache_gib)
+
+    def play_there(episodes: Sequence[Episode]) -> object:
+        try:
+            return play_served(run.served, episodes, sampling, rows or config.concurrency, progress)
+        except ServerError as error:
+            raise UserError(f"{error}; what was answered is kept, and the same command goes on") from None
+
+    return play_there if isinstance(run, ServedRun) else play_here
+
+
 def answer_split(
     config: PolicyOptions,
-    run: Run,
+    run: Run | ServedRun,
     dialogues: Sequence[Dialogue],
     temperature: float,
     seed: int,
-    progress: Callable | None = None,
+    progress: Progress | None = None,
+    log: AnswerLog | None = None,
 ) -> list[tuple[Example, Trajectory]]:
     """One trajectory for each question of some dialogues, ordered by dialogue and turn.
 
-    Each process plays its share; all get the whole.
+    Each process plays its share; all get the whole. What `log` holds is not played again.
     """
-    answered = answer_dialogues(
-        run.policy,
-        run.environment,
-        run.processes.share(dialogues),
-        config.history,
-        make_sampling(config, run.environment, temperature),
-        seed,
-        config.rows,
-        progress,
-        config.cache_gib,
-    )
+    play = make_player(config, run, temperature, progress)
+    share = run.processes.share(dialogues)
+    answered = answer_dialogues(play, run.environment, share, config.history, seed, log)
     everything = [pair for share in run.processes.all_gather(answered) for pair in share]
     return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
@@ -394,16 +394,18 @@ def sample_questions(
             bar.n = start + len(chunk)
 
 
-def show(
-    bar: tqdm, samples: int = 1, start: int = 0, questions: int = 0
-) -> Callable[[int, int, dict[str, float]], None]:
+def show(bar: tqdm, samples: int = 1, start: int = 0, questions: int = 0) -> Progress:
     """A rollout's `progress` that shows questions, tokens/s, use of the slots and interactions.
 
     A question has so many `samples`; `start` of all `questions` (0: the rollout's own) were done before.
+    Of a server the requests are shown.
     """
 
     def progress(done: int, total: int, stats: dict[str, float]) -> None:
         bar.total, bar.n = questions or total, start + done // samples
+        if "requests" in stats:
+            bar.set_postfix_str(f"{stats['requests']} requests")
+            return
         bar.set_postfix_str(
             f"{stats['tokens_per_second']:.0f} tokens/s, {stats['slots_in_use']:.0%} of slots in use, "
             f"{stats['interactions']:.1f} interactions"

@@ -26,7 +26,7 @@ from mtsql.config import (
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
 from mtsql.learn.variants import idle_variants
-from mtsql.run import find_split
+from mtsql.questions import find_split
 from mtsql.toy.imitation import ImitationConfig
 
 ROOT = Path(__file__).parents[1]

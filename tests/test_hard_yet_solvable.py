@@ -13,7 +13,7 @@ from mtsql.commands.hard_yet_solvable import SelectionConfig, choose, score
 from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import examples
 from mtsql.learn.curriculum import SuccessCount, curriculum_levels, read_counts
-from mtsql.run import load_split
+from mtsql.questions import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
 from mtsql.toy import benchmark as toy

@@ -13,9 +13,9 @@ from mtsql.agent.trajectory import Status
 from mtsql.config import DataOptions, GrpoConfig
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
+from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import make_recipe
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.run import load_split
 from mtsql.sql.score import Scorer
 
 PAGE = (ROOT / "docs" / "how_to.md").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.config import DataOptions
+from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.run import load_split
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3

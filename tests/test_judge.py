@@ -14,19 +14,19 @@ from mtsql.errors import UserError
 from mtsql.experiments.judge import (
     Judge,
     JudgeConfig,
-    JudgeError,
     judge_predictions,
     main,
     parse_kinds,
     read_wrong,
 )
-from mtsql.run import load_split
+from mtsql.http_client import Server, ServerError
+from mtsql.questions import load_split
 
 KEY = "sk-secret-of-the-test"
 FIRST = "SELECT count(*) FROM singer"
 
 
-class Server:
+class StubServer:
     """Answers with the given (status, text) in turn, the last one for ever; keeps what it was sent."""
 
     def __init__(self, *answers: tuple[int, str]) -> None:
@@ -55,16 +55,16 @@ class Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def judge(self, **changes) -> Judge:
-        return Judge(self.address, "referee", **{"pauses": (0.0, 0.0), "timeout": 10.0, **changes})
+        return Judge(Server(self.address, **{"pauses": (0.0, 0.0), "timeout": 10.0, **changes}), "referee")
 
 
 @pytest.fixture
 def serve(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    started: list[Server] = []
+    started: list[StubServer] = []
 
-    def start(*answers: tuple[int, str]) -> Server:
-        started.append(Server(*answers))
+    def start(*answers: tuple[int, str]) -> StubServer:
+        started.append(StubServer(*answers))
         return started[-1]
 
     yield start
@@ -183,18 +183,18 @@ def test_a_failing_server_is_tried_three_times(serve):
     server = serve((500, "overloaded"), (429, "slow down"), kinds("join_path"))
     assert parse_kinds(server.judge().ask("?")) == ["join_path"] and len(server.requests) == 3
     server = serve((503, "down"), (503, "down"), (503, "down"), kinds("join_path"))
-    with pytest.raises(JudgeError, match="HTTP 503, down"):
+    with pytest.raises(ServerError, match="HTTP 503, down"):
         server.judge().ask("?")
     assert len(server.requests) == 3
 
 
 def test_a_refusal_is_not_repeated_and_hides_the_key(serve):
     server = serve((401, f"wrong key {KEY}"))
-    with pytest.raises(JudgeError) as error:
+    with pytest.raises(ServerError) as error:
         server.judge(key=KEY).ask("?")
     assert len(server.requests) == 1 and "HTTP 401, wrong key ***" in str(error.value)
     server = serve((302, ""))
-    with pytest.raises(JudgeError, match="HTTP 302"):
+    with pytest.raises(ServerError, match="HTTP 302"):
         server.judge(key=KEY).ask("?")
     assert len(server.requests) == 1
 
@@ -222,8 +222,8 @@ def test_limit_and_unreachable_server(evaluated, serve, tmp_path):
     wrong, out = read_wrong(path, dataset), tmp_path / "judged.jsonl"
     server = serve(kinds("aggregation"))
     assert len(judge_predictions(server.judge(), wrong, dataset, out, limit=1)) == 1
-    closed = Judge("http://127.0.0.1:9/v1", "referee", pauses=(0.0, 0.0), timeout=5.0)
-    with pytest.raises(JudgeError, match="gave no answer"):
+    closed = Judge(Server("http://127.0.0.1:9/v1", pauses=(0.0, 0.0), timeout=5.0), "referee")
+    with pytest.raises(ServerError, match="gave no answer"):
         closed.ask("?")
 
 
@@ -235,7 +235,7 @@ def test_limit_and_unreachable_server(evaluated, serve, tmp_path):
     ],
 )  # fmt: skip
 def test_answers_of_another_form(answer):
-    with pytest.raises(JudgeError):
+    with pytest.raises(ServerError):
         parse_kinds(answer)
 
 
@@ -250,10 +250,10 @@ def test_wrong_input_is_one_sentence(evaluated, tmp_path, monkeypatch, capsys):
     }
     out.write_text(json.dumps(judged) + "\n")
     with pytest.raises(UserError, match="judgements by another"):
-        judge_predictions(Judge("", "referee"), wrong, dataset, out)
+        judge_predictions(Judge(Server(""), "referee"), wrong, dataset, out)
     out.write_text(json.dumps({**judged, "predicted": "SELECT 1"}) + "\n")
     with pytest.raises(UserError, match="something else"):
-        judge_predictions(Judge("", "another"), wrong, dataset, out)
+        judge_predictions(Judge(Server(""), "another"), wrong, dataset, out)
     row = json.loads(path.read_text().splitlines()[0])
     for change, message in (
         ({"gold": "SELECT 1"}, "line 1: 00000/0 is not a question"),

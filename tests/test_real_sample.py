@@ -10,9 +10,9 @@ from conftest import ROOT
 from mtsql.agent.trajectory import Status
 from mtsql.config import EvaluateConfig, read_options
 from mtsql.data.datasets import examples
+from mtsql.questions import load_split, make_environment
 from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_rewards import reward
-from mtsql.run import load_split, make_environment
 from mtsql.sql.score import Scorer
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 

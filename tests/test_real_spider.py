@@ -17,9 +17,9 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.config import EvaluateConfig, read_options
 from mtsql.data.datasets import Dataset, Example, examples
+from mtsql.questions import load_split, make_environment, prompt_options
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1_prompts import verdict
-from mtsql.run import load_split, make_environment, prompt_options
 from mtsql.sql.score import Scorer
 
 QUESTIONS = 25

@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 import evaluate
 import train_grpo
 import train_sft
-from mtsql.agent.rollout import Sampling
+from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, user_errors
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.questions import load_split, make_environment
 from mtsql.report.evaluation import answer_dialogues
-from mtsql.run import load_split, make_environment
 
 CONFIGS = {train_sft: SftConfig, train_grpo: GrpoConfig, evaluate: EvaluateConfig}
 SHARED = ROOT.parent / "shared" / "data"
@@ -43,7 +43,11 @@ def test_trained_tiny_model_answers_as_generate_does(work):
     dataset = load_split(config, "test")
     environment = make_environment(config, dataset, tokens, "both")
     sampling = Sampling(0.0, max_turn_tokens=config.max_turn_tokens)
-    answered = answer_dialogues(policy, environment, dataset.dialogues, "gold", sampling, 0, 16)
+
+    def play(episodes):
+        return rollout(policy, tokens, episodes, sampling, 16)
+
+    answered = answer_dialogues(play, environment, dataset.dialogues, "gold", 0)
     messages = 0
     for _, trajectory in answered:
         before: list[int] = []

@@ -16,9 +16,9 @@ from evaluate import EvaluateConfig
 from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dataset
 from mtsql.data.schema import load_schemas
 from mtsql.errors import UserError
+from mtsql.questions import load_split, make_environment
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
-from mtsql.run import load_split, make_environment
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
 from mtsql.toy import benchmark as toy

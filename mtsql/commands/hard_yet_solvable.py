@@ -27,7 +27,7 @@ from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount, read_counts
-from mtsql.run import load_split
+from mtsql.questions import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
 

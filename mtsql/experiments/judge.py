@@ -12,18 +12,13 @@ the rules of `mtsql.report.errors`. The key, where one is needed, comes from an 
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tqdm import tqdm
 
@@ -31,8 +26,9 @@ from mtsql.config import Count, DataOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
+from mtsql.http_client import Server, ServerError, read_key, read_object
+from mtsql.questions import load_split
 from mtsql.report.errors import ERRORS
-from mtsql.run import load_split
 
 PROMPT = """You compare a predicted SQL query with the gold query of a question in a dialogue over a \
 database. The prediction is wrong: its result is not that of the gold query. Name the kinds of its errors:
@@ -60,88 +56,43 @@ Answer with one JSON object and nothing else, with every kind that applies, but 
 another: {{"errors": ["...", ...]}}"""
 FIELDS = {"example_id": str, "db_id": str, "gold": str, "predicted": str | None, "ex": int, "errors": list}
 MAX_FAILURES = 5  # requests in a row without an answer, before the command gives up
-MAX_ANSWER_BYTES = 4_000_000
-
-
-class JudgeError(Exception):
-    """The server gave no answer, or one in another form."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A model behind an OpenAI-compatible address that ends before /chat/completions."""
+    """A model behind an OpenAI-compatible address; `temperature` None is the server's own."""
 
-    address: str
+    server: Server
     model: str
-    key: str = field(default="", repr=False)
-    temperature: float | None = 0.0  # None: the server's
-    timeout: float = 120.0  # seconds
-    pauses: tuple[float, ...] = (2.0, 10.0)  # seconds before each further try
+    temperature: float | None = 0.0
 
     def ask(self, prompt: str) -> str:
-        """The answer to one message. Raises JudgeError if all tries fail, or the server refuses."""
-        content = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        """The answer to one message. Raises ServerError if there is none."""
+        content: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         if self.temperature is not None:
             content["temperature"] = self.temperature
-        headers = {"Content-Type": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        url = self.address.rstrip("/") + "/chat/completions"
-        request = urllib.request.Request(url, json.dumps(content).encode(), headers)
-        opener = urllib.request.build_opener(_NoRedirect)
-        for pause in (*self.pauses, None):
-            try:
-                with opener.open(request, timeout=self.timeout) as response:
-                    return _message(response.read(MAX_ANSWER_BYTES))
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code}, {_body(error)}"
-                if error.code < 500 and error.code not in (408, 429):
-                    break  # another try would be refused as well
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"{getattr(error, 'reason', error)}"
-            if pause is not None:
-                time.sleep(pause)
-        shown = problem.replace(self.key, "***") if self.key else problem
-        raise JudgeError(f"{url} gave no answer ({shown[:300]})")
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirection is an error: it would take the key along to another address."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-def _body(error: urllib.error.HTTPError) -> str:
-    try:
-        return " ".join(error.read(2_000).decode(errors="replace").split())
-    except (OSError, http.client.HTTPException):
-        return error.reason
-
-
-def _message(body: bytes) -> str:
-    try:
-        text = _object(body)["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        text = None
-    if not isinstance(text, str):
-        raise JudgeError("the server's answer holds no choices[0].message.content")
-    return text
+        try:
+            text = self.server.post("/chat/completions", content)["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ServerError("the server's answer holds no choices[0].message.content")
+        return text
 
 
 def parse_kinds(answer: str) -> list[str]:
     """The kinds in the judge's answer: one JSON object, alone but for thoughts before and a code fence.
 
-    Raises JudgeError for any other form, no kind, or an unknown one.
+    Raises ServerError for any other form, no kind, or an unknown one.
     """
     text = answer.rpartition("</think>")[2].strip()
     fenced = re.fullmatch(r"```(?:json)?\s(.*)```", text, re.DOTALL)
-    kinds = _object(fenced[1] if fenced else text).get("errors")
+    kinds = read_object(fenced[1] if fenced else text).get("errors")
     if not isinstance(kinds, list) or not kinds:
-        raise JudgeError('the answer is not a JSON object with a list "errors" of at least one kind')
+        raise ServerError('the answer is not a JSON object with a list "errors" of at least one kind')
     unknown = [kind for kind in kinds if kind not in ERRORS]
     if unknown:
-        raise JudgeError(f"the answer has the unknown kind {unknown[0]!r:.60}")
+        raise ServerError(f"the answer has the unknown kind {unknown[0]!r:.60}")
     return [kind for kind in ERRORS if kind in kinds]
 
 
@@ -155,7 +106,7 @@ def read_wrong(path: Path, dataset: Dataset) -> list[tuple[dict, Example]]:
     asked = {example.id: example for example in examples(dataset.dialogues)}
     wrong = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        row = _object(line)
+        row = read_object(line)
         for name, kind in FIELDS.items():
             if name not in row or not isinstance(row[name], kind):
                 raise UserError(
@@ -175,22 +126,13 @@ def read_wrong(path: Path, dataset: Dataset) -> list[tuple[dict, Example]]:
     return wrong
 
 
-def _object(text: str | bytes) -> dict:
-    """A JSON object, empty for what is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def read_judged(path: Path, model: str, wrong: Sequence[tuple[dict, Example]]) -> list[dict]:
     """What an earlier run wrote, but for a last line that was cut off.
 
     Raises UserError if these are judgements by another model, or of other predictions.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    records = [_object(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    records = [read_object(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     predicted = {row["example_id"]: row["predicted"] for row, _ in wrong}
     for record in records:
         known = record.get("example_id") in predicted and {"kinds", "predicted"} <= record.keys()
@@ -228,7 +170,7 @@ def judge_predictions(
             try:
                 record["answer"] = judge.ask(make_prompt(row, example, dataset))
                 record["kinds"] = parse_kinds(record["answer"])
-            except JudgeError as error:
+            except ServerError as error:
                 record["unjudged"] = str(error)
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -270,14 +212,6 @@ def format_shares(judged: Sequence[dict], wrong: Sequence[tuple[dict, Example]])
     return "\n".join([*lines, f"{'the same kinds':<22}{100 * same:>7.1f} %"])
 
 
-def read_key(variable: str) -> str:
-    """The key in an environment variable, "" if it is not set. Raises UserError if it cannot be sent."""
-    key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise UserError(f"the environment variable {variable} holds characters that no key has")
-    return key
-
-
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(DataOptions):
     """Options of the judge; the data is that of the evaluation."""
@@ -301,7 +235,8 @@ def main(config: JudgeConfig) -> None:
     dataset = load_split(config, config.split)
     wrong = read_wrong(Path(config.predictions), dataset)
     temperature = None if config.own_temperature else 0.0
-    judge = Judge(config.address, config.judge, read_key(config.key_variable), temperature)
+    server = Server(config.address, read_key(config.key_variable))
+    judge = Judge(server, config.judge, temperature)
     print(format_shares(judge_predictions(judge, wrong, dataset, Path(config.out), config.limit), wrong))
 
 

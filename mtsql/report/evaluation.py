@@ -6,32 +6,29 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from transformers import PreTrainedModel
 
-from mtsql.agent.env import NO_TOOL, Environment
-from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.env import NO_TOOL, Environment, Episode
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, example_after, examples
 from mtsql.report.abilities import ABILITIES, abilities
+from mtsql.report.answer_log import AnswerLog, play_unanswered
 from mtsql.report.errors import error_kinds
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 
 
 def answer_dialogues(
-    model: PreTrainedModel,
+    play: Callable[[Sequence[Episode]], object],
     environment: Environment,
     dialogues: Sequence[Dialogue],
     history: str,
-    sampling: Sampling,
     seed: int,
-    rows: int,
-    progress: Callable | None = None,
-    cache_gib: float = 0.0,
+    log: AnswerLog | None = None,
 ) -> list[tuple[Example, Trajectory]]:
-    """One trajectory a question, ordered by dialogue and turn.
+    """One trajectory a question, ordered by dialogue and turn; `play` plays episodes to their ends.
 
     With gold or question-only history all questions are independent; with predicted history all
-    first turns are answered together, then all second turns with the first answers in memory.
+    first turns are answered together, then all second turns with the first answers in memory. What `log`
+    holds is not played again.
     """
     if history != "predicted":
         batches = [[(d.id, e) for d in dialogues for e in examples([d], history)]]
@@ -47,11 +44,11 @@ def answer_dialogues(
             example_after(item, answers[name]) if isinstance(item, Dialogue) else item for name, item in batch
         ]
         episodes = [environment.episodes(example, [_seed(seed, example)])[0] for example in asked]
-        open_episodes = [e for e in episodes if e.trajectory.status is None]
-        rollout(model, environment.tokens, open_episodes, sampling, rows, progress, cache_gib)
-        for (name, _), example, episode in zip(batch, asked, episodes, strict=True):
-            answers[name].append(episode.trajectory.answer_sql)
-            done.append((example, episode.trajectory))
+        unanswered, trajectories = play_unanswered(episodes, log)
+        play([e for e in unanswered if e.trajectory.status is None])
+        for (name, _), example, trajectory in zip(batch, asked, trajectories, strict=True):
+            answers[name].append(trajectory.answer_sql)
+            done.append((example, trajectory))
     return sorted(done, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
 

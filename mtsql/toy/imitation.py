@@ -33,8 +33,9 @@ from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
+from mtsql.questions import load_split, make_environment, prompt_options
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.run import load_split, make_environment, pick_device, prompt_options
+from mtsql.run import pick_device
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.scripted_agent import Habits, demonstrations
 from mtsql.toy.style import UNSEEN

@@ -1,0 +1,95 @@
+"""A teacher's trajectories, for `train_sft.py --targets teacher`: any policy, here or behind an address.
+
+    python -m mtsql.collect --config configs/toy.toml --data DATA --out runs/teacher \\
+        --address http://localhost:8000/v1 --api-model NAME --tokenizer FOLDER --protocol chat
+    python train_sft.py ... --targets teacher --teacher runs/teacher/teacher.jsonl --rounds 1
+
+It answers training questions in the environment of the options, with the teacher's own calls of the tools,
+and writes each answered conversation as chat messages to OUT/teacher.jsonl. What is wrong or off the protocol
+is left to train_sft.py, which plays every conversation again and counts what it drops. The same command goes
+on after an interruption. So the prompted baselines of Table 2 and SQL-Trail's warm start have a command.
+"""
+
+from __future__ import annotations
+
+from mtsql.config import CollectConfig, read_options, save_config, user_errors
+
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    OPTIONS = read_options(CollectConfig, __doc__)
+
+import json
+import random
+
+from tqdm import tqdm
+
+from mtsql.agent.rollout import trajectory_seed
+from mtsql.agent.trajectory import Status, Trajectory
+from mtsql.data.datasets import Example, examples
+from mtsql.errors import UserError
+from mtsql.files import write_atomically
+from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.report.chat import chat_record
+from mtsql.run import (
+    Run,
+    ServedRun,
+    answer_options,
+    begin_answers,
+    make_player,
+    show,
+    weights_for_rollouts,
+)
+from mtsql.sql.score import scorable
+
+
+def main(config: CollectConfig) -> None:
+    """Ask, keep, write."""
+    run = begin_answers(config, "train")
+    if run.processes.count > 1:
+        raise UserError("mtsql.collect runs in one process; a server answers many questions at once")
+    asked = scorable(examples(run.dataset.dialogues, config.history), run.scorer)
+    if config.questions:
+        asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
+    taught = play_questions(config, run, asked)
+    answered = [(t, example) for t, example in taught if t.status is Status.ANSWERED]
+    right = sum(run.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)
+    save_config(config, run.out)
+    lines = (json.dumps(teacher_record(t, e, run), ensure_ascii=False) + "\n" for t, e in answered)
+    write_atomically(run.out / "teacher.jsonl", "".join(lines))
+    (run.out / ".answers.jsonl").unlink()
+    print(
+        f"{len(answered):,} of {len(taught):,} trajectories have an answer, {right:,} a right one (EX): "
+        f"{run.out / 'teacher.jsonl'}"
+    )
+    if isinstance(run, ServedRun):
+        print(f"the server took {run.served.costs}")
+
+
+def play_questions(
+    config: CollectConfig, run: Run | ServedRun, asked: list[Example]
+) -> list[tuple[Trajectory, Example]]:
+    """--samples-per-question trajectories of each question, those of an interrupted run included."""
+    episodes, of = [], []
+    for number, example in enumerate(asked):
+        seeds = [trajectory_seed(config.seed, number, i) for i in range(config.samples_per_question)]
+        episodes += run.environment.episodes(example, seeds)
+        of += [example] * len(seeds)
+    log = AnswerLog(run.out / ".answers.jsonl", answer_options(config, run))
+    waiting, trajectories = play_unanswered(episodes, log)
+    with tqdm(desc="collect", unit="trajectory") as bar, weights_for_rollouts(config, run):
+        play = make_player(config, run, config.temperature, show(bar))
+        play([episode for episode in waiting if episode.trajectory.status is None])
+    return list(zip(trajectories, of, strict=True))
+
+
+def teacher_record(trajectory: Trajectory, example: Example, run: Run | ServedRun) -> dict:
+    """A conversation that is to be learned: also what a server wrote, whose ids here are not its own."""
+    record = chat_record(trajectory, example, run.environment)
+    messages = [
+        {k: v for k, v in message.items() if k not in ("weight", "unlearned")}
+        for message in record["messages"]
+    ]
+    return record | {"messages": messages}
+
+
+if __name__ == "__main__":
+    user_errors(main, OPTIONS)

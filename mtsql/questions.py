@@ -1,0 +1,118 @@
+"""From options to questions, their environment, and what an answer earns: all but the policy."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields, replace
+from pathlib import Path
+
+from mtsql.agent.env import Environment, Limits
+from mtsql.agent.rollout import Sampling
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
+from mtsql.config import AgentOptions, DataOptions, Paths, QuestionOptions, RewardOptions
+from mtsql.data.datasets import Dataset, beside, join_datasets, load_dataset, split_names
+from mtsql.errors import UserError
+from mtsql.recipes import load_recipe
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.recipes.rewards import RewardFunction
+from mtsql.sql.execute import Executor
+from mtsql.sql.score import Scorer
+
+
+def find_split(data: str, split: str) -> Path:
+    """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
+
+    Raises UserError if the folder has no such file.
+    """
+    root = Path(data)
+    if root.is_file():
+        return root
+    names = split_names(split)
+    for name in names:
+        if (root / name).is_file():
+            return root / name
+    raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
+
+
+def load_split(config: DataOptions, split: str) -> Dataset:
+    """The dialogues of a split from all sources of --data, with their schemas.
+
+    Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives its
+    train_others.json too. With --held-out N the dialogues over N databases of `train`, the same for every
+    --seed, make the split `held_out` and leave `train`. Raises UserError if that leaves one of the two empty,
+    and where tables or databases are not there.
+    """
+    parts: list[Dataset] = []
+    for i, source in enumerate(config.data):
+        path = find_split(source, "train" if split == "held_out" else split)
+        tables = _of_source(config.tables, i, config, "--tables") or beside(path, "tables.json")
+        databases = _of_source(config.databases, i, config, "--databases")
+        databases = databases or beside(path, "database", "databases")
+        if not tables.is_file():
+            raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
+        if not databases.is_dir():
+            raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
+        others = path.with_name("train_others.json")
+        further = []
+        if path.name == "train_spider.json" and others.is_file() and Path(source).is_dir():
+            further = [others]
+            print(f"{path.parent}: {path.name} and {others.name} together")
+        first = sum(len(part.dialogues) + part.skipped for part in parts)
+        parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
+    dataset = join_datasets(parts)
+    for source, count in dataset.missing.items():
+        print(f"left out {count} dialogues of {source}: their database is missing")
+    if split == "held_out" or (split == "train" and config.held_out):
+        names = sorted({d.db_id for d in dataset.dialogues}, key=_scrambled)
+        if not 0 < config.held_out < len(names):
+            raise UserError(
+                f"--held-out should be above 0 and leave some of the {len(names)} databases of train"
+            )
+        held_out, wanted = set(names[: config.held_out]), split == "held_out"
+        dialogues = tuple(d for d in dataset.dialogues if (d.db_id in held_out) is wanted)
+        dataset = replace(dataset, dialogues=dialogues)
+    return dataset
+
+
+def _of_source(given: Paths, index: int, config: DataOptions, flag: str) -> Path | None:
+    """What the option `flag` says of source `index`, None if nothing; UserError for a wrong number."""
+    if len(given) not in (0, 1, len(config.data)):
+        raise UserError(f"{flag} should be one for all or one each of the {len(config.data)} --data")
+    return Path(given[index % len(given)]) if given else None
+
+
+def _scrambled(name: str) -> str:
+    """A sort key without any meaning, so that what stands first is no sort of database."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def make_environment(
+    config: QuestionOptions, dataset: Dataset, tokens: ChatTokens, tools: str
+) -> Environment:
+    """The environment that all episodes of a run share."""
+    limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
+    recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
+    executor = Executor(timeout_seconds=config.sql_timeout)
+    return Environment(dataset.schemas, recipe, tokens, executor, limits, make_tools(tools))
+
+
+def prompt_options(config: QuestionOptions) -> PromptOptions:
+    """How the recipe puts its questions."""
+    turns = config.max_interactions + 1  # the answer is one more message
+    compact = config.wording == "compact"
+    return PromptOptions(compact, config.result_characters, config.schema, turns, config.native_thinking)
+
+
+def make_sampling(config: AgentOptions, environment: Environment, temperature: float) -> Sampling:
+    """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
+    stops = environment.recipe.stop_strings
+    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops)
+
+
+def reward_function(
+    config: RewardOptions, tokens: ChatTokens, scorer: Scorer, weights: str = ""
+) -> RewardFunction:
+    """The recipe's rewards in the preset of --rewards, with those `weights` changed that are given."""
+    decode, options = tokens.tokenizer.decode, prompt_options(config)
+    return load_recipe(config.recipe).make_reward(config.rewards, weights, scorer, decode, options)

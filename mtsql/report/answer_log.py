@@ -1,0 +1,79 @@
+"""Answers that are kept as they come, so that an evaluation that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtsql.agent.env import Episode
+from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.errors import UserError
+from mtsql.files import write_atomically
+
+
+class AnswerLog:
+    """A file with one trajectory a line; `find` gives what an earlier run of the same `options` answered.
+
+    Raises UserError if the file holds answers given with other options.
+    """
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        self.path, self.lock = path, threading.Lock()
+        header, lines = json.dumps(options, sort_keys=True), self._whole_lines()
+        if lines and lines[0] != header:
+            known, now = json.loads(lines[0]), json.loads(header)
+            other = sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
+            raise UserError(
+                f"{path} holds answers of an evaluation with another {', '.join(other)}; "
+                "give the same options again, or another --out"
+            )
+        write_atomically(path, "".join(line + "\n" for line in lines or [header]))
+        trajectories = [Trajectory.from_plain(json.loads(line)) for line in lines[1:]]
+        self.answers = {(t.example_id, t.seed): t for t in trajectories}
+
+    def _whole_lines(self) -> list[str]:
+        """Without a last line that a killed process left unfinished."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return text[: text.rfind("\n") + 1].splitlines()
+
+    def find(self, trajectory: Trajectory) -> Trajectory | None:
+        """The finished trajectory of the same question and seed."""
+        return self.answers.get((trajectory.example_id, trajectory.seed))
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Append a finished trajectory."""
+        with self.lock, self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(trajectory.to_plain()) + "\n")
+
+
+@dataclass(frozen=True)
+class LoggedEpisode:
+    """An episode whose trajectory is added to a log when it ends."""
+
+    episode: Episode
+    log: AnswerLog
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.episode, name)
+
+    def step(
+        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None = None
+    ) -> list[int] | None:
+        """As Episode.step."""
+        suffix = self.episode.step(ids, logprobs, stop, loss_mask)
+        if suffix is None:
+            self.log.add(self.episode.trajectory)
+        return suffix
+
+
+def play_unanswered(episodes: Sequence[Episode], log: AnswerLog | None) -> tuple[list[Any], list[Trajectory]]:
+    """The episodes that are still to be played, and the trajectory of each of `episodes`."""
+    if log is None:
+        return list(episodes), [episode.trajectory for episode in episodes]
+    found = [log.find(episode.trajectory) for episode in episodes]
+    waiting = [LoggedEpisode(e, log) for e, known in zip(episodes, found, strict=True) if known is None]
+    return waiting, [known or e.trajectory for e, known in zip(episodes, found, strict=True)]

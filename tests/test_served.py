@@ -1,0 +1,312 @@
+"""A policy behind an address: token ids and chat messages, errors, cut messages, interruptions."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from conftest import GOLD, TOY, Tiny, make_episode, run
+
+from mtsql.agent.env import Environment, Limits
+from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.served import ServedPolicy, find_protocol, play_served
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, make_tools
+from mtsql.agent.trajectory import Status
+from mtsql.chat.conversation import Conversation
+from mtsql.errors import UserError
+from mtsql.http_client import Server, ServerError
+from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.mtsql_r1_prompts import final_answer, verdict
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.report.answer_log import AnswerLog, play_unanswered
+
+GREEDY = Sampling(0.0, max_turn_tokens=120)
+CALL = {
+    "id": "call-7",
+    "type": "function",
+    "function": {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})},
+}
+
+
+def choice(message: dict, reason: str = "stop") -> dict:
+    usage = {"prompt_tokens": 5, "completion_tokens": 2}
+    return {"choices": [{"message": message, "finish_reason": reason}], "usage": usage}
+
+
+def said(text: str) -> dict:
+    return choice({"role": "assistant", "content": text})
+
+
+Reply = Callable[[str, dict], tuple[int, dict]]
+
+
+@pytest.fixture
+def serve(monkeypatch) -> Iterator[Callable[[Reply], tuple[Server, list[dict]]]]:
+    """Starts a server whose answers are those of a function; gives it and the list of what it was sent."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    started = []
+
+    def start(reply: Reply, **options: object) -> tuple[Server, list[dict]]:
+        requests: list[dict] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                requests.append(body)
+                status, content = reply(self.path, body)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(content).encode())
+
+            def log_message(self, *_):
+                pass
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        started.append(http)
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        how = {"pauses": (0.0, 0.0), "timeout": 20.0} | options
+        return Server(f"http://127.0.0.1:{http.server_port}/v1", **how), requests
+
+    yield start
+    for http in started:
+        http.shutdown()
+        http.server_close()
+
+
+def in_turn(*answers: tuple[int, dict] | dict) -> Reply:
+    """These answers, one a request, the last one for ever."""
+    waiting = list(answers)
+
+    def reply(path: str, body: dict) -> tuple[int, dict]:
+        answer = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        return answer if isinstance(answer, tuple) else (200, answer)
+
+    return reply
+
+
+def policy_of(tiny: Tiny, server: Server, protocol: str = "chat") -> ServedPolicy:
+    return ServedPolicy(server, "teacher", protocol, tiny.tokens)
+
+
+def test_chat_echoes_the_servers_message_and_answers_its_call(tiny, serve):
+    thinking = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Draft it."}
+    server, requests = serve(in_turn(choice(thinking), said(verdict(EXEC_SQL, True) + final_answer(GOLD))))
+    policy, episode = policy_of(tiny, server), make_episode(tiny, compact=False)
+    (trajectory,) = play_served(policy, [episode], GREEDY, 1)
+    assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOLD)
+    seen = trajectory.observations[0].text
+    assert "Bruno" in seen and sum(trajectory.loss_mask) == 0
+    first, second = requests
+    assert first["tools"][0]["function"]["name"] == EXEC_SQL and first["temperature"] == 0.0
+    assert second["messages"][-2:] == [
+        thinking, {"role": "tool", "tool_call_id": "call-7", "content": seen},
+    ]  # fmt: skip
+    assert "Draft it." in tiny.tokens.decode(trajectory.segments[1].ids)
+    costs = policy.costs
+    assert (costs.requests, costs.prompt_tokens, costs.completion_tokens) == (2, 10, 4)
+
+
+@pytest.mark.parametrize("arguments", ["", '{"code": "SELECT'])
+def test_a_call_that_nobody_can_read_is_the_policys_mistake(tiny, serve, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": EXEC_SQL, "arguments": arguments}}
+    server, _ = serve(in_turn(choice({"role": "assistant", "content": None, "tool_calls": [call]})))
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    assert trajectory.status is Status.MALFORMED_CALL and trajectory.sampled_length > 0
+
+
+def test_a_dialogue_with_a_served_policy_shows_each_step(tiny, serve):
+    called = choice({"role": "assistant", "content": None, "tool_calls": [CALL]})
+    server, _ = serve(in_turn(called, said(verdict(EXEC_SQL, True) + final_answer(GOLD))))
+    recipe, tools = MtsqlR1(PromptOptions(True, 40)), make_tools("both")
+    schemas = {"music": tiny.schema}
+    environment = Environment(schemas, recipe, tiny.tokens, tiny.executor, Limits(), tools)
+
+    def play(episodes):
+        play_served(policy_of(tiny, server), episodes, GREEDY, 1)
+
+    shown = []
+    answer = Conversation(environment, tiny.schema, play).ask("Who is from France?", shown.append)
+    assert answer.sql == GOLD and answer.result.rows == (("Bruno",),)
+    assert [e.kind for e in shown] == ["propose", "execute", "observe", "e_verify", "finalize"]
+
+
+def test_what_waits_is_not_asked_after_ctrl_c(tiny, serve):
+    def interrupt(done: int, total: int, stats: dict) -> None:
+        raise KeyboardInterrupt
+
+    server, requests = serve(in_turn(said(final_answer(GOLD))))
+    episodes = [make_episode(tiny) for _ in range(50)]
+    with pytest.raises(KeyboardInterrupt):
+        play_served(policy_of(tiny, server), episodes, GREEDY, 1, interrupt)
+    assert len(requests) < 50
+
+
+def test_a_cut_message_is_not_read_and_a_busy_server_is_asked_again(tiny, serve):
+    server, requests = serve(
+        in_turn((503, {}), (429, {}), choice({"role": "assistant", "content": final_answer(GOLD)}, "length"))
+    )
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    assert trajectory.status is Status.OUT_OF_TOKENS and len(requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ((401, {"error": "wrong key sk-123"}), r"HTTP 401, .*wrong key \*\*\*"),
+        ((500, {}), "gave no answer"),
+        ({"choices": []}, "no choices"),
+        (choice({"role": "assistant", "content": 7}), "no message that can be read"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_one_sentence(tiny, serve, answer, problem):
+    server, _ = serve(in_turn(answer), key="sk-123")
+    with pytest.raises(ServerError, match=problem) as error:
+        play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    assert "sk-123" not in str(error.value) + repr(server)
+
+
+def test_no_question_waits_for_anothers_slow_answer(tiny, serve):
+    def reply(path: str, body: dict) -> tuple[int, dict]:
+        if body["messages"][-1]["content"] == "slow":
+            time.sleep(1.0)
+        return 200, said(final_answer(GOLD))
+
+    server, requests = serve(reply)
+    episodes = [make_episode(tiny) for _ in range(6)]
+    began = time.monotonic()
+    done: list[int] = []
+    played = play_served(policy_of(tiny, server), episodes, GREEDY, 3, lambda n, total, _: done.append(n))
+    assert [t.status for t in played] == [Status.ANSWERED] * 6 and done == [1, 2, 3, 4, 5, 6]
+    assert len(requests) == 6 and time.monotonic() - began < 20
+
+
+class ModelServer:
+    """What vLLM's /completions does with token ids, and a chat server with messages, by `generate`."""
+
+    def __init__(self, folder: str) -> None:
+        self.model, self.tokens = load_policy(folder).eval(), ChatTokens(load_tokenizer(folder))
+        self.lock = threading.Lock()
+
+    def __call__(self, path: str, body: dict) -> tuple[int, dict]:
+        chat = path.endswith("/chat/completions")
+        prompt = self.tokens.prompt_ids(body["messages"], body.get("tools")) if chat else body["prompt"]
+        with self.lock:
+            output = self.model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=body["max_tokens"],
+                eos_token_id=list(self.tokens.end_of_turn_ids), output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+        ids = output.sequences[0, len(prompt) :].tolist()
+        logprobs = [logits[0].log_softmax(-1)[i].item() for logits, i in zip(output.logits, ids, strict=True)]
+        reason = "stop" if ids[-1] in self.tokens.end_of_turn_ids else "length"
+        if chat:
+            message = {"role": "assistant", "content": self.tokens.decode(ids)}
+            return 200, choice(message, reason)
+        answer = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+        return 200, {"choices": [answer]}
+
+
+def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
+    """By token ids with its log-probabilities, by chat with the same ids."""
+    folder = str(work / "imitation")
+    stub = ModelServer(folder)
+    server, _ = serve(stub)
+    assert find_protocol(server, "tiny", stub.tokens) == "tokens"
+    own = Tiny(tiny.folder, tiny.schema, stub.tokens, tiny.executor)
+
+    def asked() -> list:
+        return [make_episode(own, history=h, tools=t) for h in (False, True) for t in ("both", "none")]
+
+    here = rollout(load_policy(folder), stub.tokens, asked(), GREEDY, 4)
+    for protocol in ("tokens", "chat"):
+        served = play_served(ServedPolicy(server, "tiny", protocol, stub.tokens), asked(), GREEDY, 2)
+        for ours, theirs in zip(here, served, strict=True):
+            assert ours.ids == theirs.ids
+            assert (ours.status, ours.answer_sql) == (theirs.status, theirs.answer_sql)
+            if protocol == "tokens":
+                assert ours.loss_mask == theirs.loss_mask
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+            else:
+                assert sum(theirs.loss_mask) == 0
+
+
+def test_a_server_without_token_ids_is_asked_by_chat(tiny, serve):
+    server, _ = serve(in_turn({"choices": [{"text": "x"}]}))
+    assert find_protocol(server, "any", tiny.tokens) == "chat"
+    server, _ = serve(in_turn((404, {})))
+    assert find_protocol(server, "any", tiny.tokens) == "chat"
+    server, _ = serve(in_turn((429, {})))
+    with pytest.raises(ServerError, match="HTTP 429"):  # busy, which says nothing
+        find_protocol(server, "any", tiny.tokens)
+    with pytest.raises(ServerError):
+        find_protocol(Server("http://127.0.0.1:9/v1", pauses=()), "any", tiny.tokens)
+    server, _ = serve(in_turn({"choices": [{"text": "x"}]}))
+    with pytest.raises(ServerError, match="use --protocol chat"):
+        play_served(policy_of(tiny, server, "tokens"), [make_episode(tiny)], GREEDY, 1)
+
+
+def test_answers_are_kept_and_not_asked_again(tiny, serve, tmp_path):
+    path, options = tmp_path / "answers.jsonl", {"temperature": 0.0}
+    server, requests = serve(in_turn(said(final_answer(GOLD)), (400, {})))
+    waiting, _ = play_unanswered([make_episode(tiny)], AnswerLog(path, options))
+    play_served(policy_of(tiny, server), waiting, GREEDY, 1)
+    with path.open("a") as file:
+        file.write('{"cut')  # as a killed process leaves it
+    waiting, found = play_unanswered([make_episode(tiny)], AnswerLog(path, options))
+    assert waiting == [] and found[0].answer_sql == GOLD and len(requests) == 1
+    with pytest.raises(UserError, match="another temperature;"):
+        AnswerLog(path, {"temperature": 1.0})
+    assert AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 1}).answers == {}
+    with pytest.raises(UserError, match="another dialogues;"):  # a tuple is read back as a list
+        AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 2})
+
+
+def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path):
+    folder = work / "imitation"
+    server, requests = serve(ModelServer(str(folder)))
+    there = ["--address", server.address, "--api-model", "tiny", "--tokenizer", folder]
+    data = [*TOY, "--data", work / "benchmark", "--split", "test", "--dialogues", 2]
+    out = run("evaluate.py", *data, *there, "--out", tmp_path / "there")
+    assert "tiny at http://127.0.0.1" in out and "protocol tokens" in out
+    run("evaluate.py", *data, "--model", folder, "--out", tmp_path / "here")
+    rows = [(tmp_path / name / "predictions.jsonl").read_text() for name in ("here", "there")]
+    assert rows[0] == rows[1]
+    summary = json.loads((tmp_path / "there" / "summary.json").read_text())
+    served = summary["served_in_last_session"]
+    assert served["requests"] == len(requests) - 1  # the first asked for the protocol
+    assert not list((tmp_path / "there").glob(".answers_*"))
+    stub, asked = ModelServer(str(folder)), []
+
+    def fails(path: str, body: dict) -> tuple[int, dict]:
+        asked.append(path)
+        return (400, {}) if len(asked) == 4 else stub(path, body)
+
+    server, _ = serve(fails)
+    again = ["--address", server.address, "--api-model", "tiny", "--tokenizer", folder]
+    again += ["--concurrency", 1, "--out", tmp_path / "again"]
+    assert "the same command goes on" in run("evaluate.py", *data, *again, expect=2)
+    kept = (tmp_path / "again" / ".answers_0_0.jsonl").read_text().splitlines()
+    assert len(kept) > 1  # the options, and what was answered
+    run("evaluate.py", *data, *again)
+    assert (tmp_path / "again" / "predictions.jsonl").read_text() == rows[0]
+    assert len(asked) < 2 * len(requests)  # what was answered was not asked again
+    out = run(
+        "-m", "mtsql.collect", *TOY, "--data", work / "benchmark", *there, "--questions", 4,
+        "--protocol", "chat", "--out", tmp_path / "taught",
+    )  # fmt: skip
+    lines = (tmp_path / "taught" / "teacher.jsonl").read_text().splitlines()
+    assert f"{len(lines)} of 4 trajectories have an answer" in out and lines
+    assert all("weight" not in m for line in lines for m in json.loads(line)["messages"])
+    for wrong, problem in (
+        ([], "give --model FOLDER"),
+        (["--address", "localhost"], "should be like"),
+        (["--address", "http://127.0.0.1:9"], "needs --api-model"),
+    ):
+        assert problem in run("evaluate.py", *data, *wrong, "--out", tmp_path / "no", expect=2)
