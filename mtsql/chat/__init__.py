@@ -1,0 +1,1 @@
+"""A dialogue with a trained agent over one's own database."""

@@ -1,0 +1,88 @@
+"""Ask a database questions: a dialogue with a trained agent, in the terminal or in a browser.
+
+    python -m mtsql.chat --database my.sqlite
+    python -m mtsql.chat --database my.sqlite --config configs/toy.toml --model runs/grpo/policy --port 8080
+    python -m mtsql.chat --database my.sqlite --address URL --api-model NAME --tokenizer FOLDER
+
+The agent reads the schema from the file itself, and its memory is its own earlier answers. Each step is
+shown as it comes: what it proposes, executes, sees, judges, recalls and corrects; then the SQL and its
+result. :help lists the commands. With --port the same is a page at 127.0.0.1.
+
+Without --model it is the agent in models/smollm2-135m-sql with the settings that it was trained with, where
+its base is there (python -m mtsql.pretrained smollm2-135m models/smollm2-135m-instruct). It is small, and
+often wrong. The file is only read, by the executor of all of mtsql. Where a schema is too long for the
+prompt, the agent sees the tables that the question seems to be about, and that is said.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mtsql.config import ChatConfig, read_options, user_errors
+
+SHIPPED, ITS_CONFIG = "models/smollm2-135m-sql", "configs/real_smollm2.toml"
+
+
+def chat_options(argv: list[str]) -> ChatConfig:
+    """The options; without --model and --config those of the agent that comes with the project."""
+    names = {argument.partition("=")[0] for argument in argv}
+    if not names & {"--model", "--address", "--config", "--help", "-h"}:
+        argv = ["--config", ITS_CONFIG, "--model", SHIPPED, *argv]
+    return read_options(ChatConfig, __doc__, argv)
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    OPTIONS = chat_options(sys.argv[1:])
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.served import play_served
+from mtsql.agent.tokens import ChatTokens
+from mtsql.chat.conversation import Conversation, Play
+from mtsql.chat.server import serve
+from mtsql.chat.terminal import converse
+from mtsql.data.datasets import Dataset
+from mtsql.data.introspect import read_schema
+from mtsql.learn.model import load_policy, load_tokenizer, merged_adapter
+from mtsql.questions import make_environment, make_sampling
+from mtsql.run import check_policy, pick_device, served_policy
+
+
+def main(config: ChatConfig) -> None:
+    """Load, then talk."""
+    check_policy(config)
+    schema = read_schema(Path(config.database))
+    tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking)
+    environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
+    sampling = make_sampling(config, environment, config.temperature)
+    with player(config, tokens, sampling) as play:
+        conversation = Conversation(environment, schema, play, config.seed)
+        if config.port:
+            serve(conversation, config.port)
+        else:
+            converse(conversation)
+
+
+@contextmanager
+def player(config: ChatConfig, tokens: ChatTokens, sampling: Sampling) -> Iterator[Play]:
+    """The function that plays an episode with the policy, here or behind its address."""
+    if config.address:
+        served = served_policy(config, tokens)
+        yield lambda episodes: play_served(served, episodes, sampling, 1)
+        return
+    policy = load_policy(
+        config.model,
+        config.dtype,
+        pick_device(config.device),
+        attention=config.attention,
+        quantise=config.quantise,
+    )
+    with merged_adapter(policy) if config.merge_adapter else nullcontext():
+        yield lambda episodes: rollout(policy, tokens, episodes, sampling, 1)
+
+
+if __name__ == "__main__":
+    user_errors(main, OPTIONS)

@@ -1,0 +1,168 @@
+"""One dialogue: questions to an agent over a database, with the agent's own answers as its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mtsql.agent.env import Environment, Episode
+from mtsql.agent.trajectory import (
+    Action,
+    ActionType,
+    Observation,
+    Status,
+    Stop,
+    Trajectory,
+    trajectory_record,
+)
+from mtsql.data.datasets import Example, HistoryTurn
+from mtsql.data.introspect import relevant_part
+from mtsql.data.schema import Schema
+from mtsql.errors import UserError
+from mtsql.http_client import ServerError
+from mtsql.recipes.prompt_options import compact_result
+from mtsql.report.records import RESULT_CHARACTERS
+from mtsql.sql.execute import ExecutionResult
+
+Play = Callable[[Sequence["ShownEpisode"]], object]  # plays episodes to their ends, as `rollout` does
+ENDINGS = {
+    Status.OUT_OF_INTERACTIONS: "it used up its interactions without an answer",
+    Status.OUT_OF_TOKENS: "its response was cut by a token limit",
+    Status.MALFORMED_CALL: "it called a tool in a form that cannot be read",
+    Status.NO_ACTION: "it wrote no SQL",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that the agent did (an ActionType) or saw (`observe`), or a `note` about the question.
+
+    `passed` is the verdict of a check.
+    """
+
+    kind: str
+    text: str = ""
+    passed: bool | None = None
+
+
+Show = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class ShownEpisode:
+    """An episode that tells what happens in it, message by message."""
+
+    episode: Episode
+    show: Show
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.episode, name)
+
+    def step(
+        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None = None
+    ) -> list[int] | None:
+        """As Episode.step."""
+        trajectory = self.episode.trajectory
+        acted, seen = len(trajectory.actions), len(trajectory.observations)
+        reply = self.episode.step(ids, logprobs, stop, loss_mask)
+        for action in trajectory.actions[acted:]:
+            self.show(_acted(action))
+        for observation in trajectory.observations[seen:]:
+            self.show(_observed(observation))
+        return reply
+
+
+def _acted(action: Action) -> Event:
+    judged = action.type in (ActionType.E_VERIFY, ActionType.M_VERIFY)
+    return Event(str(action.type), "" if judged else action.sql or "", action.passed)
+
+
+def _observed(observation: Observation) -> Event:
+    return Event("observe", observation.text)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a question; `result` is that of `sql`, which is None if there is no answer: `problem`."""
+
+    question: str
+    sql: str | None
+    result: ExecutionResult | None
+    problem: str
+    trajectory: Trajectory
+
+
+@dataclass
+class Conversation:
+    """A dialogue. `play` runs episodes; `environment` has the database's schema under its name."""
+
+    environment: Environment
+    schema: Schema
+    play: Play
+    seed: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def history(self) -> tuple[HistoryTurn, ...]:
+        """The questions so far with the agent's own SQL."""
+        return tuple(HistoryTurn(answer.question, answer.sql) for answer in self.answers)
+
+    def ask(self, question: str, show: Show) -> Answer:
+        """Answer a question, showing each step; raises UserError, and forgets it, if it does not fit."""
+        number = len(self.answers)
+        example = Example(f"00000/{number}", "00000", self.schema.db_id, number, question, "", self.history)
+        asked = [turn.question for turn in self.history] + [question]
+        schema, left_out = relevant_part(
+            self.schema, asked, lambda part: self._episode(example, part) is not None
+        )
+        episode = self._episode(example, schema)
+        if episode is None:
+            raise UserError(
+                f"the question is too long with the dialogue so far and table {schema.tables[0].name} alone; "
+                "take questions back with :undo, or raise --max-prompt-tokens"
+            )
+        if left_out:
+            shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
+            show(Event("note", f"{shown}, those that the question seems to be about: {_listed(schema)}"))
+        trajectory, executor = episode.trajectory, self.environment.executor
+        try:
+            self.play([ShownEpisode(episode, show)])
+            sql = trajectory.answer_sql
+            result = None if sql is None else executor.execute(self.schema.path, sql)
+        except ServerError as error:
+            raise UserError(str(error)) from None
+        except FileNotFoundError:
+            raise UserError(f"{self.schema.path} is gone; put it back, and ask again") from None
+        problem = ENDINGS.get(trajectory.status, "")
+        self.answers.append(Answer(question, sql, result, problem, trajectory))
+        return self.answers[-1]
+
+    def _episode(self, example: Example, schema: Schema) -> Episode | None:
+        """The episode with so much of the schema in its prompt, None if the prompt is too long."""
+        environment = replace(self.environment, schemas={schema.db_id: schema})
+        (episode,) = environment.episodes(example, [self.seed + example.turn_index])
+        return episode if episode.trajectory.status is None else None
+
+    def undo(self) -> str | None:
+        """Forget the last question; returns it, None if there is none."""
+        return self.answers.pop().question if self.answers else None
+
+    def records(self) -> list[dict]:
+        """The dialogue as rows of a file of trajectories, for mtsql.report.viewer."""
+        decode = self.environment.tokens.tokenizer.decode
+        return [
+            trajectory_record(answer.trajectory, decode)
+            | {"question": answer.question, "db_id": self.schema.db_id, "turn_index": turn}
+            | {
+                "answer_result": None
+                if answer.result is None
+                else compact_result(answer.result, RESULT_CHARACTERS)
+            }
+            for turn, answer in enumerate(self.answers)
+        ]
+
+
+def _listed(schema: Schema, most: int = 12) -> str:
+    names = [table.name for table in schema.tables]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,129 @@
+"""The dialogue in a terminal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from textwrap import shorten
+
+from mtsql.chat.conversation import Answer, Conversation, Event
+from mtsql.errors import UserError
+from mtsql.files import write_atomically
+from mtsql.report.viewer import printable
+from mtsql.sql.execute import ExecutionResult
+
+COMMANDS = """:schema            the database as the agent reads it
+:history           the dialogue so far
+:undo              forget the last question
+:save FILE.jsonl   the trajectories, for python -m mtsql.report.viewer
+:quit              end (as does Ctrl-D); Ctrl-C stops an answer"""
+LABELS = {
+    "propose": "proposes",
+    "self_correct": "corrects",
+    "execute": "executes",
+    "observe": "sees",
+    "e_verify": "judges the result",
+    "m_verify": "checks the memory",
+    "finalize": "answers",
+    "note": "note",
+}
+SHOWN_ROWS, SHOWN_WIDTH = 20, 40  # of a result: rows, and characters of a cell
+
+
+def converse(conversation: Conversation) -> None:
+    """Read questions and commands until the end of the input."""
+    print(f"{conversation.schema.path}: {len(conversation.schema.tables)} tables. Ask a question, or :help")
+    while True:
+        try:
+            line = input("\n> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(:quit ends the dialogue)")
+            continue
+        if line == ":quit":
+            return
+        try:
+            if line.startswith(":"):
+                print(run_command(conversation, line))
+            elif line:
+                print(format_answer(conversation.ask(line, show_event)))
+        except UserError as error:
+            print(f"error: {error}")
+        except KeyboardInterrupt:
+            print("\nstopped; the question is forgotten")
+
+
+def run_command(conversation: Conversation, line: str) -> str:
+    """What a line that begins with a colon prints. Raises UserError for an unknown one, or a wrong FILE."""
+    name, _, argument = line.partition(" ")
+    if name == ":help":
+        return COMMANDS
+    if name == ":schema":
+        return printable(conversation.schema.text(compact=False))
+    if name == ":history":
+        lines = [
+            f"{number}. {printable(answer.question)}\n   {printable(answer.sql or f'({answer.problem})')}"
+            for number, answer in enumerate(conversation.answers, 1)
+        ]
+        return "\n".join(lines) or "nothing was asked yet"
+    if name == ":undo":
+        question = conversation.undo()
+        return "nothing was asked yet" if question is None else f"forgotten: {printable(question)}"
+    if name == ":save":
+        if not argument.strip():
+            raise UserError("say where: :save FILE.jsonl")
+        path = Path(argument.strip())
+        if path.is_dir() or not path.parent.is_dir():
+            raise UserError(f"{path} cannot be a file; its folder has to exist")
+        try:
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in conversation.records()))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror})") from None
+        return f"{len(conversation.answers)} trajectories in {path}"
+    raise UserError(f"{name} is no command; :help lists them")
+
+
+def show_event(event: Event) -> None:
+    """One line of what the agent does or sees."""
+    verdict = {True: "pass", False: "no pass", None: ""}[event.passed]
+    text = printable(" ".join(filter(None, (verdict, event.text))))
+    width = max(40, shutil.get_terminal_size().columns - 22)
+    print(f"  {LABELS.get(event.kind, event.kind):<18}{shorten(text, width, placeholder=' ...')}", flush=True)
+
+
+def format_answer(answer: Answer) -> str:
+    """The SQL and its result as a table, or why there is none."""
+    if answer.sql is None or answer.result is None:
+        return f"\nno answer: {answer.problem}"
+    return f"\n{printable(answer.sql)}\n\n{format_result(answer.result)}"
+
+
+def format_result(result: ExecutionResult) -> str:
+    """A result as a table of at most SHOWN_ROWS rows, or the error."""
+    if not result.ok:
+        return f"it fails: {printable(result.message)}"
+    header = [_cell(name) for name in result.columns]
+    rows = [[_cell(value) for value in row] for row in result.rows[:SHOWN_ROWS]]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    more = len(result.rows) - len(rows)
+    count = (
+        f"{len(result.rows)}{' or more' if result.truncated else ''} rows"
+        if len(result.rows) != 1
+        else "1 row"
+    )
+    lines.append(f"({count}{f', {more} not shown' if more else ''})")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(value: object) -> str:
+    text = "NULL" if value is None else f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
+    text = printable(text.replace("\n", " ").replace("\t", " "))
+    return text if len(text) <= SHOWN_WIDTH else text[: SHOWN_WIDTH - 3] + "..."

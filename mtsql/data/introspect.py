@@ -1,0 +1,196 @@
+"""The schema of any SQLite file, read from the file itself, and the part of it that a question is about."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from mtsql.data.schema import Schema, SchemaTable
+from mtsql.errors import UserError
+
+SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one
+KINDS = (("INT", "number"), ("REAL", "number"), ("FLOA", "number"), ("DOUB", "number"), ("NUM", "number"))
+KINDS += (("DEC", "number"), ("DATE", "time"), ("TIME", "time"), ("BOOL", "boolean"))
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]+")
+QUESTION_WORD = re.compile(r"\w+")
+SHORT_WORDS = frozenset(
+    "a an and are as at by do for from in is it of on or that the their to was what".split()
+)
+
+
+def read_schema(path: Path) -> Schema:
+    """The tables and views of a SQLite file: columns, keys, one example row each. The file is only read.
+
+    A view of what is no longer there is left out.
+
+    `entry` is what Spider's tables.json would hold. Raises UserError for what is no file, no SQLite file
+    (an encrypted one looks like it), locked, damaged, or has no table.
+    """
+    if not path.is_file():
+        raise UserError(f"--database {path} is not a file; give a SQLite database")
+    try:
+        with closing(
+            sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, timeout=2)
+        ) as connection:
+            connection.text_factory = lambda raw: raw.decode(errors="ignore")
+            tables = [t for name in _names(connection) if (t := _read_table(connection, name)).columns]
+    except sqlite3.OperationalError as error:
+        raise UserError(
+            f"--database {path} cannot be read now ({error}); is another program writing?"
+        ) from None
+    except sqlite3.DatabaseError as error:
+        raise UserError(
+            f"--database {path} is no SQLite database that can be read ({error}); is it encrypted or damaged?"
+        ) from None
+    if not tables:
+        raise UserError(f"--database {path} has no table")
+    return Schema(path.stem, path, tuple(tables), _entry(path.stem, tables))
+
+
+def _names(connection: sqlite3.Connection) -> list[str]:
+    """Tables, then views; not SQLite's own, nor those in which a full-text index keeps its data."""
+    rows = connection.execute(
+        "select name, type from pragma_table_list where schema = 'main' "
+        "and type in ('table', 'view', 'virtual') and name not like 'sqlite^_%' escape '^'"
+    ).fetchall()
+    created = {
+        name: place for place, (name,) in enumerate(connection.execute("select name from sqlite_master"))
+    }
+    return [name for name, kind in sorted(rows, key=lambda row: (row[1] == "view", created.get(row[0], 0)))]
+
+
+def _read_table(connection: sqlite3.Connection, name: str) -> SchemaTable:
+    try:
+        found = connection.execute(
+            "select name, type, pk from pragma_table_xinfo(?) where hidden <> 1", (name,)
+        ).fetchall()
+    except sqlite3.OperationalError:
+        found = []
+    keys = connection.execute('select "from", "table", "to" from pragma_foreign_key_list(?)', (name,))
+    columns = {column.lower(): column for column, _, _ in found}
+    foreign = []
+    for column, other, key in keys.fetchall():
+        primary = connection.execute(
+            "select name from pragma_table_info(?) where pk = 1", (other,)
+        ).fetchone()
+        key = key or (primary[0] if primary else "")  # without a column it is the other table's primary key
+        if key and column.lower() in columns:
+            foreign.append((columns[column.lower()], other, key))
+    return SchemaTable(
+        name,
+        tuple((column, _kind(declared)) for column, declared, _ in found),
+        tuple(column for column, _, place in sorted(found, key=lambda row: row[2]) if place),
+        tuple(foreign),
+        _example_row(connection, name),
+    )
+
+
+def _kind(declared: str) -> str:
+    """Spider's word for a declared type."""
+    return next((kind for start, kind in KINDS if start in declared.upper()), "text")
+
+
+def _example_row(connection: sqlite3.Connection, name: str) -> tuple | None:
+    """The first row; None if there is none, or it takes too long or fails, as that of a broken view does."""
+    deadline = time.monotonic() + SECONDS_AN_EXAMPLE
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+    quoted = name.replace('"', '""')
+    try:
+        return connection.execute(f'select * from "{quoted}" limit 1').fetchone()
+    except sqlite3.OperationalError:
+        return None
+    finally:
+        connection.set_progress_handler(None, 0)
+
+
+def _entry(db_id: str, tables: Sequence[SchemaTable]) -> dict:
+    """The object that Spider's tables.json would have."""
+    columns: list[tuple[int, str]] = [(-1, "*")]
+    kinds, primary = ["text"], []
+    places: dict[tuple[str, str], int] = {}
+    for index, table in enumerate(tables):
+        for column, kind in table.columns:
+            places[table.name.lower(), column.lower()] = len(columns)
+            columns.append((index, column))
+            kinds.append(kind)
+        primary += [places[table.name.lower(), column.lower()] for column in table.primary_keys]
+    foreign = [
+        [places[t.name.lower(), c.lower()], places[other.lower(), key.lower()]]
+        for t in tables
+        for c, other, key in t.foreign_keys
+        if (other.lower(), key.lower()) in places
+    ]
+    names = [table.name for table in tables]
+    spoken = [[table, " ".join(_words(column)) or column] for table, column in columns]
+    return {
+        "db_id": db_id,
+        "table_names_original": names,
+        "table_names": [" ".join(_words(name)) or name for name in names],
+        "column_names_original": [list(column) for column in columns],
+        "column_names": spoken,
+        "column_types": kinds,
+        "primary_keys": primary,
+        "foreign_keys": foreign,
+    }
+
+
+def relevant_part(
+    schema: Schema, questions: Sequence[str], fits: Callable[[Schema], bool]
+) -> tuple[Schema, list[str]]:
+    """The schema, or the most of its tables that fit, and the names of those left out.
+
+    Tables come in the order of how much the words of `questions`, the last of which counts most, name them,
+    their columns and their example values; one that a foreign key joins to a named one stands before
+    others. They keep the file's order. `fits` says whether a schema is short enough. At least one is kept.
+    """
+    if fits(schema):
+        return schema, []
+    ranked = sorted(schema.tables, key=lambda table: -_relevance(table, questions))
+    named = [table for table in ranked if _relevance(table, questions) > 0]
+    joined = {other.lower() for table in named for _, other, _ in table.foreign_keys}
+    ranked.sort(key=lambda t: 0 if t in named else 1 if t.name.lower() in joined else 2)
+
+    def part(count: int) -> Schema:
+        kept = set(ranked[:count])
+        return replace(schema, tables=tuple(table for table in schema.tables if table in kept))
+
+    low, high = 1, len(ranked)  # low tables fit, or none does; high do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(part(middle)) else (low, middle)
+    return part(low), sorted(table.name for table in ranked[low:])
+
+
+def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
+    """Words that questions share with a table: its name's count thrice, the last question's twice."""
+    own, columns = _stems(table.name), [_stems(column) for column, _ in table.columns]
+    values = _stems(" ".join(str(value) for value in table.example_row or () if isinstance(value, str)))
+    total = 0.0
+    for place, question in enumerate(questions):
+        asked = {_stem(w) for w in QUESTION_WORD.findall(question.lower())} - SHORT_WORDS
+        weight = 2.0 if place == len(questions) - 1 else 1.0
+        total += weight * 3 * len(asked & own) / max(1, len(own))
+        total += weight * sum(len(asked & words) / len(words) for words in columns if words)
+        total += weight * 0.5 * len(asked & values)
+    return total
+
+
+def _stems(name: str) -> set[str]:
+    return {_stem(word) for word in _words(name)} - SHORT_WORDS
+
+
+def _words(name: str) -> list[str]:
+    """The words in a name such as order_items, OrderItems or "order items", in lower case."""
+    return [word.lower() for word in WORD.findall(name)]
+
+
+def _stem(word: str) -> str:
+    """A word without its plural."""
+    if word.endswith("ies") and len(word) > 4:
+        return word[:-3] + "y"
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") and len(word) > 3 else word

@@ -1,0 +1,182 @@
+"""A dialogue over one's own database: in the terminal, and as a page in a browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+import pytest
+from conftest import GOLD, QUESTION, ROOT, TOY, Tiny
+
+from mtsql.agent.env import Environment, Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
+from mtsql.agent.trajectory import Stop
+from mtsql.chat.conversation import Conversation, Event, ShownEpisode
+from mtsql.chat.server import make_server
+from mtsql.chat.terminal import format_result, run_command
+from mtsql.data.introspect import read_schema
+from mtsql.errors import UserError
+from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.report.viewer import read_records
+from mtsql.sql.execute import ExecutionResult
+
+COUNT = "SELECT count(*) FROM singer"
+FIRST = [tool_call(EXEC_SQL, "SELECT nme FROM singer"), verdict(EXEC_SQL, False) + tool_call(EXEC_SQL, COUNT)]
+FIRST += [verdict(EXEC_SQL, True) + final_answer(COUNT)]
+SECOND = [tool_call(EXEC_SQL, GOLD), verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, GOLD)]
+SECOND += [verdict(MEMORY_RETRIEVE, True) + final_answer(GOLD)]
+
+
+def make_conversation(tiny: Tiny, *answers: Sequence[str], **limits: int) -> Conversation:
+    """A dialogue with a policy that writes these messages, question by question."""
+    waiting = list(answers)
+
+    def play(episodes: Sequence[ShownEpisode]) -> None:
+        (shown,) = episodes
+        for text in waiting.pop(0):
+            ids = tiny.tokens.message_ids(text)
+            if shown.step(ids, [0.0] * len(ids), Stop.END_OF_TURN) is None:
+                return
+
+    schema = read_schema(tiny.schema.path)
+    recipe, tools = MtsqlR1(PromptOptions(True, 40)), make_tools("both")
+    environment = Environment({"music": schema}, recipe, tiny.tokens, tiny.executor, Limits(**limits), tools)
+    return Conversation(environment, schema, play)
+
+
+def test_each_step_is_shown_and_the_memory_holds_the_agents_own_answers(tiny):
+    conversation, shown = make_conversation(tiny, FIRST, SECOND), []
+    answer = conversation.ask("How many singers are there?", shown.append)
+    assert [(e.kind, e.passed) for e in shown] == [
+        ("propose", None), ("execute", None), ("observe", None), ("e_verify", False), ("self_correct", None),
+        ("execute", None), ("observe", None), ("e_verify", True), ("finalize", None),
+    ]  # fmt: skip
+    assert "no such column" in shown[2].text and shown[4].text == COUNT
+    assert (answer.sql, answer.result.rows, answer.problem) == (COUNT, ((3,),), "")
+    shown.clear()
+    answer = conversation.ask(QUESTION, shown.append)
+    assert COUNT in [e.text for e in shown if e.kind == "observe"][1]  # what the memory returned
+    assert answer.result.rows == (("Bruno",),)
+    assert conversation.undo() == QUESTION and [t.sql for t in conversation.history] == [COUNT]
+
+
+def test_a_question_that_does_not_fit_is_refused_and_forgotten(tiny):
+    conversation = make_conversation(tiny, FIRST, max_prompt_tokens=60)
+    shown: list[Event] = []
+    with pytest.raises(UserError, match=":undo"):
+        conversation.ask(QUESTION * 20, shown.append)
+    assert conversation.history == ()
+    conversation = make_conversation(tiny, FIRST)
+    whole = conversation.ask("Which label?", shown.append).trajectory.prompt_length
+    conversation = make_conversation(tiny, FIRST, max_prompt_tokens=whole - 1)
+    shown.clear()
+    conversation.ask("Which label?", shown.append)
+    assert shown[0].kind == "note" and "1 of 2 tables" in shown[0].text
+
+
+def test_a_file_that_is_gone_is_one_sentence(tiny, tmp_path):
+    conversation = make_conversation(tiny, FIRST)
+    copy = tmp_path / "copy.sqlite"
+    copy.write_bytes(tiny.schema.path.read_bytes())
+    conversation.schema = read_schema(copy)
+    copy.unlink()
+    with pytest.raises(UserError, match="is gone"):
+        conversation.ask("How many singers are there?", lambda _: None)
+    assert conversation.answers == []
+
+
+def test_commands_and_tables(tiny, tmp_path):
+    conversation = make_conversation(tiny, FIRST, ["I do not know."])
+    assert run_command(conversation, ":history") == "nothing was asked yet"
+    conversation.ask("How many?", lambda _: None)
+    conversation.ask("And now?", lambda _: None)
+    assert (
+        run_command(conversation, ":history")
+        == f"1. How many?\n   {COUNT}\n2. And now?\n   (it wrote no SQL)"
+    )
+    assert "create table singer" in run_command(conversation, ":schema")
+    path = tmp_path / "said.jsonl"
+    assert "2 trajectories" in run_command(conversation, f":save {path}")
+    assert [r["question"] for r in read_records(path)] == ["How many?", "And now?"]
+    assert run_command(conversation, ":undo") == "forgotten: And now?"
+    for wrong in (":what", ":save", f":save {tmp_path}"):
+        with pytest.raises(UserError):
+            run_command(conversation, wrong)
+    rows = tuple((n, "x" * 90, b"12", None, "a\033[2J") for n in range(30))
+    table = format_result(ExecutionResult("rows", ("n", "text", "blob", "none", "bad"), rows, truncated=True))
+    lines = table.splitlines()
+    assert lines[0].split() == ["n", "text", "blob", "none", "bad"]
+    assert lines[2].split() == ["0", "x" * 37 + "...", "2", "bytes", "NULL", "a\\x1b[2J"]
+    assert lines[-1] == "(30 or more rows, 10 not shown)" and len(lines) == 23
+    assert format_result(ExecutionResult("error", message="no such table: x")) == "it fails: no such table: x"
+
+
+@pytest.fixture
+def server(tiny):
+    """A server with one dialogue, and a function that asks it."""
+    with make_server(make_conversation(tiny, FIRST, SECOND), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def request(method, path, body=None, **headers):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+            sent = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(
+                method, path, body, sent | {k.replace("_", "-"): v for k, v in headers.items()}
+            )
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+        yield request, server.server_port
+        server.shutdown()
+
+
+def test_the_page_asks_and_shows_each_step(server):
+    request, port = server
+    status, page = request("GET", "/")
+    assert status == 200 and "<form" in page
+    own = {"Origin": f"http://localhost:{port}", "Host": f"localhost:{port}"}
+    status, lines = request("POST", "/ask", json.dumps({"question": "How many singers are there?"}), **own)
+    told = [json.loads(line) for line in lines.splitlines()]
+    assert status == 200 and [t["event"]["kind"] for t in told[:-1]][:3] == ["propose", "execute", "observe"]
+    assert told[-1]["answer"] | {"columns": 0} == {
+        "question": "How many singers are there?", "sql": COUNT, "problem": "", "failed": None, "columns": 0,
+        "rows": [["3"]], "count": 1, "truncated": False,
+    }  # fmt: skip
+    status, dialogue = request("GET", "/dialogue")
+    assert status == 200 and len(json.loads(dialogue)["answers"]) == 1
+    assert json.loads(request("POST", "/undo", "{}")[1])["answers"] == []
+
+
+def test_strangers_are_refused(server):
+    request, port = server
+    asked = json.dumps({"question": "x"})
+    assert request("GET", "/", Host="evil.example")[0] == 403
+    assert request("POST", "/ask", asked, Origin="http://evil.example")[0] == 403
+    assert request("POST", "/ask", asked, Origin="null")[0] == 403
+    assert request("POST", "/ask", asked, Content_Type="text/plain")[0] == 403
+    assert request("POST", "/ask", Content_Length="200000", Content_Type="application/json")[0] == 413
+    assert request("POST", "/ask", "{")[0] == request("POST", "/ask", '{"question": " "}')[0] == 400
+    assert request("POST", "/ask", '{"question": "\\ud800"}')[0] == 400
+    assert request("GET", "/etc/passwd")[0] == request("POST", "/other", "{}")[0] == 404
+    assert json.loads(request("GET", "/dialogue")[1])["answers"] == []
+    for taken in (port, 70_000):
+        with pytest.raises(UserError, match="choose another"):
+            make_server(None, taken)
+
+
+def test_the_command_talks_in_a_terminal(work):
+    database = next((work / "benchmark" / "database").glob("*/*.sqlite"))
+    command = [sys.executable, "-m", "mtsql.chat", *TOY, "--model", str(work / "imitation"), "--database"]
+    said = ":schema\nHow many?\n:history\n:nonsense\n:quit\n"
+    outcome = subprocess.run([*command, str(database)], cwd=ROOT, input=said, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "create table" in outcome.stdout and "1. How many?" in outcome.stdout
+    assert "error: :nonsense is no command" in outcome.stdout
+    refused = subprocess.run([*command, str(work)], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "is not a file" in refused.stderr

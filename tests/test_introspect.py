@@ -1,0 +1,113 @@
+"""Schemas read from any SQLite file: what is found, what is refused, what is left out of a long prompt."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from mtsql.data.introspect import read_schema, relevant_part
+from mtsql.data.schema import Schema, load_schemas
+from mtsql.errors import UserError
+
+
+def make_database(path: Path, script: str) -> Path:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(script)
+    return path
+
+
+def test_tables_keys_views_and_example_rows_are_found(tmp_path):
+    path = make_database(
+        tmp_path / "shop.sqlite",
+        """create table "order items" (id integer primary key, "Unit Price" numeric(8, 2), day date,
+            customer int references customer, foreign key (customer) references missing(absent));
+        create table customer (code int, name varchar(20), photo blob, total as (code * 2),
+            primary key (name, code));
+        create view rich as select name from customer where code > 5;
+        create view broken as select a from nowhere;
+        create virtual table notes using fts5(body);
+        insert into customer (code, name) values (7, 'Anna'), (8, 'Bruno');
+        insert into notes values ('hello');""",
+    )
+    schema = read_schema(path)
+    found = {table.name: table for table in schema.tables}
+    assert list(found) == ["order items", "customer", "notes", "rich"]
+    items = found["order items"]
+    assert items.columns == (
+        ("id", "number"),
+        ("Unit Price", "number"),
+        ("day", "time"),
+        ("customer", "number"),
+    )
+    assert items.primary_keys == ("id",) and items.example_row is None
+    assert set(items.foreign_keys) == {("customer", "customer", "name"), ("customer", "missing", "absent")}
+    customer = found["customer"]
+    assert customer.columns[3] == ("total", "number") or customer.columns[3] == ("total", "text")
+    assert customer.primary_keys == ("name", "code") and customer.example_row == (7, "Anna", None, 14)
+    assert found["rich"].example_row == ("Anna",)
+    assert found["notes"].example_row == ("hello",)
+    assert schema.entry["foreign_keys"] == [[4, 6]]  # the other table is not there
+    assert schema.entry["table_names"][0] == "order items"
+    assert [1, "name"] in schema.entry["column_names_original"]
+
+
+def test_a_file_of_the_benchmark_gives_what_its_tables_json_says():
+    data = ROOT / "tests" / "data" / "sparc"
+    for db_id, known in load_schemas(data / "tables.json", data / "database").items():
+        read = {table.name.lower(): table for table in read_schema(known.path).tables}
+        for table in known.tables:
+            own = read[table.name.lower()]
+            assert [c.lower() for c, _ in own.columns] == [c.lower() for c, _ in table.columns], db_id
+            assert own.example_row == table.example_row, db_id
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "is not a file"),
+        (b"", "has no table"),
+        (b"x" * 4096, "encrypted or damaged"),
+        (b"SQLite format 3\0" + b"\xff" * 4096, "encrypted or damaged"),
+    ],
+)
+def test_what_is_no_usable_database_is_one_sentence(tmp_path, content, problem):
+    path = tmp_path / "some.db"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        read_schema(path)
+
+
+def test_a_locked_database_is_one_sentence(tmp_path):
+    path = make_database(tmp_path / "busy.db", "create table t (a);")
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("begin exclusive")
+        with pytest.raises(UserError, match="is another program writing"):
+            read_schema(path)
+
+
+def test_of_many_tables_those_are_kept_that_the_question_is_about(tmp_path):
+    script = "".join(f"create table table_{n} (id int, thing_{n} text);" for n in range(500))
+    script += (
+        "create table Employees (id integer primary key, fullName text, branch int references offices(id));"
+    )
+    script += "create table offices (id integer primary key, city text);"
+    schema = read_schema(make_database(tmp_path / "huge.sqlite", script))
+    sizes = []
+
+    def fits(part: Schema) -> bool:
+        sizes.append(len(part.tables))
+        return len(part.text(compact=True)) < 400
+
+    part, left_out = relevant_part(schema, ["Hello?", "How many employees are there?"], fits)
+    names = [table.name for table in part.tables]
+    assert {"Employees", "offices"} <= set(names)
+    assert len(part.text(compact=True)) < 400 and len(names) + len(left_out) == 502
+    assert names == [t.name for t in schema.tables if t.name in names]  # in the file's order
+    assert len(sizes) < 15  # looked for by halves
+    assert relevant_part(schema, ["x"], lambda _: True) == (schema, [])
+    assert len(relevant_part(schema, ["offices?"], lambda _: False)[0].tables) == 1
