@@ -51,6 +51,7 @@ from mtsql.learn.optimizer import optimizer_step, warmup_rate
 from mtsql.learn.parallel import leave_processes, whole_weights
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, mean_divergence
 from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_variants
+from mtsql.questions import make_sampling
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records
@@ -59,7 +60,6 @@ from mtsql.run import (
     begin_training,
     dev_scores,
     load_dev,
-    make_sampling,
     one_piece,
     raise_not_finite,
     save_checkpoint,
@@ -83,7 +83,7 @@ def main(config: GrpoConfig) -> None:
             print(sentence)
         if config.curriculum:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
-        log, dev_log = (MetricsLog(run.out / name, run.step) for name in ("metrics.csv", "dev.csv"))
+        log, dev_log = (MetricsLog(run.out / f"{n}.csv", run.step, config.track) for n in ("metrics", "dev"))
         drop_later_records(run.out / "trajectories.jsonl", run.step)
     stop, started = False, time.perf_counter()
     bar = tqdm(range(run.step, config.steps), desc="GRPO", unit="step", disable=not processes.is_main)
@@ -111,15 +111,16 @@ def main(config: GrpoConfig) -> None:
                     "train_seconds": round(trained - sampled, 2),
                 }
                 log.append(row)
-                append_trajectories(run.out / "trajectories.jsonl", step, groups[0], run.tokens)
+                logged = groups[: config.log_groups or None]
+                append_trajectories(run.out / "trajectories.jsonl", step, logged, run.tokens, run.scorer)
                 bar.set_postfix_str(
                     f"reward {row['reward']:.2f}, EX {row['ex']:.2f}, length {row['response_tokens']:.0f}, "
                     f"entropy {row['entropy']:.2f}, {row['sampled_tokens_per_second']} tokens/s"
                 )
             if dev is not None and (step + 1) % config.evaluate_every == 0:
-                scores = dev_scores(config, dev)
+                scores = {"step": step, **dev_scores(config, dev)}
                 if processes.is_main:
-                    dev_log.append({"step": step, **scores})
+                    dev_log.append(scores)
             stop = any(processes.all_gather(bool(interrupted)))
             if stop or (step + 1) % config.save_every == 0:
                 save_checkpoint(config, run, run.optimizer, step + 1, {})
@@ -168,7 +169,7 @@ def sample_groups(
             trajectories = rollout(
                 run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
             )
-        samples = [Sample(t, run.reward(t, example)) for t, example in zip(trajectories, asked, strict=True)]
+        samples = [Sample(t, e, run.reward(t, e)) for t, e in zip(trajectories, asked, strict=True)]
         for sample in samples:
             apply_sample_rules(config, sample)
         if run.reference is not None and config.kl == "k1":
@@ -257,8 +258,7 @@ def clipped_step(
             sums.update({name: value / config.updates_per_batch for name, value in statistics.items()})
             if update == 0:
                 part.old_logprobs = logprobs.detach()
-                gap = (part.old_logprobs - batch.sampling_logprobs).abs().max().item()
-                largest_gap = max(largest_gap, gap)
+                largest_gap = max(largest_gap, (logprobs - batch.sampling_logprobs).abs().max().item())
                 sums.update({"entropy": entropy.sum().item(), "trained_tokens": len(entropy)})
         if trained:
             run.processes.sum_gradients(run.parameters)

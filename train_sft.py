@@ -46,7 +46,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mtsql.agent.trajectory import trajectory_record
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -69,6 +68,7 @@ from mtsql.learn.teacher import (
 from mtsql.learn.warm_start import Collected, Progress, gold_answers, idle_targets, rejection
 from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
+from mtsql.report.records import question_record
 from mtsql.run import (
     Training,
     begin_training,
@@ -101,7 +101,7 @@ def main(config: SftConfig) -> None:
         save_config(config, run.out)
         for sentence in idle_targets(config):
             print(sentence)
-        log = MetricsLog(run.out / "metrics.csv", run.step)
+        log = MetricsLog(run.out / "metrics.csv", run.step, config.track)
     optimizer, stop = run.optimizer, False
     with finish_step_on_interrupt() as interrupted:
         for round_index in range(progress.round, config.rounds):
@@ -144,8 +144,9 @@ def main(config: SftConfig) -> None:
     if processes.is_main and stop:
         print(f"saved a checkpoint after step {progress.step} in {run.out}; go on with --resume")
     elif processes.is_main:
-        lines = (json.dumps(trajectory_record(t, run.tokens.tokenizer.decode)) + "\n" for t in progress.kept)
-        write_atomically(run.out / "trajectories.jsonl", "".join(lines))
+        decode, asked = run.tokens.tokenizer.decode, {example.id: example for example in pool}
+        shown = (question_record(t, asked[t.example_id], run.scorer, decode) for t in progress.kept)
+        write_atomically(run.out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
         print(f"policy after {progress.round + 1} round(s): {run.out / 'policy'}")
     leave_processes(processes)
 
@@ -242,7 +243,7 @@ def fine_tune(
     for index in bar:
         start = index * config.trajectories_per_step
         batch = order[start : start + config.trajectories_per_step]
-        denominator = sum(t.sampled_length for t in batch)
+        denominator = max(1, sum(t.trained_length for t in batch))
         batch.sort(key=lambda t: (shared(t.example_id), len(t.ids)))
         groups = [list(group) for _, group in groupby(batch, key=lambda t: shared(t.example_id))]
         if config.databases_per_step:  # each process gets a part of every group

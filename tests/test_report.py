@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from matplotlib.image import imread
@@ -215,6 +219,19 @@ def test_figures_are_written(tmp_path):
     assert imread(plot_arms(arms, tmp_path / "new" / "arms.png")).ndim == 3
 
 
+def test_metrics_go_to_a_tracker_too(tmp_path, monkeypatch):
+    sent = []
+    run = SimpleNamespace(log=lambda row, step: sent.append((step, row)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=lambda **how: run))
+    log = MetricsLog(tmp_path / "metrics.csv", 0, "wandb")
+    log.append({"step": 3, "reward": 0.5, "ex": ""})
+    assert sent == [(3, {"metrics/step": 3, "metrics/reward": 0.5})]
+    assert (tmp_path / "metrics.csv").read_text() == "step,reward,ex\n3,0.5,\n"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="--track needs the package wandb"):
+        MetricsLog(tmp_path / "metrics.csv", 0, "wandb")
+
+
 def make_trajectory() -> Trajectory:
     segments = [
         Segment.given("prompt", [1, 2]),
@@ -234,6 +251,7 @@ def test_trajectory_record_round_trips_through_json():
     assert record["example_id"] == "7/1" and record["status"] == "answered"
     assert record["segments"][1] == {
         "role": "model", "text": "<3> <4> <5>", "loss_mask_sum": 3, "ids": [3, 4, 5],
+        "tokens": ["<3>", "<4>", "<5>"], "logprobs": [-0.1, -0.2, -0.3], "loss_mask": [1, 1, 1],
     }  # fmt: skip
     assert trajectory_record(Trajectory("7/1", 3), decode)["status"] is None
 
@@ -289,6 +307,32 @@ def test_viewer_errors_are_one_sentence(records, tmp_path, capsys):
     records.write_text('{"a": 1}\n')
     assert main([str(records)]) == 2
     assert capsys.readouterr().err == f"error: {records}, line 1: not a trajectory\n"
+
+
+def page_data(page: Path) -> dict:
+    packed = re.search(r'id="data">([A-Za-z0-9+/=]+)</script>', page.read_text())[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def test_the_page_holds_every_record_and_is_safe_from_what_they_say(records, tmp_path, capsys):
+    hostile = "</script><script>alert(1)</script> <|im_end|> \ud800"
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    rows[1] |= {"question": hostile, "answer_sql": hostile}
+    rows[1]["segments"][2]["text"] = hostile
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "new" / "page.html"
+    assert main([str(records), "--html", str(page), "--beside", str(records)]) == 0
+    assert f"2 trajectories in {page}" in capsys.readouterr().out
+    assert "alert(1)" not in page.read_text() and "http" not in page.read_text().replace("http-equiv", "")
+    data = page_data(page)
+    assert [file["name"] for file in data["files"]] == [records.as_posix()] * 2
+    assert data["prompts"] == ["<1> <2>"]  # held once
+    first, second = data["files"][0]["records"]
+    assert second["question"] == hostile.replace("\ud800", "?")
+    assert [s["learned"] for s in first["segments"]] == [False, True, False]
+    assert first["segments"][1]["logprobs"] == [-0.1, -0.2, -0.3]
+    assert main([str(records), "--beside", str(records)]) == 2
+    assert "--beside needs --html" in capsys.readouterr().err
 
 
 def test_viewer_runs_as_a_module_and_into_a_closed_pipe(records):

@@ -11,20 +11,24 @@ from statistics import fmean
 from torch import Tensor
 
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Trajectory, trajectory_record
+from mtsql.agent.trajectory import Trajectory
+from mtsql.data.datasets import Example
 from mtsql.recipes.rewards import Rewards
 from mtsql.report.metrics import step_metrics
+from mtsql.report.records import question_record
+from mtsql.sql.score import Scorer
 
 
 @dataclass
 class Sample:
-    """One of the G trajectories of a question, with its rewards; the trajectory itself holds the advantage.
+    """One of the G trajectories of a question `example`, with its rewards; it holds its advantage itself.
 
     `divergence` is the sum over its tokens of log policy - log reference, 0 unless --kl k1 takes it off the
     reward. `in_loss` is False for a sample that counts in its group's statistics only.
     """
 
     trajectory: Trajectory
+    example: Example
     rewards: Rewards
     divergence: float = 0.0
     in_loss: bool = True
@@ -54,9 +58,14 @@ def mean_divergence(groups: Sequence[Sequence[Sample]]) -> float:
     return fmean(s.divergence / max(1, s.trajectory.sampled_length) for group in groups for s in group)
 
 
-def append_trajectories(path: Path, step: int, group: Sequence[Sample], tokens: ChatTokens) -> None:
-    """Append a group to the run's trajectories.jsonl."""
+def append_trajectories(
+    path: Path, step: int, groups: Sequence[Sequence[Sample]], tokens: ChatTokens, scorer: Scorer
+) -> None:
+    """Append groups to the run's trajectories.jsonl."""
+    decode = tokens.tokenizer.decode
     with path.open("a", encoding="utf-8") as file:
-        for sample in group:
-            record = trajectory_record(sample.trajectory, tokens.tokenizer.decode, sample.rewards.total)
-            file.write(json.dumps({"step": step, **record}) + "\n")
+        for sample in (s for group in groups for s in group):
+            rewards = sample.rewards
+            scores = {"ex": rewards.ex, "em": rewards.em, **rewards.parts}
+            played = (sample.trajectory, sample.example, scorer, decode, rewards.total, scores)
+            file.write(json.dumps({"step": step, **question_record(*played)}) + "\n")

@@ -1,9 +1,13 @@
-"""Prints trajectories with their loss mask in colour.
+"""Shows trajectories with their loss mask in colour, in the terminal or as a page for a browser.
 
-`python -m mtsql.report.viewer trajectories.jsonl [--index N] [--no-color]`
+    python -m mtsql.report.viewer trajectories.jsonl [--index N] [--no-color]
+    python -m mtsql.report.viewer trajectories.jsonl --html OUT.html [--beside OTHER.jsonl]
 
-What the model sampled, and is trained on, is green; what the environment said is yellow; the prompt
-is dim. Without colour, each segment's heading says the same.
+In the terminal, what the model sampled, and is trained on, is green; what the environment said is yellow; the
+prompt is dim. Without colour, each segment's heading says the same.
+The page is one file that needs no network: filters by status, reward, turn, hardness, step and database, a
+search, one trajectory at a time with its results, verdicts, reward by part and log-probabilities. With
+--beside each question stands next to the same question of another file: what RL changed.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pathlib import Path
 
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
+from mtsql.report.viewer_page import make_page
 
 COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
 BOLD, RESET = "\033[1m", "\033[0m"
@@ -44,7 +49,7 @@ def read_records(path: Path) -> Iterator[dict]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line)
+                record = json.loads(line, parse_constant=lambda _: None)  # NaN is no JSON
                 record["segments"]
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{path}, line {number}: not a trajectory") from None
@@ -68,29 +73,47 @@ def render(record: dict, colour: bool) -> str:
     for segment in record["segments"]:
         trained, count = segment["loss_mask_sum"], len(segment["ids"])
         lines.append(paint(f"[{segment['role']}: {count} tokens, {trained} trained]", BOLD))
-        lines.append(paint(_printable(segment["text"]), COLOURS[segment["role"]]))
-    lines.append(paint(f"[answer] {_printable(str(record.get('answer_sql') or '-'))}", BOLD))
+        lines.append(paint(printable(segment["text"]), COLOURS[segment["role"]]))
+    lines.append(paint(f"[answer] {printable(str(record.get('answer_sql') or '-'))}", BOLD))
     return "\n".join(lines)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text with control characters made visible, so that a database cannot steer the terminal."""
     keep = "\n\t"
     return "".join(c if c in keep or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
+def write_page(path: Path, out: Path, beside: Path | None) -> None:
+    """Write the page of a file of trajectories. Raises UserError as `read_records`."""
+    records = list(read_records(path))
+    other = (beside.as_posix(), list(read_records(beside))) if beside else None
+    page = make_page(path.as_posix(), records, other)
+    write_atomically(out, page)
+    print(f"{len(records):,} trajectories in {out} ({len(page) / 1e6:.1f} MB)")
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description="Print trajectories with their loss mask in colour.")
+    parser = argparse.ArgumentParser(description="Show trajectories with their loss mask in colour.")
     parser.add_argument("path", type=Path, help="trajectories.jsonl")
     parser.add_argument("--index", type=int, help="print only this trajectory, counted from 0")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     parser.add_argument("--no-color", dest="color", action="store_const", const="never")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write a page for a browser instead")
+    parser.add_argument(
+        "--beside", type=Path, metavar="OTHER", help="its answers to the same questions (--html)"
+    )
     arguments = parser.parse_args(argv)
     colour = arguments.color == "always"
     if arguments.color == "auto":  # on a terminal, unless NO_COLOR is set (no-color.org)
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     try:
+        if arguments.beside and not arguments.html:
+            raise UserError("--beside needs --html OUT.html")
+        if arguments.html:
+            write_page(arguments.path, arguments.html, arguments.beside)
+            return 0
         count = 0
         for index, record in enumerate(read_records(arguments.path)):
             if arguments.index in (None, index):
