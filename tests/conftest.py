@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
@@ -106,10 +108,31 @@ def run(*command, expect=0):
     return outcome.stdout + outcome.stderr
 
 
+SLOW = (  # the second to fourth do not wait for `work`, which the first makes meanwhile
+    "test_scripts.py", "test_plan.py", "test_pretrained.py", "test_real_data.py", "test_resume.py",
+    "test_parallel.py", "test_qlora.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, so that no core is left alone with one at the end."""
+    items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
+
+
 @pytest.fixture(scope="session")
-def work(tmp_path_factory):
-    """A small benchmark and a tiny model that has learned it nearly by heart."""
-    folder = tmp_path_factory.mktemp("work")
+def work(tmp_path_factory, worker_id):
+    """A small benchmark and a tiny model that has learned it nearly by heart; a copy for each worker."""
+    if worker_id == "master":
+        return make_work(tmp_path_factory.mktemp("work"))
+    shared = tmp_path_factory.getbasetemp().parent / "work"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            make_work(shared.with_name("work_in_progress")).rename(shared)
+    return shutil.copytree(shared, tmp_path_factory.mktemp("work"), dirs_exist_ok=True)
+
+
+def make_work(folder: Path) -> Path:
+    """Write the benchmark and the model that `work` is."""
     splits = toy.SPLITS
     toy.SPLITS = {"train": (2, 5), "dev": (3, 2), "test": (3, 2), "test_themes": (6, 2)}
     try:

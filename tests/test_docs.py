@@ -62,8 +62,10 @@ def commands(text: str) -> list[tuple[Path, str]]:
     found = []
     for line in "\n".join(part for span in spans for part in span).splitlines():
         for module, script, rest in COMMAND.findall(line):
-            path = module.replace(".", "/") + ".py" if module else script
-            found.append((ROOT / path, rest))
+            path = ROOT / (module.replace(".", "/") if module else script)
+            if module:
+                path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+            found.append((path, rest))
     return found
 
 
