@@ -49,7 +49,7 @@ from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
 from mtsql.learn.optimizer import optimizer_step, warmup_rate
 from mtsql.learn.parallel import leave_processes, whole_weights
-from mtsql.learn.samples import Sample, append_trajectories, group_metrics, mean_divergence
+from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps, mean_divergence
 from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_variants
 from mtsql.questions import make_sampling
 from mtsql.report.metrics import MetricsLog
@@ -224,7 +224,7 @@ def clipped_step(
     parts = step_batches(trained, config.layout, config.micro_batch_positions, run.processes, config.shard)
     run.policy.train()
     sums: Counter[str] = Counter()  # updated, never added: + would drop what is negative
-    largest_gap = norm = 0.0
+    gaps, norm = [], 0.0
     for update in range(config.updates_per_batch):
         for part in parts:
             batch = token_batch(part.groups, config.layout, run.policy.device, run.attention)
@@ -258,7 +258,7 @@ def clipped_step(
             sums.update({name: value / config.updates_per_batch for name, value in statistics.items()})
             if update == 0:
                 part.old_logprobs = logprobs.detach()
-                largest_gap = max(largest_gap, (logprobs - batch.sampling_logprobs).abs().max().item())
+                gaps.append((part.old_logprobs - batch.sampling_logprobs).abs().cpu())  # (tokens,)
                 sums.update({"entropy": entropy.sum().item(), "trained_tokens": len(entropy)})
         if trained:
             run.processes.sum_gradients(run.parameters)
@@ -271,7 +271,7 @@ def clipped_step(
         "clip_fraction": totals["clip_fraction"],
         "kl": totals["kl"] + mean_divergence(groups),
         "tis_weight": float(totals["tis_weight"]),
-        "logprob_gap": max(run.processes.all_gather(largest_gap)),
+        **logprob_gaps([gap for share in run.processes.all_gather(gaps) for gap in share]),
         "gradient_norm": norm,
     }
 

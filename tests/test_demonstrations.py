@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -142,6 +143,8 @@ def test_the_share_of_wrong_proposals_stays(tiny):
     kept = keep_share_of_wrong(found + cut, random.Random(0))
     assert [d.first for d in kept] == [RIGHT] * 10 + ["error"] * 10  # 72 of 144 were wrong
     assert keep_share_of_wrong(right, random.Random(0)) == right
+    beside = shown(True, "gold, beside a repaired one", 10)
+    assert keep_share_of_wrong(found + beside, random.Random(0))[25:] == beside
     direct = shown(True, RIGHT, 5, "none")
     assert keep_share_of_wrong(found + direct + shown(True, CUT, 3, "none"), random.Random(0))[25:] == direct
 
@@ -149,13 +152,15 @@ def test_the_share_of_wrong_proposals_stays(tiny):
 def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     out = run(
-        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown", "--questions", 12,
-        "--samples-per-question", 4, "--temperature", 1.5,
+        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown",
+        "--samples-per-question", 2, "--temperature", 1.5,
     )  # fmt: skip
     assert "first proposal" in out
     path = tmp_path / "shown" / "demonstrations.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {line["first_proposal"] for line in lines} > {RIGHT}
+    kinds = Counter(line["first_proposal"] for line in lines)
+    repaired = sum(any("unlearned" in m for m in line["messages"]) for line in lines)
+    assert repaired and kinds["gold, beside a repaired one"] == repaired
     assert {line.get("tool_set", "both") for line in lines} > {"both"}
     for line in lines:
         assert ("tools: none" in line["messages"][0]["content"]) == (line.get("tool_set") == "none")

@@ -26,6 +26,7 @@ from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.checkpoint import load_training_state, save_training_state
 from mtsql.learn.logprobs import (
     TokenBatch,
+    _HeadLogprobs,
     row_batch,
     shared_prompt_batch,
     token_batch,
@@ -38,6 +39,7 @@ from mtsql.learn.model import (
     load_tokenizer,
     save_policy,
 )
+from mtsql.learn.samples import logprob_gaps
 
 VOCABULARY = 61
 LAYOUTS = {
@@ -185,6 +187,29 @@ def test_shared_prompt_positions_and_shift_by_hand():
     rows = row_batch(group)
     assert rows.ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 6, 7, 8, 9, 10]]
     assert rows.source.tolist() == [2, 3, 10, 13]
+
+
+def test_the_heads_gradient_adds_up_in_float32():
+    """In bfloat16, a thousand small chunks would stop counting beside what has added up."""
+    torch.manual_seed(0)
+    hidden, weight = torch.rand(1024, 8), torch.zeros(4, 8)
+    targets = torch.zeros(1024, dtype=torch.int64)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        w = weight.to(dtype, copy=True).requires_grad_()
+        logprobs, _ = _HeadLogprobs.apply(hidden.to(dtype), w, targets, 1.0, 1)
+        logprobs.sum().backward()
+        return w.grad.float()
+
+    exact = gradient(torch.float32)
+    assert (gradient(torch.bfloat16) - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+def test_the_gap_between_sampler_and_trainer_is_told_three_times():
+    gaps = logprob_gaps([torch.arange(0, 100) / 100.0, torch.tensor([5.0])])
+    assert gaps["logprob_gap"] == 5.0 and gaps["logprob_gap_p99"] == pytest.approx(0.99)
+    assert gaps["logprob_gap_mean"] == pytest.approx((49.5 + 5.0) / 101)
+    assert set(logprob_gaps([]).values()) == {0.0}
 
 
 def test_tokens_of_loss_mask_0_are_never_targets(model):

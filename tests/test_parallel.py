@@ -96,7 +96,8 @@ def test_two_processes_train_as_one(script, options, work, tmp_path):
     assert len(one) == len(two) > 0
     for a, b in zip(one, two, strict=True):
         # The log-probability gap is itself a difference by rounding.
-        assert a.pop("logprob_gap", 0) < 1e-3 and b.pop("logprob_gap", 0) < 1e-3
+        for name in ("logprob_gap", "logprob_gap_p99", "logprob_gap_mean"):
+            assert a.pop(name, 0) < 1e-3 and b.pop(name, 0) < 1e-3
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
     assert_trained_alike(work / "imitation", tmp_path / "one" / "policy", tmp_path / "two" / "policy")
 
@@ -125,7 +126,8 @@ def test_sharded_weights_train_as_whole_ones(script, options, work, tmp_path):
     one, two = (rows_of(tmp_path / name / "metrics.csv") for name in ("whole", "sharded"))
     assert len(one) == len(two) > 0
     for a, b in zip(one, two, strict=True):
-        assert a.pop("logprob_gap", 0) < 1e-3 and b.pop("logprob_gap", 0) < 1e-3
+        for name in ("logprob_gap", "logprob_gap_p99", "logprob_gap_mean"):
+            assert a.pop(name, 0) < 1e-3 and b.pop(name, 0) < 1e-3
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
     assert_trained_alike(work / "imitation", tmp_path / "whole" / "policy", tmp_path / "sharded" / "policy")
     if script == "train_grpo.py":

@@ -18,7 +18,7 @@ from conftest import ROOT
 from mtsql.config import GrpoConfig, SftConfig, read_options
 
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
-KILLS = 5  # of each script
+KILLS = 3  # of each script
 SCRIPTS = {
     "train_grpo": [
         "--steps", 3, "--prompts-per-step", 2, "--samples-per-prompt", 4, "--save-every", 1, "--beta", 0.01,

@@ -194,9 +194,16 @@ class ModelServer:
         self.model, self.tokens = load_policy(folder).eval(), ChatTokens(load_tokenizer(folder))
         self.lock = threading.Lock()
 
+    def render(self, body: dict) -> list[int]:
+        """As servers do: tags in the text of a message are tags."""
+        text = self.tokens.tokenizer.apply_chat_template(
+            body["messages"], tools=body.get("tools"), tokenize=False, add_generation_prompt=True
+        )
+        return self.tokens.tokenizer.encode(text, add_special_tokens=False)
+
     def __call__(self, path: str, body: dict) -> tuple[int, dict]:
         chat = path.endswith("/chat/completions")
-        prompt = self.tokens.prompt_ids(body["messages"], body.get("tools")) if chat else body["prompt"]
+        prompt = self.render(body) if chat else body["prompt"]
         with self.lock:
             output = self.model.generate(
                 torch.tensor([prompt]), do_sample=False, max_new_tokens=body["max_tokens"],

@@ -31,6 +31,8 @@ from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.demonstrations import (
+    CUT,
+    GOLD,
     Demonstration,
     demonstrate,
     draw_tool_set,
@@ -96,7 +98,13 @@ def play_answers(
                 if tool_set == "none":  # nothing to look at, so that only the gold SQL is worth showing
                     answer, right = example.gold_sql, True
                 (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
-                found.append(replace(demonstrate(episode, answer, right), tool_set=tool_set))
+                shown = demonstrate(episode, answer, right)
+                found.append(replace(shown, tool_set=tool_set))
+                if not right and shown.trajectory is not None:
+                    (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
+                    beside = demonstrate(episode, example.gold_sql, True)
+                    first = GOLD if beside.trajectory is not None else CUT
+                    found.append(replace(beside, tool_set=tool_set, first=first))
     return found
 
 
@@ -109,13 +117,15 @@ def as_seen(example: Example, tool_set: str) -> Example:
 
 def format_demonstrations(found: list[Demonstration], kept: list[Demonstration]) -> str:
     """A small table of the first proposals: how many were sampled, how many are in the file."""
-    with_tools = [[d for d in of if d.tool_set != "none"] for of in (found, kept)]
+    with_tools = [[d for d in of if d.tool_set != "none" and d.first != GOLD] for of in (found, kept)]
     sampled, written = (Counter(d.first for d in of) for of in with_tools)
     lines = [f"{'first proposal':<45}{'sampled':>10}{'written':>10}"]
     lines += [f"{name:<45}{count:>10,}{written[name]:>10,}" for name, count in sampled.most_common()]
     shares = (100 * sum(not d.right for d in of) / max(1, len(of)) for of in with_tools)
-    direct = sum(d.tool_set == "none" for d in kept)
-    lines.append(f"{'gold SQL, without tools':<45}{'':>10}{direct:>10,}")
+    direct, gold = sum(d.tool_set == "none" for d in kept), sum(d.first == GOLD for d in kept)
+    lines += [
+        f"{name:<45}{'':>10}{n:>10,}" for name, n in ((GOLD, gold), ("gold SQL, without tools", direct))
+    ]
     return "\n".join([*lines, f"{'wrong':<45}" + "".join(f"{share:>9.1f}%" for share in shares)])
 
 

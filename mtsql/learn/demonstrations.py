@@ -5,7 +5,8 @@ agent proposes what that model sampled, runs it, judges it by what the tools sho
 found wrong to the gold SQL. It finds nothing that cannot be seen in the question, the SQL, its result and the
 memory; mistakes of another kind are no demonstration. Gold only tells false alarms from real ones.
 SQL that is repaired later has loss mask 0: the model learns to run, to judge and to repair what it wrote, not
-to make its mistakes.
+to make its mistakes. So each such conversation has another beside it whose first proposal is the gold SQL: a
+model that learned the call around it alone would not know what to write there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult
 
 RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
+GOLD = "gold, beside a repaired one"
 ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
 ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
 REFERS_BACK = re.compile(
@@ -37,7 +39,7 @@ LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
 @dataclass(frozen=True)
 class Demonstration:
     """A first proposal, whether it was `right`, and what came `first`: RIGHT, what showed that it was wrong,
-    or UNSEEN or CUT, which have no trajectory.
+    GOLD if nobody sampled it, or UNSEEN or CUT, which have no trajectory.
 
     `tool_set` is one of TOOL_SETS.
     """
@@ -133,11 +135,12 @@ def keep_share_of_wrong(found: Sequence[Demonstration], rng: random.Random) -> l
     """The usable demonstrations, with as many right first proposals left out as keep the share of wrong ones.
 
     Wrong ones whose mistake nothing shows, and what a limit cut, are not usable; without leaving out right
-    ones the model would learn that it errs less than it does. Direct answers without tools all stay.
+    ones the model would learn that it errs less than it does. Direct answers without tools and GOLD ones all
+    stay.
     """
-    sampled = [d for d in found if d.tool_set != "none"]
+    sampled = [d for d in found if d.tool_set != "none" and d.first != GOLD]
     usable = [d for d in found if d.first not in (UNSEEN, CUT)]
-    right = [d for d in usable if d.right and d.tool_set != "none"]
+    right = [d for d in usable if d.first == RIGHT and d.tool_set != "none"]
     repaired, wrong = sum(not d.right for d in usable), sum(not d.right for d in sampled)
     count = len(right)
     if wrong:

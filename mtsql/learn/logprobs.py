@@ -278,10 +278,12 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """`grad_logprobs` (tokens,) is d loss / d logprob."""
+        """`grad_logprobs` (tokens,) is d loss / d logprob. The weight's gradient adds up in float32."""
         hidden, weight, targets, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (tokens, hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (vocabulary, hidden)
+        grad_weight = None  # (vocabulary, hidden) float32
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk):
             at = slice(start, start + ctx.chunk)
             logits = (hidden[at] @ weight.t()).float().div_(ctx.temperature)  # (chunk, vocabulary)
@@ -290,8 +292,11 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[at])
-            if grad_weight is not None:
+            if grad_weight is not None and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.t(), hidden[at])
+            elif grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[at]
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 
 

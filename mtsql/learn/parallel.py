@@ -134,10 +134,12 @@ def whole_weights(policy: nn.Module) -> Iterator[None]:
     for module in sharded:
         module.unshard()
         module.set_reshard_after_forward(False, recurse=False)
-    yield
-    for module in sharded:
-        module.reshard()
-        module.set_reshard_after_forward(module is not policy, recurse=False)
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
+            module.set_reshard_after_forward(module is not policy, recurse=False)
 
 
 def whole_state(

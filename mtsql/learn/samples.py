@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from torch import Tensor
 
 from mtsql.agent.tokens import ChatTokens
@@ -56,6 +58,20 @@ def group_metrics(
 def mean_divergence(groups: Sequence[Sequence[Sample]]) -> float:
     """The mean over the samples of the divergence a token that was taken off the rewards."""
     return fmean(s.divergence / max(1, s.trajectory.sampled_length) for group in groups for s in group)
+
+
+def logprob_gaps(gaps: Sequence[Tensor]) -> dict[str, float]:
+    """How far trainer and sampler are apart: mean, 99th percentile and maximum of `gaps`, (tokens,) each.
+
+    A gap is |log-probability in the trainer - in the sampler| of one token; without any all three are 0.
+    """
+    together = torch.cat(list(gaps)).double() if gaps else torch.zeros(1)
+    ordered = together.sort().values if len(together) else torch.zeros(1)
+    return {
+        "logprob_gap_mean": ordered.mean().item(),
+        "logprob_gap_p99": ordered[math.ceil(0.99 * len(ordered)) - 1].item(),
+        "logprob_gap": ordered[-1].item(),
+    }
 
 
 def append_trajectories(
