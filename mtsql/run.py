@@ -24,6 +24,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import (
     AddressOptions,
+    AgentOptions,
     ChatConfig,
     CurriculumConfig,
     DemonstrationsConfig,
@@ -130,15 +131,14 @@ def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
     """The policy of --model, loaded as `how` says, and the questions of a split that it is to answer."""
     questions = begin_questions(config, split, config.model)
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    policy = load_policy(
-        config.model,
-        config.dtype,
-        pick_device(config.device),
-        attention=config.attention,
-        quantise=config.quantise,
-        **how,
-    )
-    return Run(**vars(questions), policy=policy)
+    return Run(**vars(questions), policy=chosen_policy(config, **how))
+
+
+def chosen_policy(config: AgentOptions, **how: Any) -> PreTrainedModel | PeftModel:
+    """The policy of --model, as the options and `how` say."""
+    device = pick_device(config.device)
+    options = {"attention": config.attention, "quantise": config.quantise, **how}
+    return load_policy(config.model, config.dtype, device, **options)
 
 
 def begin_answers(config: ServedOptions, split: str) -> Run | ServedRun:

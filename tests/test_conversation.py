@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny
 
-from mtsql.agent.env import Environment, Limits
+from mtsql.agent.env import Environment, Limits, WatchedEpisode
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
-from mtsql.chat.conversation import Conversation, Event, ShownEpisode
+from mtsql.chat.conversation import Conversation, Event
 from mtsql.chat.server import make_server
 from mtsql.chat.terminal import format_result, run_command
 from mtsql.data.introspect import read_schema
@@ -37,7 +37,7 @@ def make_conversation(tiny: Tiny, *answers: Sequence[str], **limits: int) -> Con
     """A dialogue with a policy that writes these messages, question by question."""
     waiting = list(answers)
 
-    def play(episodes: Sequence[ShownEpisode]) -> None:
+    def play(episodes: Sequence[WatchedEpisode]) -> None:
         (shown,) = episodes
         for text in waiting.pop(0):
             ids = tiny.tokens.message_ids(text)

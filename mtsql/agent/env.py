@@ -7,9 +7,9 @@ sampled and gives the ids to append; nothing that was sampled is ever encoded ag
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from mtsql.agent.memory import MemoryEntry
 from mtsql.agent.tokens import ChatTokens
@@ -228,6 +228,25 @@ class Episode:
             kept = kept * 9 // 10
             shown = text[: kept - kept // 2] + " ... " + text[len(text) - kept // 2 :]
         return shown
+
+
+@dataclass(frozen=True)
+class WatchedEpisode:
+    """An episode of which `told` hears after each message: to show it, or to keep it when it has ended."""
+
+    episode: Episode
+    told: Callable[[Trajectory], None]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.episode, name)
+
+    def step(
+        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None = None
+    ) -> list[int] | None:
+        """As Episode.step."""
+        suffix = self.episode.step(ids, logprobs, stop, loss_mask)
+        self.told(self.episode.trajectory)
+        return suffix
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ from mtsql.chat.server import serve
 from mtsql.chat.terminal import converse
 from mtsql.data.datasets import Dataset
 from mtsql.data.introspect import read_schema
-from mtsql.learn.model import load_policy, load_tokenizer, merged_adapter
+from mtsql.learn.model import load_tokenizer, merged_adapter
 from mtsql.questions import make_environment, make_sampling
-from mtsql.run import check_policy, pick_device, served_policy
+from mtsql.run import check_policy, chosen_policy, served_policy
 
 
 def main(config: ChatConfig) -> None:
@@ -73,13 +73,7 @@ def player(config: ChatConfig, tokens: ChatTokens, sampling: Sampling) -> Iterat
         served = served_policy(config, tokens)
         yield lambda episodes: play_served(served, episodes, sampling, 1)
         return
-    policy = load_policy(
-        config.model,
-        config.dtype,
-        pick_device(config.device),
-        attention=config.attention,
-        quantise=config.quantise,
-    )
+    policy = chosen_policy(config)
     with merged_adapter(policy) if config.merge_adapter else nullcontext():
         yield lambda episodes: rollout(policy, tokens, episodes, sampling, 1)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from mtsql.agent.env import Environment, Episode
+from mtsql.agent.env import Environment, Episode, WatchedEpisode
 from mtsql.agent.trajectory import (
     Action,
     ActionType,
     Observation,
     Status,
-    Stop,
     Trajectory,
     trajectory_record,
 )
@@ -25,7 +23,7 @@ from mtsql.recipes.prompt_options import compact_result
 from mtsql.report.records import RESULT_CHARACTERS
 from mtsql.sql.execute import ExecutionResult
 
-Play = Callable[[Sequence["ShownEpisode"]], object]  # plays episodes to their ends, as `rollout` does
+Play = Callable[[Sequence[WatchedEpisode]], object]  # plays episodes to their ends, as `rollout` does
 ENDINGS = {
     Status.OUT_OF_INTERACTIONS: "it used up its interactions without an answer",
     Status.OUT_OF_TOKENS: "its response was cut by a token limit",
@@ -49,28 +47,19 @@ class Event:
 Show = Callable[[Event], None]
 
 
-@dataclass(frozen=True)
-class ShownEpisode:
-    """An episode that tells what happens in it, message by message."""
+def show_steps(show: Show) -> Callable[[Trajectory], None]:
+    """The function that shows what a trajectory did and saw since it was last called."""
+    acted = seen = 0
 
-    episode: Episode
-    show: Show
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.episode, name)
-
-    def step(
-        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None = None
-    ) -> list[int] | None:
-        """As Episode.step."""
-        trajectory = self.episode.trajectory
+    def told(trajectory: Trajectory) -> None:
+        nonlocal acted, seen
+        events = [_acted(a) for a in trajectory.actions[acted:]]
+        events += [_observed(o) for o in trajectory.observations[seen:]]
         acted, seen = len(trajectory.actions), len(trajectory.observations)
-        reply = self.episode.step(ids, logprobs, stop, loss_mask)
-        for action in trajectory.actions[acted:]:
-            self.show(_acted(action))
-        for observation in trajectory.observations[seen:]:
-            self.show(_observed(observation))
-        return reply
+        for event in events:
+            show(event)
+
+    return told
 
 
 def _acted(action: Action) -> Event:
@@ -127,7 +116,7 @@ class Conversation:
             show(Event("note", f"{shown}, those that the question seems to be about: {_listed(schema)}"))
         trajectory, executor = episode.trajectory, self.environment.executor
         try:
-            self.play([ShownEpisode(episode, show)])
+            self.play([WatchedEpisode(episode, show_steps(show))])
             sql = trajectory.answer_sql
             result = None if sql is None else executor.execute(self.schema.path, sql)
         except ServerError as error:

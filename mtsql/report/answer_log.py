@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtsql.agent.env import Episode
-from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.agent.env import Episode, WatchedEpisode
+from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 
@@ -45,29 +44,11 @@ class AnswerLog:
         return self.answers.get((trajectory.example_id, trajectory.seed))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Append a finished trajectory."""
+        """Append a trajectory if it is finished."""
+        if trajectory.status is None:
+            return
         with self.lock, self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(trajectory.to_plain()) + "\n")
-
-
-@dataclass(frozen=True)
-class LoggedEpisode:
-    """An episode whose trajectory is added to a log when it ends."""
-
-    episode: Episode
-    log: AnswerLog
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.episode, name)
-
-    def step(
-        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None = None
-    ) -> list[int] | None:
-        """As Episode.step."""
-        suffix = self.episode.step(ids, logprobs, stop, loss_mask)
-        if suffix is None:
-            self.log.add(self.episode.trajectory)
-        return suffix
 
 
 def play_unanswered(episodes: Sequence[Episode], log: AnswerLog | None) -> tuple[list[Any], list[Trajectory]]:
@@ -75,5 +56,5 @@ def play_unanswered(episodes: Sequence[Episode], log: AnswerLog | None) -> tuple
     if log is None:
         return list(episodes), [episode.trajectory for episode in episodes]
     found = [log.find(episode.trajectory) for episode in episodes]
-    waiting = [LoggedEpisode(e, log) for e, known in zip(episodes, found, strict=True) if known is None]
+    waiting = [WatchedEpisode(e, log.add) for e, known in zip(episodes, found, strict=True) if known is None]
     return waiting, [known or e.trajectory for e, known in zip(episodes, found, strict=True)]
