@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and test.sh: makes .venv and installs requirements.txt into it.
+# Sourced by quickstart.sh and test.sh: makes .venv and installs $REQUIREMENTS, by default requirements.txt, into it.
 set -eu
 cd "$(dirname "$0")"
 
@@ -20,9 +20,11 @@ if ! "$python" -c 'import venv, ensurepip, sqlite3' 2>/dev/null; then
     fail "$python lacks venv, ensurepip or sqlite3: apt-get install python3-venv"
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv || fail "could not make the virtual environment .venv"
-if ! cmp -s requirements.txt .venv/installed-requirements.txt; then
-    echo "installing requirements.txt into .venv ..."
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
-        fail "pip could not install requirements.txt; its message is above"
-    cp requirements.txt .venv/installed-requirements.txt
-fi
+for requirements in ${REQUIREMENTS:-requirements.txt}; do
+    if ! cmp -s "$requirements" ".venv/installed-$requirements"; then
+        echo "installing $requirements into .venv ..."
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements" ||
+            fail "pip could not install $requirements; its message is above"
+        cp "$requirements" ".venv/installed-$requirements"
+    fi
+done

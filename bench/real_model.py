@@ -35,8 +35,9 @@ from mtsql.data.datasets import Example, examples
 from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.model import load_policy, load_tokenizer, merged_adapter
+from mtsql.learn.model import load_policy, merged_adapter
 from mtsql.learn.warm_start import gold_answers
+from mtsql.model_folder import load_tokenizer
 from mtsql.parts import hardware
 from mtsql.questions import load_split, make_environment
 

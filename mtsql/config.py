@@ -290,6 +290,7 @@ class CollectConfig(ServedOptions):
 
 SECTIONS = (
     "common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
+    "bridge",
 )  # fmt: skip
 COMMON = (TrainingOptions,)  # and what it inherits: the options that [common] may set
 

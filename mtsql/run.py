@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from peft import PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -45,14 +44,7 @@ from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.http_client import Server, ServerError, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
-from mtsql.learn.model import (
-    Reference,
-    load_policy,
-    load_tokenizer,
-    merged_adapter,
-    restore_policy,
-    save_policy,
-)
+from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, stepped_parameters
 from mtsql.learn.parallel import (
     Processes,
@@ -62,12 +54,16 @@ from mtsql.learn.parallel import (
     whole_state,
     whole_weights,
 )
+from mtsql.model_folder import load_tokenizer
 from mtsql.questions import load_split, make_environment, make_sampling, reward_function
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import summarise
 from mtsql.sql.score import Scorer, scorable
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 KEPT_CHECKPOINTS = 2
 FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device", "key_variable")

@@ -33,13 +33,9 @@ from mtsql.learn.logprobs import (
     token_logprobs,
 )
 from mtsql.learn.loss import grpo_loss, kl_estimate, loss_denominator, sft_loss
-from mtsql.learn.model import (
-    Reference,
-    load_policy,
-    load_tokenizer,
-    save_policy,
-)
+from mtsql.learn.model import Reference, load_policy, save_policy
 from mtsql.learn.samples import logprob_gaps
+from mtsql.model_folder import load_tokenizer
 
 VOCABULARY = 61
 LAYOUTS = {

@@ -12,7 +12,8 @@ from conftest import run
 
 from mtsql.agent.tokens import ChatTokens
 from mtsql.errors import UserError
-from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.learn.model import load_policy
+from mtsql.model_folder import load_tokenizer
 from mtsql.pretrained import GGUF, write_from_package
 
 COMMAND = ("-m", "mtsql.pretrained")

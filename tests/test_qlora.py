@@ -20,16 +20,10 @@ from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import group_micro_batches, micro_batches, order_by_database, shared_prefix
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.model import (
-    Reference,
-    load_policy,
-    load_tokenizer,
-    merge_adapter,
-    merged_adapter,
-    save_policy,
-)
+from mtsql.learn.model import Reference, load_policy, merge_adapter, merged_adapter, save_policy
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import restore_optimizer, whole_state
+from mtsql.model_folder import load_tokenizer
 
 WIDER = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 

@@ -18,7 +18,8 @@ from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, user_errors
 from mtsql.learn.curriculum import read_counts
-from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.learn.model import load_policy
+from mtsql.model_folder import load_tokenizer
 from mtsql.questions import load_split, make_environment
 from mtsql.report.evaluation import answer_dialogues
 

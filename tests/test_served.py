@@ -21,7 +21,8 @@ from mtsql.agent.trajectory import Status
 from mtsql.chat.conversation import Conversation
 from mtsql.errors import UserError
 from mtsql.http_client import Server, ServerError
-from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.learn.model import load_policy
+from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, verdict
 from mtsql.recipes.prompt_options import PromptOptions

@@ -13,7 +13,8 @@ from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
-from mtsql.learn.model import load_policy, load_tokenizer
+from mtsql.learn.model import load_policy
+from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer

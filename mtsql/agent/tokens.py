@@ -139,17 +139,10 @@ class ChatTokens:
     def _place_tools(
         self, messages: list[dict], tools: list[dict] | None
     ) -> tuple[list[dict], list[dict] | None]:
-        """Messages and schemas to render: both as they are, or the schemas in Qwen3's words in a message.
-
-        It is the system's first message, or a new one.
-        """
+        """Messages and schemas to render: both as they are, or the schemas in a message."""
         if not tools or self._template_writes_tools:
             return messages, tools
-        text = TOOLS_TEXT.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        if messages[0]["role"] == "system":
-            text = f"{messages[0]['content']}\n\n{text}"
-            messages = messages[1:]
-        return [{"role": "system", "content": text}, *messages], None
+        return messages_with_tools(messages, tools), None
 
     @cached_property
     def _template_writes_tools(self) -> bool:
@@ -216,6 +209,17 @@ class ChatTokens:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def messages_with_tools(messages: list[dict], tools: list[dict] | None) -> list[dict]:
+    """The messages with the schemas `tools` in Qwen3's words at the end of the system's, or in a new one."""
+    if not tools:
+        return messages
+    text = TOOLS_TEXT.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages[0]["role"] == "system":
+        text = f"{messages[0]['content']}\n\n{text}"
+        messages = messages[1:]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def message_text(message: dict) -> str:

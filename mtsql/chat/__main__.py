@@ -46,7 +46,8 @@ from mtsql.chat.server import serve
 from mtsql.chat.terminal import converse
 from mtsql.data.datasets import Dataset
 from mtsql.data.introspect import read_schema
-from mtsql.learn.model import load_tokenizer, merged_adapter
+from mtsql.learn.model import merged_adapter
+from mtsql.model_folder import load_tokenizer
 from mtsql.questions import make_environment, make_sampling
 from mtsql.run import check_policy, chosen_policy, served_policy
 

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 
 from mtsql.config import user_errors
-from mtsql.learn.model import DTYPES, load_tokenizer, merge_adapter, save_policy
+from mtsql.learn.model import DTYPES, merge_adapter, save_policy
+from mtsql.model_folder import load_tokenizer
 
 
 def main() -> None:

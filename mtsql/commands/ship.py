@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.model import ADAPTER_FILE
+from mtsql.model_folder import ADAPTER_FILE
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -26,7 +26,7 @@ from mtsql.agent.tools import Tool, make_tools
 from mtsql.config import PolicyOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.files import write_atomically
-from mtsql.learn.model import load_tokenizer
+from mtsql.model_folder import load_tokenizer
 from mtsql.questions import load_split, prompt_options
 from mtsql.recipes import load_recipe
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
@@ -20,6 +20,9 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.logprobs import row_batch
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 MICRO_BATCH_POSITIONS = 8192  # in one forward pass, padding counted
 LONGEST_TEXT = 8192  # tokens, as on Qwen3-Embedding's card; the rest of a text is cut off

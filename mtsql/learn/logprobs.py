@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -23,6 +22,9 @@ from transformers.masking_utils import sdpa_mask
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 SHARED_PROMPT = "sdpa_shared_prompt"
 SEQUENCES_TOGETHER = 4  # Attention takes so many sequences of similar length, padded to the longest.
@@ -311,7 +313,7 @@ def token_logprobs(
     that batch meets another attention, for models that cap their logits, and for heads that are more than
     one matrix.
     """
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     if getattr(inner.config, "final_logit_softcapping", None) is not None:
         raise UserError(f"{type(inner).__name__} caps its logits, which is not supported")
     head = inner.get_output_embeddings()

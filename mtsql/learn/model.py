@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from bitsandbytes.nn import Linear4bit
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,29 +21,18 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from mtsql.errors import UserError
-from mtsql.files import folder_atomically, recover_folder
+from mtsql.files import folder_atomically
+from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
+
+if TYPE_CHECKING:  # peft and bitsandbytes take seconds to import: only what works with adapters does it
+    from peft import PeftModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ADAPTER_FILE = "adapter_config.json"
-WHAT_TO_GIVE = (
-    "give a folder with config.json, weights and tokenizer, a PEFT adapter folder, "
-    "or a hub name like Qwen/Qwen3-4B"
-)
 
 
-def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, adapter folder or hub name; UserError if there is none.
-
-    An adapter folder without a tokenizer has its base's.
-    """
-    _check_exists(name_or_path)
-    folder = Path(name_or_path)
-    if (folder / ADAPTER_FILE).is_file() and not (folder / "tokenizer_config.json").is_file():
-        name_or_path = base_of_adapter(folder)
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer could be loaded from {name_or_path}; {WHAT_TO_GIVE}") from error
+def has_adapter(policy: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
+    """Whether the policy is a base model with a LoRA adapter on it."""
+    return not isinstance(policy, PreTrainedModel)
 
 
 def load_policy(
@@ -72,7 +57,7 @@ def load_policy(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
-    _check_exists(name_or_path)
+    check_exists(name_or_path)
     adapter = (Path(name_or_path) / ADAPTER_FILE).is_file()
     if adapter and lora_rank > 0:
         raise UserError(f"{name_or_path} is a LoRA adapter already and goes on as it is: set lora_rank to 0")
@@ -100,6 +85,8 @@ def load_policy(
         else:
             model.to(device)
         if adapter:
+            from peft import PeftModel
+
             model = PeftModel.from_pretrained(model, name_or_path, is_trainable=True)
             model.peft_config["default"].base_model_name_or_path = source  # wherever it will be saved
     except UserError:
@@ -107,6 +94,8 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise UserError(f"no model could be loaded from {source}; {WHAT_TO_GIVE}") from error
     if lora_rank > 0:
+        from peft import LoraConfig, get_peft_model
+
         config = LoraConfig(
             r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
@@ -116,39 +105,17 @@ def load_policy(
     return model.train()
 
 
-def base_of_adapter(folder: Path) -> str:
-    """The folder or hub name of an adapter's base; a relative path is looked up beside the adapter first.
-
-    Raises UserError for a path that starts with a dot if there is no such folder.
-    """
-    name = PeftConfig.from_pretrained(folder).base_model_name_or_path or str(folder)
-    beside = os.path.normpath(folder / name)
-    if Path(beside).is_dir():
-        return beside
-    if name.startswith(".") and not Path(name).is_dir():
-        raise UserError(f"{folder} is an adapter of {beside}, which is not there; its README says where from")
-    return name
-
-
 def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:
     """Forbid bitsandbytes to repack 4-bit layers.
 
     On CPUs with bfloat16 instructions it does so at their first evaluation, and from then on they silently
     pass no gradient.
     """
+    from bitsandbytes.nn import Linear4bit
+
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
-
-
-def _check_exists(name_or_path: str | Path) -> None:
-    """Raise UserError for what can be neither a folder nor a hub name."""
-    recover_folder(Path(name_or_path))
-    if Path(name_or_path).is_dir():
-        return
-    names = str(name_or_path).split("/")
-    if len(names) > 2 or not all(names) or names[0] in (".", "..", "~"):
-        raise UserError(f"{name_or_path} is not a folder; {WHAT_TO_GIVE}")
 
 
 def save_policy(
@@ -162,7 +129,7 @@ def save_policy(
     `weights` are the gathered ones of a sharded model, None for the model's own.
     """
     with folder_atomically(folder) as temporary:
-        options = {"selected_adapters": ["default"]} if isinstance(model, PeftModel) else {}
+        options = {"selected_adapters": ["default"]} if has_adapter(model) else {}
         model.save_pretrained(temporary, state_dict=weights, **options)
         tokenizer.save_pretrained(temporary)
 
@@ -173,7 +140,7 @@ def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
     Raises UserError if `policy` holds no adapter.
     """
     model = load_policy(policy, dtype)
-    if not isinstance(model, PeftModel):
+    if not has_adapter(model):
         raise UserError(f"{policy} holds no LoRA adapter, so there is nothing to merge")
     return model.merge_and_unload()
 
@@ -185,9 +152,12 @@ def merged_adapter(policy: PreTrainedModel | PeftModel) -> Iterator[None]:
     Each linear layer is one matrix product then, as in a model without adapter, for which nothing is done.
     Raises UserError for a quantised base, whose weights have no room for it.
     """
-    if not isinstance(policy, PeftModel):
+    if not has_adapter(policy):
         yield
         return
+    from bitsandbytes.nn import Linear4bit
+    from peft.tuners.lora import LoraLayer
+
     bases = [layer.base_layer for layer in policy.modules() if isinstance(layer, LoraLayer)]
     if any(isinstance(base, Linear4bit) for base in bases):
         raise UserError("--merge-adapter needs a base that is not quantised; leave out one of the two")
@@ -207,10 +177,12 @@ def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str)
     Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
     """
     adapter = folder / "adapter_model.safetensors"
-    if adapter.is_file() != isinstance(model, PeftModel):
+    if adapter.is_file() != has_adapter(model):
         article = "a" if adapter.is_file() else "no"
         raise UserError(f"{folder} holds {article} LoRA adapter; resume with the first run's --lora-rank")
     if adapter.is_file():
+        from peft import set_peft_model_state_dict
+
         set_peft_model_state_dict(model, load_file(adapter))
     else:
         model.load_state_dict(load_policy(folder, dtype).state_dict())
@@ -225,7 +197,7 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         """Copy the weights of `model`; to be called before training changes them, also on resume."""
-        if not isinstance(model, PeftModel):
+        if not has_adapter(model):
             self._model = copy.deepcopy(model).requires_grad_(False)
             return
         self._model = model
@@ -239,7 +211,7 @@ class Reference:
     @contextmanager
     def policy(self) -> Iterator[PreTrainedModel | PeftModel]:
         """The frozen policy; the trained one must not be used while the block runs."""
-        if not isinstance(self._model, PeftModel):
+        if not has_adapter(self._model):
             yield self._model
             return
         self._model.set_adapter("reference", inference_mode=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import bitsandbytes
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,9 @@ def make_optimizer(
     if not trainable:
         raise UserError("nothing can be trained; a quantised model needs --lora-rank above 0 or an adapter")
     stepped = [_master(p) for p in trainable]
-    adamw = bitsandbytes.optim.AdamW8bit if kind == "adamw8bit" else torch.optim.AdamW
+    adamw = torch.optim.AdamW
+    if kind == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit as adamw
     optimizer = adamw(stepped, lr=learning_rate, betas=(0.9, beta2), weight_decay=0.0)
     copies = [(p, master) for p, master in zip(trainable, stepped, strict=True) if master is not p]
 

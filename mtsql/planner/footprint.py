@@ -30,7 +30,8 @@ from mtsql.config import TrainingOptions
 from mtsql.errors import UserError
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.model import ADAPTER_FILE, DTYPES
+from mtsql.learn.model import DTYPES
+from mtsql.model_folder import ADAPTER_FILE
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.75 * GIB)  # kernels and cuBLAS workspaces, about as much on an RTX 3090 and 4090

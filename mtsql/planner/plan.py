@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 
 from mtsql.config import GrpoConfig, SftConfig, TrainingOptions, add_option, check, from_toml, user_errors
 from mtsql.errors import UserError
-from mtsql.learn.model import ADAPTER_FILE
+from mtsql.model_folder import ADAPTER_FILE
 from mtsql.planner.footprint import (
     GIB,
     build_model,

@@ -1,0 +1,56 @@
+"""The dataset of another engine: a row for each question that can be scored and whose prompt is not too long.
+
+python -m mtsql.bridges.rows --engine verl --config configs/toy.toml --model MODEL --data DATA --out ROWS
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from mtsql.bridges.task import BridgeConfig, Task, load_task
+from mtsql.config import option, read_options, user_errors
+from mtsql.errors import UserError
+from mtsql.files import write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig(BridgeConfig):
+    """Rows of an engine's dataset (mtsql.bridges.rows); `out` is the file."""
+
+    SECTION: ClassVar = "bridge"
+    engine: Literal["trl", "verl", "skyrl"] = option("verl", "whose rows")
+    split: Literal["train", "dev", "test", "held_out"] = option("train", "part of the data")
+
+
+def make_row(task: Task, example_id: str, engine: str) -> dict[str, Any]:
+    """A question in the fields that an engine looks for; all but the id is for its logs and filters.
+
+    verl and SkyRL want a prompt in the row, which the bridge does not read: the environment renders it.
+    """
+    if engine == "trl":
+        return {"prompt": example_id}
+    example = task.examples[example_id]
+    prompt = [{"role": "user", "content": example.question}]
+    row = {"prompt": prompt, "data_source": f"mtsql/{example.db_id}"}
+    if engine == "skyrl":
+        return row | {"env_class": "mtsql", "example_id": example_id}
+    reward = {"style": "rule", "ground_truth": example.gold_sql}
+    return row | {"reward_model": reward, "extra_info": {"example_id": example_id}, "agent_name": "mtsql"}
+
+
+def main(config: RowsConfig) -> None:
+    """Write the rows."""
+    if not config.out:
+        raise UserError("give --out, the file of rows to write")
+    task = load_task(config, config.split)
+    rows = [make_row(task, name, config.engine) for name in task.playable()]
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(Path(config.out), "".join(lines))
+    print(f"{len(rows):,} rows of {len(task.examples):,} questions in {config.out}")
+
+
+if __name__ == "__main__":
+    user_errors(main, read_options(RowsConfig, __doc__))

@@ -1,0 +1,62 @@
+"""SkyRL as the engine: an environment of skyrl-gym, messages in and out.
+
+    python -m mtsql.bridges.rows --engine skyrl --config configs/toy.toml --model MODEL --data DATA --out ROWS
+
+writes the dataset; the program that starts SkyRL registers the environment first:
+
+    skyrl_gym.register("mtsql", "mtsql.bridges.skyrl:MtsqlEnv")
+
+Its options, those of BridgeConfig, are environment.skyrl_gym.mtsql.options in SkyRL's configuration. SkyRL
+renders and encodes the messages itself, so the ids are ours only as far as its template's are. It does not
+say that a message was cut at a limit: such a message is read like any other, and mostly holds no action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+from mtsql.agent.tokens import messages_with_tools
+from mtsql.bridges.task import from_mapping, load_task
+
+
+class MtsqlEnv(BaseTextEnv):
+    """One episode; the question's id is in its row."""
+
+    def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        """`env_config` holds the options, `extras` the fields of the row."""
+        super().__init__()
+        options = env_config["options"]
+        plain = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options
+        self.task = load_task(from_mapping(plain))
+        self.episode = self.task.episode(extras["example_id"], seed=0)  # SkyRL's engines have the seeds
+        self.max_turns = self.task.environment.limits.max_interactions + 1
+
+    def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        """The question's messages instead of the row's `prompt`, tools in the system message."""
+        episode = self.episode
+        messages, tools = episode.recipe.prompt(episode.example, episode.schema, episode.tools)
+        return messages_with_tools(messages, tools), {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Take one message of the model, without its end of turn. At the end comes the reward."""
+        task, episode = self.task, self.episode
+        ids = task.tokens.message_ids(action)
+        done = task.take(episode, ids, [0.0] * len(ids)) is None
+        if not done:
+            seen = {
+                "role": episode.recipe.observation_role,
+                "content": episode.trajectory.observations[-1].text,
+            }
+            return BaseTextEnvStepOutput(observations=[seen], reward=0.0, done=False, metadata={})
+        rewards = task.rewards(episode.trajectory)
+        metadata = {"ex": rewards.ex, "em": rewards.em, "status": str(episode.trajectory.status)}
+        return BaseTextEnvStepOutput(observations=[], reward=rewards.total, done=True, metadata=metadata)
+
+    def get_metrics(self) -> dict[str, Any]:
+        """EX and EM of the answer, 0 without one."""
+        rewards = self.task.rewards(self.episode.trajectory)
+        return {"ex": rewards.ex, "em": rewards.em}

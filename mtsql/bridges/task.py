@@ -1,0 +1,128 @@
+"""The task for an engine that brings its own training: questions, their environment, what an answer earns.
+
+Everything goes by a question's id, which is all that a row of an engine's dataset has to carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from mtsql.agent.env import Environment, Episode
+from mtsql.agent.rollout import Sampling
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.config import RewardOptions, option, read_options
+from mtsql.data.datasets import Example, examples
+from mtsql.errors import UserError
+from mtsql.model_folder import load_tokenizer
+from mtsql.questions import load_split, make_environment, make_sampling, reward_function
+from mtsql.recipes.rewards import RewardFunction, Rewards
+from mtsql.sql.score import Scorer, scorable
+
+# Writes one message to each sequence of ids: the sampled ids and their log-probabilities.
+Write = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BridgeConfig(RewardOptions):
+    """Questions and rewards for another engine; of `model`, only the tokenizer is read for them."""
+
+    SECTION: ClassVar = "bridge"
+    out: str = option("", "run folder of mtsql.bridges.trl, or file of mtsql.bridges.rows")
+    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
+
+
+def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
+    """The options of an engine's configuration file, `config` among them.
+
+    Ends the process with one sentence, like a command, for one that is unknown, missing or of another type.
+    """
+    argv = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            argv += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+    return read_options(BridgeConfig, None, argv)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions by their ids, the environment that all of them share, and the rewards."""
+
+    tokens: ChatTokens
+    environment: Environment
+    examples: dict[str, Example]
+    scorer: Scorer
+    reward: RewardFunction
+    sampling: Sampling  # limits and stop strings of a message; the engine has its own temperature
+
+    def playable(self) -> list[str]:
+        """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset."""
+        asked = scorable(list(self.examples.values()), self.scorer)
+        return [e.id for e in asked if self.episode(e.id, 0).trajectory.status is None]
+
+    def episode(self, example_id: str, seed: int) -> Episode:
+        """A new episode of a question. Raises UserError for an id that the data does not have."""
+        if example_id not in self.examples:
+            raise UserError(
+                f"no question has the id {example_id!r}; write the rows anew from the same --data"
+            )
+        return self.environment.episodes(self.examples[example_id], [seed])[0]
+
+    def message_limit(self, episode: Episode) -> int:
+        """Tokens that the episode's next message may have."""
+        return min(self.sampling.max_turn_tokens, episode.remaining_tokens())
+
+    def take(self, episode: Episode, ids: list[int], logprobs: list[float]) -> list[int] | None:
+        """Give the episode a message that an engine sampled; what to append, or None at its end.
+
+        Ids beyond the message's limit are cut off, and the message then ends the episode.
+        """
+        limit = self.message_limit(episode)
+        if ids and len(ids) <= limit and ids[-1] in self.tokens.end_of_turn_ids:
+            stop = Stop.END_OF_TURN
+        else:
+            text = self.tokens.decode(ids[:limit])
+            whole = len(ids) <= limit and text.endswith(self.sampling.stop_strings)
+            stop = Stop.STOP_STRING if whole else Stop.LIMIT
+        return episode.step(ids[:limit], logprobs[:limit], stop)
+
+    def rewards(self, trajectory: Trajectory) -> Rewards:
+        """What a finished trajectory earns."""
+        return self.reward(trajectory, self.examples[trajectory.example_id])
+
+
+@cache
+def load_task(config: BridgeConfig, split: str = "train") -> Task:
+    """The task of a split, made once in a process: engines ask for it with each episode.
+
+    Raises UserError for what `load_split` and `load_tokenizer` refuse.
+    """
+    tokens = ChatTokens(load_tokenizer(config.model), config.thinking)
+    dataset = load_split(config, split)
+    environment = make_environment(config, dataset, tokens, config.tools)
+    scorer = Scorer(environment.schemas, environment.executor)
+    asked = {example.id: example for example in examples(dataset.dialogues, config.history)}
+    reward = reward_function(config, tokens, scorer, config.weights)
+    return Task(tokens, environment, asked, scorer, reward, make_sampling(config, environment, 1.0))
+
+
+def play_in_lockstep(task: Task, episodes: Sequence[Episode], write: Write) -> None:
+    """Play episodes to their ends with an engine that writes one message to all that go on at a time."""
+    going = [episode for episode in episodes if episode.trajectory.status is None]
+    while going:
+        messages = zip(going, *write([episode.trajectory.ids for episode in going]), strict=True)
+        going = [
+            episode for episode, ids, logprobs in messages if task.take(episode, ids, logprobs) is not None
+        ]
+
+
+def completion(trajectory: Trajectory) -> tuple[list[int], list[int], list[int], list[float]]:
+    """Ids of the prompt; ids, loss mask and log-probabilities of all that follows it."""
+    ids, start = trajectory.ids, trajectory.prompt_length
+    return ids[:start], ids[start:], trajectory.loss_mask[start:], trajectory.logprobs[start:]

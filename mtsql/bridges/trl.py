@@ -1,0 +1,146 @@
+"""TRL as the engine: its GRPOTrainer with our episodes, loss masks and rewards, through `rollout_func`.
+
+    python -m mtsql.bridges.trl --config configs/toy.toml --model MODEL --data DATA --out OUT -- --max_steps 3
+    accelerate launch --num_processes 8 -m mtsql.bridges.trl ... -- --use_peft --lora_r 32
+
+What stands behind -- are options of TRL's GRPOConfig and ModelConfig, which replace those of `defaults`: with
+these TRL's loss is train_grpo.py's. The policy plays in our generator, or with --use_vllm true
+--vllm_mode colocate in vLLM, all episodes one message at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import HfArgumentParser
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
+
+from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
+from mtsql.bridges.task import BridgeConfig, Task, completion, load_task, play_in_lockstep
+from mtsql.config import read_options, save_config, user_errors
+from mtsql.errors import UserError
+from mtsql.learn.model import load_policy
+from mtsql.run import pick_device
+
+EARNED = ("reward", "ex", "em")  # of each trajectory, handed on to the reward functions
+
+
+def defaults(config: BridgeConfig) -> list[str]:
+    """TRL's options for MTSQL-R1's loss: a mean over each trajectory's tokens, then over trajectories; no KL.
+
+    A message that ends with a stop string counts as truncated for TRL, so none of those is left out.
+    """
+    options = {
+        "output_dir": config.out,
+        "seed": config.seed,
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "beta": 0.0,
+        "mask_truncated_completions": False,
+        "max_completion_length": config.max_response_tokens,
+        "bf16": config.dtype == "bfloat16",
+        "use_cpu": pick_device(config.device).type == "cpu",
+        "report_to": "none",
+        "logging_steps": 1,
+    }
+    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+
+def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOTrainer], dict[str, list]]:
+    """TRL's `rollout_func`: one trajectory for each prompt, which is a question's id.
+
+    EX, EM and the reward are further fields, which reach the reward functions.
+    """
+
+    def play(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
+        numbers = (config.seed, trainer.state.global_step, trainer.accelerator.process_index)
+        episodes = [task.episode(name, trajectory_seed(*numbers, i)) for i, name in enumerate(prompts)]
+        if trainer.use_vllm:
+
+            def write(ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+                _, written, logprobs, _ = trainer.vllm_generation.generate(ids, None, num_generations=1)
+                return written, [[of_token[0] for of_token in message] for message in logprobs]
+
+            play_in_lockstep(task, episodes, write)
+        else:
+            policy = trainer.accelerator.unwrap_model(trainer.model)
+            sampling = Sampling(
+                trainer.temperature, task.sampling.max_turn_tokens, task.sampling.stop_strings
+            )
+            rollout(policy, task.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib)
+        parts = zip(*(completion(episode.trajectory) for episode in episodes), strict=True)
+        names = ("prompt_ids", "completion_ids", "env_mask", "logprobs")
+        rewards = [task.rewards(episode.trajectory) for episode in episodes]
+        earned = {
+            "reward": [r.total for r in rewards],
+            "ex": [r.ex for r in rewards],
+            "em": [r.em for r in rewards],
+        }
+        return {name: list(part) for name, part in zip(names, parts, strict=True)} | earned
+
+    return play
+
+
+def reward(reward: list[float], **_: Any) -> list[float]:
+    """The reward, as the rollout found it."""
+    return reward
+
+
+def ex(ex: list[float], **_: Any) -> list[float]:
+    """Execution accuracy, logged with weight 0."""
+    return ex
+
+
+def em(em: list[float], **_: Any) -> list[float]:
+    """Exact match, logged with weight 0."""
+    return em
+
+
+def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
+    """TRL's trainer over the training questions; `options` are TRL's own.
+
+    Raises UserError for settings in which it would hang.
+    """
+    parser = HfArgumentParser((GRPOConfig, ModelConfig))
+    given, model = parser.parse_args_into_dataclasses([*defaults(config), *options])
+    if given.use_vllm and given.vllm_mode == "server" and given.world_size > 1:
+        raise UserError(
+            "episodes differ in their messages, which TRL's server mode waits for; --vllm_mode colocate"
+        )
+    task = load_task(config)
+    if given.use_vllm and task.sampling.stop_strings:
+        stops = {"stop": list(task.sampling.stop_strings), "include_stop_str_in_output": True}
+        given.generation_kwargs = {**(given.generation_kwargs or {}), **stops}
+    given.reward_weights = [1.0, 0.0, 0.0]
+    adapter = get_peft_config(model)
+    dtype = config.dtype if adapter else "float32"  # bfloat16 would round most updates of whole weights away
+    return GRPOTrainer(
+        load_policy(config.model, dtype, attention=config.attention, quantise=config.quantise),
+        [reward, ex, em],
+        given,
+        Dataset.from_list([{"prompt": name} for name in task.playable()]),
+        processing_class=task.tokens.tokenizer,
+        peft_config=adapter,
+        rollout_func=make_rollout(task, config),
+    )
+
+
+def main() -> None:
+    """Train, and save the policy as an ordinary folder."""
+    given = [*sys.argv[1:], "--"]
+    end = given.index("--")
+    config = read_options(BridgeConfig, __doc__, given[:end])
+    if not config.out:
+        raise UserError("give --out, the run folder to write")
+    trainer = make_trainer(config, given[end + 1 : -1])
+    save_config(config, Path(config.out))
+    trainer.train()
+    trainer.save_model(f"{config.out}/policy")
+
+
+if __name__ == "__main__":
+    user_errors(main)

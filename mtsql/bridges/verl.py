@@ -1,0 +1,68 @@
+"""verl as the engine: an agent loop, which asks verl's servers for each message and returns one trajectory.
+
+    python -m mtsql.bridges.rows --engine verl --config configs/toy.toml --model MODEL --data DATA --out ROWS
+
+writes the dataset. The agent loop stands in the file of agent_loop_config_path (in
+actor_rollout_ref.rollout.agent), with the same options:
+
+    - name: mtsql
+      _target_: mtsql.bridges.verl.MtsqlAgentLoop
+      options: {config: configs/toy.toml, model: MODEL, data: [DATA]}
+
+The reward comes with the trajectory, so verl computes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+from mtsql.bridges.task import completion, from_mapping, load_task
+
+
+class MtsqlAgentLoop(AgentLoopBase):
+    """One episode; verl makes one such object for each."""
+
+    def __init__(self, *args: Any, options: Mapping[str, Any], **kwargs: Any) -> None:
+        """`options` are those of BridgeConfig; the rest is verl's."""
+        super().__init__(*args, **kwargs)
+        plain = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options
+        self.task = load_task(from_mapping(plain))
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """Play the question whose id stands in the row's `extra_info`.
+
+        Executing SQL and rewarding block, so they run beside the event loop.
+        """
+        task, request = self.task, uuid4()
+        episode = task.episode(row["extra_info"]["example_id"], request.int)  # verl's servers have the seeds
+        suffix: list[int] | None = [] if episode.trajectory.status is None else None
+        while suffix is not None:
+            asked = {
+                "max_tokens": task.message_limit(episode),
+                "stop": list(task.sampling.stop_strings),
+                "include_stop_str_in_output": True,
+            }
+            output = await self.server_manager.generate(
+                request_id=request.hex,
+                prompt_ids=episode.trajectory.ids,
+                sampling_params={**sampling_params, **asked},
+            )
+            logprobs = output.log_probs or [0.0] * len(output.token_ids)
+            suffix = await self.loop.run_in_executor(None, task.take, episode, output.token_ids, logprobs)
+        rewards = await self.loop.run_in_executor(None, task.rewards, episode.trajectory)
+        prompt_ids, response_ids, loss_mask, logprobs = completion(episode.trajectory)
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            response_mask=loss_mask,
+            response_logprobs=logprobs,
+            reward_score=rewards.total,
+            num_turns=2 * episode.trajectory.messages,
+            metrics=AgentLoopMetrics(),
+            extra_fields={"ex": rewards.ex, "em": rewards.em, "turn_scores": [], "tool_rewards": []},
+        )

@@ -1,0 +1,228 @@
+"""The same episodes under other engines: their ids, loss masks, rewards and gradients are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TOY, run
+
+from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
+from mtsql.bridges.task import completion, from_mapping, load_task, play_in_lockstep
+from mtsql.errors import UserError
+from mtsql.learn.advantages import group_advantages, informative_groups
+from mtsql.learn.logprobs import row_batch, token_logprobs
+from mtsql.learn.loss import grpo_loss, loss_denominator
+from mtsql.learn.model import load_policy
+
+GREEDY = 0.0
+
+
+@pytest.fixture
+def options(work, tmp_path):
+    return {
+        "config": str(ROOT / "configs" / "toy.toml"),
+        "data": [str(work / "benchmark")],
+        "model": str(work / "imitation"),
+        "out": str(tmp_path / "out"),
+        "max_turn_tokens": 120,
+    }
+
+
+@pytest.fixture
+def task(options):
+    return load_task(from_mapping(options))
+
+
+@pytest.fixture
+def policy(options):
+    return load_policy(options["model"]).eval()
+
+
+def played(task, policy, count=12):
+    """Greedy trajectories of the first questions, as train_grpo.py and evaluate.py play them."""
+    episodes = [task.episode(name, 0) for name in task.playable()[:count]]
+    sampling = Sampling(GREEDY, task.sampling.max_turn_tokens, task.sampling.stop_strings)
+    return rollout(policy, task.tokens, episodes, sampling)
+
+
+@torch.no_grad()
+def write_greedily(task, policy, ids, limit):
+    """What a server would: the next message's ids and their log-probabilities, one forward pass a token."""
+    written, logprobs = [], []
+    while len(written) < limit and not (written and written[-1] in task.tokens.end_of_turn_ids):
+        distribution = policy(torch.tensor([[*ids, *written]])).logits[0, -1].log_softmax(0)  # (vocabulary,)
+        written.append(distribution.argmax().item())
+        logprobs.append(distribution[written[-1]].item())
+    return written, logprobs
+
+
+def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(task, policy):
+    expected = played(task, policy)
+    episodes = [task.episode(t.example_id, 0) for t in expected]
+    asked = []
+
+    def write(prompts):
+        asked.append(len(prompts))
+        messages = [write_greedily(task, policy, ids, task.sampling.max_turn_tokens) for ids in prompts]
+        return [ids for ids, _ in messages], [logprobs for _, logprobs in messages]
+
+    play_in_lockstep(task, episodes, write)
+    assert asked[0] == len(expected) and asked[-1] < asked[0] and len(asked) > 2
+    for episode, trajectory in zip(episodes, expected, strict=True):
+        assert completion(episode.trajectory)[:3] == completion(trajectory)[:3]
+        assert completion(episode.trajectory)[3] == pytest.approx(completion(trajectory)[3], abs=1e-3)
+        assert episode.trajectory.status == trajectory.status
+        assert task.rewards(episode.trajectory) == task.rewards(trajectory)
+
+
+def test_a_message_beyond_its_limit_ends_the_episode(task):
+    episode = task.episode(task.playable()[0], 0)
+    limit = task.message_limit(episode)
+    assert limit == 120
+    assert task.take(episode, [5] * (limit + 3), [-1.0] * (limit + 3)) is None
+    assert episode.trajectory.status == "out_of_tokens"
+    assert episode.trajectory.segments[-1].ids == (5,) * limit
+    with pytest.raises(UserError, match="no question has the id 'nobody/0'"):
+        task.episode("nobody/0", 0)
+
+
+def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
+    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
+    from transformers import TrainerCallback
+
+    from mtsql.bridges.trl import make_trainer
+
+    trainer = make_trainer(
+        from_mapping(options),
+        "--max_steps 1 --per_device_train_batch_size 48 --num_generations 6 --max_grad_norm 0 "
+        "--learning_rate 0 --gradient_checkpointing False".split(),
+    )
+    kept, gradients, rollout_func = {}, {}, trainer.rollout_func
+
+    def keep(prompts, trainer):
+        kept.update(rollout_func(prompts, trainer), prompts=prompts)
+        return {name: value for name, value in kept.items() if name != "prompts"}
+
+    class KeepGradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, model, **__):
+            gradients.update({name: p.grad.clone() for name, p in model.named_parameters()})
+
+    trainer.rollout_func = keep
+    trainer.add_callback(KeepGradients())
+    trainer.train()
+
+    policy = load_policy(options["model"])
+    episodes = [task.episode(name, trajectory_seed(0, 0, 0, i)) for i, name in enumerate(kept["prompts"])]
+    trajectories = rollout(policy, task.tokens, episodes, Sampling(1.0, 120))
+    assert [completion(t)[:3] for t in trajectories] == list(
+        zip(kept["prompt_ids"], kept["completion_ids"], kept["env_mask"], strict=True)
+    )
+    rewards = torch.tensor([task.rewards(t).total for t in trajectories]).view(8, 6)  # (questions, samples)
+    assert rewards.flatten().tolist() == kept["reward"]
+    informative = informative_groups(rewards)  # (questions,)
+    assert informative.sum() >= 1
+    advantages = group_advantages(rewards, informative, eps=1e-4)  # (questions, samples); TRL's epsilon
+    for trajectory, advantage in zip(trajectories, advantages.flatten().tolist(), strict=True):
+        trajectory.advantage = advantage
+    batch = row_batch(trajectories, "cpu")
+    logprobs, _ = token_logprobs(policy, batch)  # (tokens,)
+    denominator = loss_denominator(trajectories, "trajectory", 0)
+    loss, _ = grpo_loss(logprobs, batch.advantages, batch.trajectory_index, denominator)
+    loss.backward()
+    ours = torch.cat([p.grad.flatten() for p in policy.parameters()])  # (parameters,)
+    theirs = torch.cat([gradients[name].flatten() for name, _ in policy.named_parameters()])  # (parameters,)
+    assert ours.norm() > 1e-3
+    assert (ours - theirs).norm() <= 1e-4 * ours.norm()
+
+
+def test_trl_trains_in_two_processes(options, tmp_path):
+    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "mtsql.bridges.trl",
+    ]
+    command += [
+        *TOY,
+        "--data",
+        *options["data"],
+        "--model",
+        options["model"],
+        "--out",
+        options["out"],
+        "--device",
+        "cpu",
+    ]
+    command += ["--", "--max_steps", "3", "--per_device_train_batch_size", "8", "--num_generations", "4"]
+    out = run(*command)
+    assert out.count("'rewards/ex/mean'") == 3
+    policy = load_policy(Path(options["out"]) / "policy")
+    before = load_policy(options["model"])
+    assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), before.parameters(), strict=True))
+    refused = run("-m", "mtsql.bridges.trl", *TOY, "--data", "x", "--model", options["model"], expect=2)
+    assert "give --out" in refused
+
+
+def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy):
+    pytest.importorskip("verl", reason="verl wants an older transformers, so an environment of its own")
+    from types import SimpleNamespace
+
+    from mtsql.bridges.verl import MtsqlAgentLoop
+
+    class FakeServer:
+        async def generate(self, request_id, prompt_ids, sampling_params):
+            ids, logprobs = write_greedily(task, policy, prompt_ids, sampling_params["max_tokens"])
+            return SimpleNamespace(token_ids=ids, log_probs=logprobs)
+
+    async def play(trajectory):
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None))
+        loop = MtsqlAgentLoop(
+            trainer_config=SimpleNamespace(config=config), server_manager=FakeServer(), processor=None,
+            tokenizer=task.tokens.tokenizer, dataset_cls=None, data_config=SimpleNamespace(config={}),
+            options=options,
+        )  # fmt: skip
+        return await loop.run({"temperature": 0.0}, extra_info={"example_id": trajectory.example_id})
+
+    for trajectory in played(task, policy):
+        output = asyncio.run(play(trajectory))
+        ids, response, loss_mask, _ = completion(trajectory)
+        assert (output.prompt_ids, output.response_ids, output.response_mask) == (ids, response, loss_mask)
+        assert output.reward_score == task.rewards(trajectory).total
+
+
+def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
+    skyrl_gym = pytest.importorskip("skyrl_gym", reason="requirements-bridges.txt is not installed")
+    if "mtsql" not in skyrl_gym.envs.registration.registry:
+        skyrl_gym.register("mtsql", "mtsql.bridges.skyrl:MtsqlEnv")
+    tokenizer = task.tokens.tokenizer
+    for trajectory in played(task, policy):
+        extras = {"example_id": trajectory.example_id}
+        env = skyrl_gym.make("mtsql", env_config={"options": options}, extras=extras)
+        messages, _ = env.init([])
+        said = [task.tokens.decode(s.ids) for s in trajectory.segments if s.role == "model"]
+        for text in said:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert ids == trajectory.ids[: len(ids)]
+            step = env.step(text)
+            messages = [*messages, {"role": "assistant", "content": text}, *step["observations"]]
+        assert step["done"] and step["reward"] == task.rewards(trajectory).total
+        assert env.get_metrics()["ex"] == task.rewards(trajectory).ex
+
+
+def test_rows_are_the_questions_that_can_be_trained_on(options, task, tmp_path):
+    base = ["-m", "mtsql.bridges.rows", *TOY, "--data", *options["data"], "--model", options["model"]]
+    run(*base, "--engine", "verl", "--out", tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+    assert [row["extra_info"]["example_id"] for row in rows] == task.playable()
+    assert {row["agent_name"] for row in rows} == {"mtsql"}
+    assert "give --out" in run(*base, "--engine", "verl", expect=2)
+    short = load_task(from_mapping(options | {"max_prompt_tokens": 40}))
+    assert len(short.playable()) < len(rows)
