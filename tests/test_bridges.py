@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -171,10 +174,27 @@ def test_trl_trains_in_two_processes(options, tmp_path):
     assert "give --out" in refused
 
 
-def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy):
-    pytest.importorskip("verl", reason="verl wants an older transformers, so an environment of its own")
-    from types import SimpleNamespace
+class AgentLoopBase:
+    """As much of verl's class as the bridge uses."""
 
+    def __init__(self, server_manager, **_):
+        self.server_manager = server_manager
+
+
+def stub_verl(monkeypatch):
+    """verl wants an older transformers, so only tests/verl_environment.sh has the real one."""
+    for name in ("verl", "verl.experimental", "verl.experimental.agent_loop"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    stub = ModuleType("verl.experimental.agent_loop.agent_loop")
+    stub.AgentLoopBase, stub.AgentLoopOutput, stub.AgentLoopMetrics = AgentLoopBase, SimpleNamespace, dict
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.delitem(sys.modules, "mtsql.bridges.verl", raising=False)
+
+
+def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeypatch):
+    pytest.importorskip("omegaconf", reason="requirements-bridges.txt is not installed")
+    if find_spec("verl") is None:
+        stub_verl(monkeypatch)
     from mtsql.bridges.verl import MtsqlAgentLoop
 
     class FakeServer:
@@ -189,6 +209,7 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy):
             tokenizer=task.tokens.tokenizer, dataset_cls=None, data_config=SimpleNamespace(config={}),
             options=options,
         )  # fmt: skip
+        loop.loop = asyncio.get_running_loop()
         return await loop.run({"temperature": 0.0}, extra_info={"example_id": trajectory.example_id})
 
     for trajectory in played(task, policy):

@@ -11,7 +11,7 @@ these TRL's loss is train_grpo.py's. The policy plays in our generator, or with 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from datasets import Dataset
 from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
+from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.bridges.task import BridgeConfig, Task, completion, load_task, play_in_lockstep
 from mtsql.config import read_options, save_config, user_errors
@@ -26,7 +27,8 @@ from mtsql.errors import UserError
 from mtsql.learn.model import load_policy
 from mtsql.run import pick_device
 
-EARNED = ("reward", "ex", "em")  # of each trajectory, handed on to the reward functions
+COMPLETION = ("prompt_ids", "completion_ids", "env_mask", "logprobs")  # TRL's names for `completion`
+EARNED = ("reward", "ex", "em")
 
 
 def defaults(config: BridgeConfig) -> list[str]:
@@ -50,11 +52,22 @@ def defaults(config: BridgeConfig) -> list[str]:
     return [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
 
-def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOTrainer], dict[str, list]]:
-    """TRL's `rollout_func`: one trajectory for each prompt, which is a question's id.
+def rollout_fields(task: Task, episodes: Sequence[Episode]) -> dict[str, list]:
+    """What a `rollout_func` returns of finished episodes: a list for each field, one entry an episode.
 
-    EX, EM and the reward are further fields, which reach the reward functions.
+    The reward, EX and EM are further fields, which reach the reward functions.
     """
+    fields: dict[str, list] = {name: [] for name in (*COMPLETION, *EARNED)}
+    for episode in episodes:
+        rewards = task.rewards(episode.trajectory)
+        values = (*completion(episode.trajectory), rewards.total, rewards.ex, rewards.em)
+        for name, value in zip(fields, values, strict=True):
+            fields[name].append(value)
+    return fields
+
+
+def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOTrainer], dict[str, list]]:
+    """TRL's `rollout_func`: one trajectory for each prompt, which is a question's id."""
 
     def play(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         numbers = (config.seed, trainer.state.global_step, trainer.accelerator.process_index)
@@ -72,15 +85,7 @@ def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOT
                 trainer.temperature, task.sampling.max_turn_tokens, task.sampling.stop_strings
             )
             rollout(policy, task.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib)
-        parts = zip(*(completion(episode.trajectory) for episode in episodes), strict=True)
-        names = ("prompt_ids", "completion_ids", "env_mask", "logprobs")
-        rewards = [task.rewards(episode.trajectory) for episode in episodes]
-        earned = {
-            "reward": [r.total for r in rewards],
-            "ex": [r.ex for r in rewards],
-            "em": [r.em for r in rewards],
-        }
-        return {name: list(part) for name, part in zip(names, parts, strict=True)} | earned
+        return rollout_fields(task, episodes)
 
     return play
 
