@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from urllib.request import urlopen
 
 import pytest
 import torch
 from conftest import ROOT, TOY, run
 
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
+from mtsql.agent.served import ServedPolicy, find_protocol
+from mtsql.agent.trajectory import Status
 from mtsql.bridges.task import completion, from_mapping, load_task, play_in_lockstep
 from mtsql.errors import UserError
+from mtsql.http_client import Server
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.logprobs import row_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
@@ -74,7 +83,7 @@ def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(ta
         return [ids for ids, _ in messages], [logprobs for _, logprobs in messages]
 
     play_in_lockstep(task, episodes, write)
-    assert asked[0] == len(expected) and asked[-1] < asked[0] and len(asked) > 2
+    assert asked[0] == len(expected) and asked == sorted(asked, reverse=True) and len(asked) > 2
     for episode, trajectory in zip(episodes, expected, strict=True):
         assert completion(episode.trajectory)[:3] == completion(trajectory)[:3]
         assert completion(episode.trajectory)[3] == pytest.approx(completion(trajectory)[3], abs=1e-3)
@@ -247,3 +256,43 @@ def test_rows_are_the_questions_that_can_be_trained_on(options, task, tmp_path):
     assert "give --out" in run(*base, "--engine", "verl", expect=2)
     short = load_task(from_mapping(options | {"max_prompt_tokens": 40}))
     assert len(short.playable()) < len(rows)
+
+
+@pytest.fixture
+def address(options, tmp_path, monkeypatch):
+    """`transformers serve` with the policy."""
+    pytest.importorskip("openai", reason="requirements-bridges.txt is not installed")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host = f"http://127.0.0.1:{free.getsockname()[1]}"
+    serve = [Path(sys.executable).with_name("transformers"), "serve", "--port", host.rpartition(":")[2]]
+    serve += ["--device", "cpu", "--dtype", "float32", options["model"]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    log = (tmp_path / "log").open("w")
+    with log, subprocess.Popen(serve, stdout=log, stderr=log, env=environment) as process:
+        for _ in range(300):
+            with suppress(OSError), urlopen(f"{host}/health") as answer:
+                assert answer.status == 200
+                break
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        yield f"{host}/v1"
+        process.kill()
+
+
+def test_transformers_serve_gives_the_ids_of_the_policy_in_process(options, task, policy, address):
+    """Where it can: it answers HTTP 500 to a call that is no JSON, and drops the text beside earlier calls."""
+    server = Server(address, pauses=())
+    protocol = find_protocol(server, options["model"], task.tokens)
+    assert protocol == "chat"
+    served = ServedPolicy(server, options["model"], protocol, task.tokens)
+    sampling = Sampling(GREEDY, task.sampling.max_turn_tokens)
+    compared = [
+        t for t in played(task, policy, 24) if t.status is not Status.MALFORMED_CALL and t.interactions < 2
+    ]
+    for trajectory in compared:
+        episode = task.episode(trajectory.example_id, 0)
+        served.play(episode, sampling)
+        assert episode.trajectory.ids == trajectory.ids
+    assert len(compared) >= 6 and any(t.interactions for t in compared)

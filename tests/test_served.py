@@ -149,6 +149,17 @@ def test_what_waits_is_not_asked_after_ctrl_c(tiny, serve):
     assert len(requests) < 50
 
 
+def test_a_line_break_before_a_call_is_not_doubled(tiny, serve):
+    """Servers leave it in the text when they take the call out."""
+    looked = {"role": "assistant", "content": verdict(EXEC_SQL, True) + "\n", "tool_calls": [CALL]}
+    server, requests = serve(in_turn(choice(looked), said(final_answer(GOLD))))
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    text = tiny.tokens.decode(trajectory.segments[1].ids)
+    assert text.startswith(verdict(EXEC_SQL, True) + "\n<tool_call>\n{")
+    assert requests[1]["messages"][1]["content"] == verdict(EXEC_SQL, True)
+    assert trajectory.answer_sql == GOLD
+
+
 def test_a_cut_message_is_not_read_and_a_busy_server_is_asked_again(tiny, serve):
     server, requests = serve(
         in_turn((503, {}), (429, {}), choice({"role": "assistant", "content": final_answer(GOLD)}, "length"))

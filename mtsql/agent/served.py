@@ -114,8 +114,8 @@ class ServedPolicy:
             choice, limit = self._ask(
                 "/chat/completions", episode, sampling, {"messages": messages} | offered
             )
-            said = choice.get("message")
             try:
+                said = _before_calls(choice.get("message"))
                 text = _with_thoughts(said)
             except (TypeError, LookupError, AttributeError):
                 raise ServerError(f"{self.server.address} answers with no message that can be read") from None
@@ -128,6 +128,17 @@ class ServedPolicy:
             suffix = episode.step(ids, [0.0] * len(ids), stop, [0] * len(ids))
             if suffix is not None:
                 messages += [said, *_observation(said, episode)]
+
+
+def _before_calls(said: dict[str, Any]) -> dict[str, Any]:
+    """A server's message without the line break between its text and its calls.
+
+    Servers leave it in the text when they take the calls out, and chat templates write another one.
+    """
+    content = said.get("content")
+    if said.get("tool_calls") and isinstance(content, str):
+        return {**said, "content": content.removesuffix("\n")}
+    return said
 
 
 def _with_thoughts(said: dict[str, Any]) -> str:
