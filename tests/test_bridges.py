@@ -282,7 +282,7 @@ def address(options, tmp_path, monkeypatch):
 
 
 def test_transformers_serve_gives_the_ids_of_the_policy_in_process(options, task, policy, address):
-    """Where it can: it answers HTTP 500 to a call that is no JSON, and drops the text beside earlier calls."""
+    """It answers HTTP 500 to a call that is no JSON, and drops the text beside earlier calls."""
     server = Server(address, pauses=())
     protocol = find_protocol(server, options["model"], task.tokens)
     assert protocol == "chat"
