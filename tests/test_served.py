@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import GOLD, TOY, Tiny, make_episode, run
+from conftest import GOLD, TOY, Tiny, make_episode, run, say
 
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.rollout import Sampling, rollout
@@ -19,6 +20,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Status
 from mtsql.chat.conversation import Conversation
+from mtsql.data.datasets import Dialogue, Turn
 from mtsql.errors import UserError
 from mtsql.http_client import Server, ServerError
 from mtsql.learn.model import load_policy
@@ -27,6 +29,7 @@ from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, verdict
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.report.evaluation import answer_dialogues
 
 GREEDY = Sampling(0.0, max_turn_tokens=120)
 CALL = {
@@ -285,6 +288,41 @@ def test_answers_are_kept_and_not_asked_again(tiny, serve, tmp_path):
     assert AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 1}).answers == {}
     with pytest.raises(UserError, match="another dialogues;"):  # a tuple is read back as a list
         AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 2})
+
+
+def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_path):
+    environment = Environment(
+        {"music": tiny.schema}, MtsqlR1(PromptOptions(True, 40)), tiny.tokens, tiny.executor, Limits(), {}
+    )
+    turns = tuple(Turn(f"question {i}", GOLD, "music", i) for i in range(3))
+    dialogues = [Dialogue(f"0000{i}", "music", turns) for i in range(2)]
+
+    def play_until(most: float) -> Callable[[list], None]:
+        """Answers name the predicted SQL before them, so that a lost one would show."""
+        answered = 0
+
+        def play(episodes: list) -> None:
+            nonlocal answered
+            for episode in episodes:
+                if answered == most:
+                    raise KeyboardInterrupt
+                before = [turn.sql for turn in episode.example.history]
+                sql = f"SELECT '{len(before)} {episode.example.id[:5]} {str(before[-1:]).count('SELECT')}'"
+                say(episode, final_answer(sql))
+                answered += 1
+
+        return play
+
+    whole = answer_dialogues(play_until(math.inf), environment, dialogues, "predicted", 0)
+    path = tmp_path / "answers.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        answer_dialogues(play_until(3), environment, dialogues, "predicted", 0, AnswerLog(path, {}))
+    with pytest.raises(KeyboardInterrupt):  # three are left, so a fourth must not be played
+        answer_dialogues(play_until(2), environment, dialogues, "predicted", 0, AnswerLog(path, {}))
+    resumed = answer_dialogues(play_until(1), environment, dialogues, "predicted", 0, AnswerLog(path, {}))
+    assert [t.answer_sql for _, t in resumed] == [t.answer_sql for _, t in whole]
+    assert [e.history for e, _ in resumed] == [e.history for e, _ in whole]
+    assert whole[-1][1].answer_sql == "SELECT '2 00001 1'"
 
 
 def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path):
