@@ -98,10 +98,14 @@ def make_environment(
 
 
 def prompt_options(config: QuestionOptions) -> PromptOptions:
-    """How the recipe puts its questions."""
+    """How the recipe puts its questions. Raises UserError for options that do not go together."""
     turns = config.max_interactions + 1  # the answer is one more message
     compact = config.wording == "compact"
-    return PromptOptions(compact, config.result_characters, config.schema, turns, config.native_thinking)
+    if config.earlier_sql and not compact:
+        raise UserError("--earlier-sql needs --wording compact; the paper's wording always shows it")
+    return PromptOptions(
+        compact, config.result_characters, config.schema, turns, config.native_thinking, config.earlier_sql
+    )
 
 
 def make_sampling(config: AgentOptions, environment: Environment, temperature: float) -> Sampling:

@@ -83,7 +83,7 @@ def play_answers(
     """The demonstrations of a process's share of the questions; `environments` by their set of tools."""
     answering = replace(run, environment=environments["none"])
     tool_sets = {e.id: draw_tool_set(random.Random(f"{config.seed}/{e.id}")) for _, e in numbered}
-    hidden = config.wording == "compact"  # the paper's prompt shows the earlier SQL with every set of tools
+    hidden = config.wording == "compact" and not config.earlier_sql  # a memory tool holds the earlier SQL
     asked = [(n, as_seen(e, tool_sets[e.id]) if hidden else e) for n, e in numbered]
     examples = {example.id: example for _, example in numbered}
     found = []

@@ -228,8 +228,8 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
         if set(cells) != {EMPTY}:
             lines.append([title, f"`{better}` - `{worse}`", *cells])
     note = (
-        "`short_rl` has the questions and steps of `rl_outcome`, chosen with `round_2`. Without the "
-        "memory tool the prompt holds the earlier SQL instead."
+        "`short_rl` has the questions and steps of `rl_outcome`, chosen with `round_2`. The earlier SQL "
+        "stands in every prompt, as in the paper's."
     )
     return table(["step", "arms", *(NAMES[name] for name in of)], lines, note)
 

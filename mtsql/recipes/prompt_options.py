@@ -14,7 +14,8 @@ class PromptOptions:
     """`compact` for the tiny model, else the paper's; `result_characters` is MTSQL-R1's cut of results.
 
     `schema` is "full" or "names" (table names only); `turns` the model messages of an episode, its answer
-    included; `native_thinking` drops the instructions to think for a model that thinks by itself.
+    included; `native_thinking` drops the instructions to think for a model that thinks by itself; `earlier_sql`
+    shows the earlier SQL in compact prompts with a memory tool too, as the paper's wording does.
     """
 
     compact: bool = False
@@ -22,6 +23,7 @@ class PromptOptions:
     schema: str = "full"
     turns: int = 5
     native_thinking: bool = False
+    earlier_sql: bool = False
 
     def schema_text(self, schema: Schema) -> str:
         """The database as the prompt shows it."""
