@@ -3,8 +3,10 @@
 The same policy, questions, G, limits, loss, learning rate and threads through train_grpo.py and through TRL's
 GRPOTrainer: its generation and training, our environment and rewards between its messages
 (`mtsql.bridges.trl`, whose gradient is ours). Trajectories a second without the first step, peak memory, and
-with --minutes EX on dev after so many minutes of steps; the order of the two alternates, medians are printed.
-TRL has whichever of --trl-micro-batches is fastest, no gradient checkpointing, float32 as here.
+with --minutes EX on dev after about so many minutes of steps (how many is taken from the steps before; the
+seconds that they took are printed). Each repetition has its own seed, the order of the two alternates, and
+medians are printed. TRL has whichever of --trl-micro-batches is fastest, no gradient checkpointing, float32
+as here; the first step of its warm-up has rate 0. train_grpo.py has the micro-batch of --config.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from mtsql.files import write_atomically
 
-RATE, BETA2, WARMUP = 3e-4, 0.99, 3
+RATE, BETA2, WARMUP = 3e-4, 0.99, 2
 
 
 def timed(command: Sequence[object]) -> float:
@@ -41,9 +43,20 @@ def timed(command: Sequence[object]) -> float:
     return usage.ru_maxrss / 2**20
 
 
-def train_here(chosen: argparse.Namespace, steps: int, out: Path) -> tuple[list[float], float]:
+def train_here(chosen: argparse.Namespace, steps: int, out: Path, seed: int) -> tuple[list[float], float]:
     """Seconds of each step of train_grpo.py, and its peak memory."""
-    command = ["train_grpo.py", *shared(chosen), "--out", out, "--steps", steps, "--save-every", steps]
+    command = [
+        "train_grpo.py",
+        *shared(chosen),
+        "--seed",
+        seed,
+        "--out",
+        out,
+        "--steps",
+        steps,
+        "--save-every",
+        steps,
+    ]
     command += ["--prompts-per-step", chosen.prompts, "--samples-per-prompt", chosen.samples]
     memory = timed([*command, "--learning-rate", RATE])
     with (out / "metrics.csv").open() as file:
@@ -52,7 +65,7 @@ def train_here(chosen: argparse.Namespace, steps: int, out: Path) -> tuple[list[
 
 
 def train_there(
-    chosen: argparse.Namespace, steps: int, out: Path, micro_batch: int
+    chosen: argparse.Namespace, steps: int, out: Path, seed: int, micro_batch: int
 ) -> tuple[list[float], float]:
     """Seconds of each step of TRL's trainer, and its peak memory."""
     trl = ["--max_steps", steps, "--num_generations", chosen.samples, "--learning_rate", RATE]
@@ -60,7 +73,7 @@ def train_there(
     trl += ["--gradient_accumulation_steps", chosen.prompts * chosen.samples // micro_batch]
     trl += ["--adam_beta2", BETA2, "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", WARMUP]
     trl += ["--max_completion_length", chosen.turn_tokens, "--save_strategy", "no", "--disable_tqdm", "True"]
-    memory = timed([Path(__file__), "--trainer", *shared(chosen), "--out", out, "--", *trl])
+    memory = timed([Path(__file__), "--trainer", *shared(chosen), "--seed", seed, "--out", out, "--", *trl])
     return json.loads((out / "seconds.json").read_text()), memory
 
 
@@ -138,37 +151,40 @@ def main() -> None:
     episodes = chosen.prompts * chosen.samples
     folder = Path(tempfile.mkdtemp(prefix="vs_trl_"))
     tried = {
-        size: statistics.median(train_there(chosen, 3, folder / f"try_{size}", size)[0][1:])
+        size: statistics.median(train_there(chosen, 3, folder / f"try_{size}", 0, size)[0][1:])
         for size in chosen.trl_micro_batches
         if episodes % size == 0
     }
+    if not tried:
+        parser.error(f"--trl-micro-batches should divide {episodes}, the trajectories of a step")
     best = min(tried, key=tried.get)
     print("TRL, seconds a step by micro-batch:", {size: round(value, 2) for size, value in tried.items()})
     engines = {
-        "train_grpo.py": lambda steps, out: train_here(chosen, steps, out),
-        "TRL": lambda steps, out: train_there(chosen, steps, out, best),
+        "train_grpo.py": lambda steps, out, seed: train_here(chosen, steps, out, seed),
+        "TRL": lambda steps, out, seed: train_there(chosen, steps, out, seed, best),
     }
-    figures = {name: {"trajectories_per_second": [], "peak_gib": [], "ex": []} for name in engines}
+    figures = {
+        name: {"trajectories_per_second": [], "peak_gib": [], "seconds": [], "ex": []} for name in engines
+    }
     for repeat in range(chosen.repeats):
         for name in list(engines)[:: 1 if repeat % 2 == 0 else -1]:
             out = folder / f"{name}_{repeat}"
-            seconds, memory = engines[name](chosen.steps + 1, out)
+            seconds, memory = engines[name](chosen.steps + 1, out, repeat)
             figures[name]["trajectories_per_second"].append(episodes / statistics.median(seconds[1:]))
             figures[name]["peak_gib"].append(memory)
             if chosen.minutes:
                 steps = max(1, round(60 * chosen.minutes / statistics.median(seconds[1:])))
-                engines[name](steps, folder / f"{name}_{repeat}_long")
+                seconds, _ = engines[name](steps, folder / f"{name}_{repeat}_long", repeat)
+                figures[name]["seconds"].append(sum(seconds))
                 policy = folder / f"{name}_{repeat}_long" / "policy"
                 figures[name]["ex"].append(dev_ex(chosen, policy, folder / f"{name}_{repeat}_dev"))
     rates = {name: statistics.median(of["trajectories_per_second"]) for name, of in figures.items()}
     for name, of in figures.items():
-        ex = (
-            f", EX {100 * statistics.median(of['ex']):.1f} after {chosen.minutes:g} minutes"
-            if of["ex"]
-            else ""
-        )
-        memory = statistics.median(of["peak_gib"])
-        print(f"{name:<14} {rates[name]:8.2f} trajectories/s, {memory:.2f} GiB{ex}")
+        line = f"{name:<14} {rates[name]:8.2f} trajectories/s, {statistics.median(of['peak_gib']):.2f} GiB"
+        if chosen.minutes:
+            ex, seconds = statistics.median(of["ex"]), statistics.median(of["seconds"])
+            line += f", EX {100 * ex:.1f} after {seconds:.0f} seconds"
+        print(line)
     print(f"ratio          {rates['train_grpo.py'] / rates['TRL']:8.2f}")
     if chosen.json:
         settings = {name: str(value) for name, value in vars(chosen).items()}

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,13 +22,17 @@ from conftest import ROOT, TOY, run
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.served import ServedPolicy, find_protocol
 from mtsql.agent.trajectory import Status
-from mtsql.bridges.task import completion, from_mapping, load_task, play_in_lockstep
+from mtsql.bridges.rows import RowsConfig
+from mtsql.bridges.rows import main as write_rows
+from mtsql.bridges.task import as_arguments, completion, from_mapping, load_task, play_in_lockstep
+from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.http_client import Server
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.logprobs import row_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
 from mtsql.learn.model import load_policy
+from mtsql.recipes.mtsql_r1_prompts import final_answer
 
 GREEDY = 0.0
 
@@ -100,6 +104,62 @@ def test_a_message_beyond_its_limit_ends_the_episode(task):
     assert episode.trajectory.segments[-1].ids == (5,) * limit
     with pytest.raises(UserError, match="no question has the id 'nobody/0'"):
         task.episode("nobody/0", 0)
+
+
+def test_a_message_ends_with_a_stop_string_wherever_its_last_token_holds_it(task):
+    stopping = replace(task, sampling=replace(task.sampling, stop_strings=("</answer_sql>",)))
+    episode = stopping.episode(task.playable()[0], 0)
+    ids = task.tokens.message_ids(final_answer("SELECT 1") + "\n")[:-1]  # the end of turn was not sampled
+    assert stopping.take(episode, ids, [-1.0] * len(ids)) is None
+    assert episode.trajectory.answer_sql == "SELECT 1"
+    episode = task.episode(task.playable()[0], 0)  # which knows no stop string: it was cut
+    assert task.take(episode, ids, [-1.0] * len(ids)) is None
+    assert episode.trajectory.status is Status.OUT_OF_TOKENS
+
+
+def test_trl_with_vllm_writes_message_by_message(options, task, policy):
+    """vLLM itself needs a GPU; here stands a loop over the model with the answers of TRL's VLLMGeneration."""
+    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
+    from mtsql.bridges.trl import make_rollout, message_options
+
+    expected = played(task, policy)
+    sent = message_options(task)
+    assert sent == {"max_tokens": 120, "stop_token_ids": list(task.tokens.end_of_turn_ids)}
+
+    def generate(prompts, images, num_generations):
+        messages = [write_greedily(task, policy, ids, sent["max_tokens"]) for ids in prompts]
+        logprobs = [[[value] for value in values] for _, values in messages]
+        return prompts, [ids for ids, _ in messages], logprobs, [[[i] for i in ids] for ids, _ in messages]
+
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(process_index=0), use_vllm=True,
+        vllm_generation=SimpleNamespace(generate=generate),
+    )  # fmt: skip
+    fields = make_rollout(task, from_mapping(options))([t.example_id for t in expected], trainer)
+    assert fields["completion_ids"] == [completion(t)[1] for t in expected]
+    assert fields["env_mask"] == [completion(t)[2] for t in expected]
+    assert fields["reward"] == [task.rewards(t).total for t in expected]
+
+
+def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(options, tmp_path):
+    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
+    from mtsql.bridges.trl import check_vllm, make_trainer
+
+    config = from_mapping(options)
+    with pytest.raises(UserError, match=r"behind --: .*--max_stepz"):
+        make_trainer(config, ["--max_stepz", "3"])
+    (tmp_path / "adapter").mkdir()
+    adapter = json.dumps({"base_model_name_or_path": options["model"]})
+    (tmp_path / "adapter" / "adapter_config.json").write_text(adapter)
+    with pytest.raises(UserError, match="leave out --use_peft"):
+        make_trainer(replace(config, model=str(tmp_path / "adapter")), ["--use_peft", "true"])
+    for bad in ({"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}, {"vllm_enable_sleep_mode": True}):
+        fine = {"use_vllm": True, "world_size": 2, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 1}
+        fine |= {"vllm_enable_sleep_mode": False}
+        check_vllm(SimpleNamespace(**fine))
+        check_vllm(SimpleNamespace(**fine | bad | {"world_size": 1}))
+        with pytest.raises(UserError, match="wait forever"):
+            check_vllm(SimpleNamespace(**fine | bad))
 
 
 def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
@@ -179,8 +239,6 @@ def test_trl_trains_in_two_processes(options, tmp_path):
     policy = load_policy(Path(options["out"]) / "policy")
     before = load_policy(options["model"])
     assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), before.parameters(), strict=True))
-    refused = run("-m", "mtsql.bridges.trl", *TOY, "--data", "x", "--model", options["model"], expect=2)
-    assert "give --out" in refused
 
 
 class AgentLoopBase:
@@ -219,13 +277,15 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeyp
             options=options,
         )  # fmt: skip
         loop.loop = asyncio.get_running_loop()
-        return await loop.run({"temperature": 0.0}, extra_info={"example_id": trajectory.example_id})
+        place = {"example_id": trajectory.example_id, "split": "train"}
+        return await loop.run({"temperature": 0.0}, extra_info=place)
 
     for trajectory in played(task, policy):
         output = asyncio.run(play(trajectory))
         ids, response, loss_mask, _ = completion(trajectory)
         assert (output.prompt_ids, output.response_ids, output.response_mask) == (ids, response, loss_mask)
         assert output.reward_score == task.rewards(trajectory).total
+        assert output.extra_fields["reward_extra_info"]["ex"] == task.rewards(trajectory).ex
 
 
 def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
@@ -234,7 +294,7 @@ def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
         skyrl_gym.register("mtsql", "mtsql.bridges.skyrl:MtsqlEnv")
     tokenizer = task.tokens.tokenizer
     for trajectory in played(task, policy):
-        extras = {"example_id": trajectory.example_id}
+        extras = {"example_id": trajectory.example_id, "split": "train"}
         env = skyrl_gym.make("mtsql", env_config={"options": options}, extras=extras)
         messages, _ = env.init([])
         said = [task.tokens.decode(s.ids) for s in trajectory.segments if s.role == "model"]
@@ -248,12 +308,19 @@ def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
 
 
 def test_rows_are_the_questions_that_can_be_trained_on(options, task, tmp_path):
-    base = ["-m", "mtsql.bridges.rows", *TOY, "--data", *options["data"], "--model", options["model"]]
-    run(*base, "--engine", "verl", "--out", tmp_path / "rows.jsonl")
+    config = read_options(RowsConfig, None, as_arguments(options | {"out": str(tmp_path / "rows.jsonl")}))
+    write_rows(config)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
     assert [row["extra_info"]["example_id"] for row in rows] == task.playable()
     assert {row["agent_name"] for row in rows} == {"mtsql"}
-    assert "give --out" in run(*base, "--engine", "verl", expect=2)
+    write_rows(replace(config, engine="skyrl", split="dev"))
+    dev = load_task(from_mapping(options), "dev")
+    shown = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+    assert {row["split"] for row in shown} == {"dev"} and shown != rows
+    for row in shown:
+        assert row["prompt"][0]["content"] == dev.examples[row["example_id"]].question
+    with pytest.raises(UserError, match="give --out"):
+        write_rows(replace(config, out=""))
     short = load_task(from_mapping(options | {"max_prompt_tokens": 40}))
     assert len(short.playable()) < len(rows)
 
@@ -271,14 +338,22 @@ def address(options, tmp_path, monkeypatch):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     log = (tmp_path / "log").open("w")
     with log, subprocess.Popen(serve, stdout=log, stderr=log, env=environment) as process:
-        for _ in range(300):
-            with suppress(OSError), urlopen(f"{host}/health") as answer:
-                assert answer.status == 200
-                break
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.2)
-        yield f"{host}/v1"
-        process.kill()
+        try:
+            while not healthy(host):
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.2)
+            yield f"{host}/v1"
+        finally:
+            process.kill()
+
+
+def healthy(host: str) -> bool:
+    """Whether the server answers."""
+    try:
+        with urlopen(f"{host}/health") as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 def test_transformers_serve_gives_the_ids_of_the_policy_in_process(options, task, policy, address):

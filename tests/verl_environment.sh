@@ -5,8 +5,9 @@
 #     bash tests/verl_environment.sh FOLDER
 set -eu
 folder=${1:?"give a folder for the environment"}
+mkdir -p "$folder" && folder=$(cd "$folder" && pwd)
 cd "$(dirname "$0")/.."
 python3 -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet torch==2.13.0 verl==0.9.1 cachetools uvicorn fastapi orjson \
-    sqlglot==30.30.0 tqdm matplotlib safetensors bitsandbytes==0.50.2 pytest filelock
+    sqlglot==30.30.0 tqdm matplotlib safetensors bitsandbytes==0.50.2 pytest pytest-xdist filelock
 exec "$folder/bin/python" -m pytest tests/test_bridges.py -k "verl or message"

@@ -82,7 +82,7 @@ def rollout(
             model,
             tokens.end_of_turn_ids,
             sampling.temperature,
-            _stops(tokens, sampling.stop_strings),
+            stop_string_test(tokens, sampling.stop_strings),
             longest,
         ) as generator,
     ):
@@ -137,7 +137,7 @@ def trajectory_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
-def _stops(tokens: ChatTokens, strings: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
+def stop_string_test(tokens: ChatTokens, strings: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
     """The function that says whether the end of a message holds one of `strings`, None without any.
 
     It decodes as many tokens as the longest string has bytes, since a token is at least one byte of text.

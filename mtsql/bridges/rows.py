@@ -21,24 +21,22 @@ class RowsConfig(BridgeConfig):
     """Rows of an engine's dataset (mtsql.bridges.rows); `out` is the file."""
 
     SECTION: ClassVar = "bridge"
-    engine: Literal["trl", "verl", "skyrl"] = option("verl", "whose rows")
+    engine: Literal["verl", "skyrl"] = option("verl", "whose rows")
     split: Literal["train", "dev", "test", "held_out"] = option("train", "part of the data")
 
 
-def make_row(task: Task, example_id: str, engine: str) -> dict[str, Any]:
-    """A question in the fields that an engine looks for; all but the id is for its logs and filters.
+def make_row(task: Task, example_id: str, split: str, engine: str) -> dict[str, Any]:
+    """A question in the fields that an engine looks for; all but id and split is for its logs and filters.
 
-    verl and SkyRL want a prompt in the row, which the bridge does not read: the environment renders it.
+    The engines want a prompt in the row, which the bridge does not read: the environment renders it.
     """
-    if engine == "trl":
-        return {"prompt": example_id}
     example = task.examples[example_id]
-    prompt = [{"role": "user", "content": example.question}]
-    row = {"prompt": prompt, "data_source": f"mtsql/{example.db_id}"}
+    row = {"prompt": [{"role": "user", "content": example.question}], "data_source": "mtsql"}
+    place = {"example_id": example_id, "split": split}
     if engine == "skyrl":
-        return row | {"env_class": "mtsql", "example_id": example_id}
+        return row | {"env_class": "mtsql"} | place
     reward = {"style": "rule", "ground_truth": example.gold_sql}
-    return row | {"reward_model": reward, "extra_info": {"example_id": example_id}, "agent_name": "mtsql"}
+    return row | {"reward_model": reward, "extra_info": place, "agent_name": "mtsql"}
 
 
 def main(config: RowsConfig) -> None:
@@ -46,7 +44,7 @@ def main(config: RowsConfig) -> None:
     if not config.out:
         raise UserError("give --out, the file of rows to write")
     task = load_task(config, config.split)
-    rows = [make_row(task, name, config.engine) for name in task.playable()]
+    rows = [make_row(task, name, config.split, config.engine) for name in task.playable()]
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(Path(config.out), "".join(lines))
     print(f"{len(rows):,} rows of {len(task.examples):,} questions in {config.out}")

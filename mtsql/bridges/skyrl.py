@@ -24,14 +24,14 @@ from mtsql.bridges.task import from_mapping, load_task
 
 
 class MtsqlEnv(BaseTextEnv):
-    """One episode; the question's id is in its row."""
+    """One episode; the question's id and split are in its row."""
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         """`env_config` holds the options, `extras` the fields of the row."""
         super().__init__()
         options = env_config["options"]
         plain = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options
-        self.task = load_task(from_mapping(plain))
+        self.task = load_task(from_mapping(plain), extras["split"])
         self.episode = self.task.episode(extras["example_id"], seed=0)  # SkyRL's engines have the seeds
         self.max_turns = self.task.environment.limits.max_interactions + 1
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from mtsql.agent.env import Environment, Episode
-from mtsql.agent.rollout import Sampling
+from mtsql.agent.rollout import Sampling, stop_string_test
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import RewardOptions, option, read_options
@@ -40,14 +40,19 @@ def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
 
     Ends the process with one sentence, like a command, for one that is unknown, missing or of another type.
     """
-    argv = []
+    return read_options(BridgeConfig, None, as_arguments(options))
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options as a command line."""
+    arguments = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
-            argv.append(flag if value else flag.replace("--", "--no-", 1))
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            argv += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    return read_options(BridgeConfig, None, argv)
+            arguments += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,11 @@ class Task:
     scorer: Scorer
     reward: RewardFunction
     sampling: Sampling  # limits and stop strings of a message; the engine has its own temperature
+    drop_empty: bool  # whether questions whose gold SQL returns nothing are left out
 
     def playable(self) -> list[str]:
         """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset."""
-        asked = scorable(list(self.examples.values()), self.scorer)
+        asked = scorable(list(self.examples.values()), self.scorer, self.drop_empty)
         return [e.id for e in asked if self.episode(e.id, 0).trajectory.status is None]
 
     def episode(self, example_id: str, seed: int) -> Episode:
@@ -83,13 +89,12 @@ class Task:
 
         Ids beyond the message's limit are cut off, and the message then ends the episode.
         """
-        limit = self.message_limit(episode)
-        if ids and len(ids) <= limit and ids[-1] in self.tokens.end_of_turn_ids:
+        limit, stop = self.message_limit(episode), Stop.LIMIT
+        stops = stop_string_test(self.tokens, self.sampling.stop_strings)
+        if 0 < len(ids) <= limit and ids[-1] in self.tokens.end_of_turn_ids:
             stop = Stop.END_OF_TURN
-        else:
-            text = self.tokens.decode(ids[:limit])
-            whole = len(ids) <= limit and text.endswith(self.sampling.stop_strings)
-            stop = Stop.STOP_STRING if whole else Stop.LIMIT
+        elif len(ids) <= limit and stops is not None and stops(ids):
+            stop = Stop.STOP_STRING
         return episode.step(ids[:limit], logprobs[:limit], stop)
 
     def rewards(self, trajectory: Trajectory) -> Rewards:
@@ -109,7 +114,8 @@ def load_task(config: BridgeConfig, split: str = "train") -> Task:
     scorer = Scorer(environment.schemas, environment.executor)
     asked = {example.id: example for example in examples(dataset.dialogues, config.history)}
     reward = reward_function(config, tokens, scorer, config.weights)
-    return Task(tokens, environment, asked, scorer, reward, make_sampling(config, environment, 1.0))
+    sampling = make_sampling(config, environment, 1.0)
+    return Task(tokens, environment, asked, scorer, reward, sampling, config.drop_empty)
 
 
 def play_in_lockstep(task: Task, episodes: Sequence[Episode], write: Write) -> None:

@@ -1,17 +1,19 @@
 """TRL as the engine: its GRPOTrainer with our episodes, loss masks and rewards, through `rollout_func`.
 
     python -m mtsql.bridges.trl --config configs/toy.toml --model MODEL --data DATA --out OUT -- --max_steps 3
-    accelerate launch --num_processes 8 -m mtsql.bridges.trl ... -- --use_peft --lora_r 32
+    accelerate launch --num_processes 8 -m mtsql.bridges.trl ... -- --use_peft true
 
-What stands behind -- are options of TRL's GRPOConfig and ModelConfig, which replace those of `defaults`: with
-these TRL's loss is train_grpo.py's. The policy plays in our generator, or with --use_vllm true
---vllm_mode colocate in vLLM, all episodes one message at a time.
+What stands behind -- are options of TRL's GRPOConfig, and of its ModelConfig those for LoRA (use_peft, lora_r).
+They replace those of `defaults`, with which TRL's loss is train_grpo.py's. The policy plays in our generator, or
+with --use_vllm true --vllm_mode colocate in vLLM, one message of all episodes at a time.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
 from mtsql.agent.env import Episode
-from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
+from mtsql.agent.rollout import rollout, trajectory_seed
 from mtsql.bridges.task import BridgeConfig, Task, completion, load_task, play_in_lockstep
 from mtsql.config import read_options, save_config, user_errors
 from mtsql.errors import UserError
-from mtsql.learn.model import load_policy
+from mtsql.learn.model import load_policy, merged_adapter
+from mtsql.model_folder import ADAPTER_FILE
 from mtsql.run import pick_device
 
 COMPLETION = ("prompt_ids", "completion_ids", "env_mask", "logprobs")  # TRL's names for `completion`
@@ -45,6 +48,10 @@ def defaults(config: BridgeConfig) -> list[str]:
         "mask_truncated_completions": False,
         "max_completion_length": config.max_response_tokens,
         "bf16": config.dtype == "bfloat16",
+        "lora_r": 32,
+        "lora_alpha": 64,
+        "lora_dropout": 0.0,
+        "lora_target_modules": "all-linear",
         "use_cpu": pick_device(config.device).type == "cpu",
         "report_to": "none",
         "logging_steps": 1,
@@ -81,10 +88,9 @@ def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOT
             play_in_lockstep(task, episodes, write)
         else:
             policy = trainer.accelerator.unwrap_model(trainer.model)
-            sampling = Sampling(
-                trainer.temperature, task.sampling.max_turn_tokens, task.sampling.stop_strings
-            )
-            rollout(policy, task.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib)
+            sampling = replace(task.sampling, temperature=trainer.temperature)
+            with merged_adapter(policy) if config.merge_adapter else nullcontext():
+                rollout(policy, task.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib)
         return rollout_fields(task, episodes)
 
     return play
@@ -108,30 +114,59 @@ def em(em: list[float], **_: Any) -> list[float]:
 def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
     """TRL's trainer over the training questions; `options` are TRL's own.
 
-    Raises UserError for settings in which it would hang.
+    Raises UserError for options that TRL refuses, and for settings in which it would wait forever.
     """
-    parser = HfArgumentParser((GRPOConfig, ModelConfig))
-    given, model = parser.parse_args_into_dataclasses([*defaults(config), *options])
-    if given.use_vllm and given.vllm_mode == "server" and given.world_size > 1:
-        raise UserError(
-            "episodes differ in their messages, which TRL's server mode waits for; --vllm_mode colocate"
+    try:
+        given, model = HfArgumentParser((GRPOConfig, ModelConfig)).parse_args_into_dataclasses(
+            [*defaults(config), *options]
         )
+    except ValueError as error:
+        raise UserError(f"behind --: {error}") from None
+    check_vllm(given)
     task = load_task(config)
-    if given.use_vllm and task.sampling.stop_strings:
-        stops = {"stop": list(task.sampling.stop_strings), "include_stop_str_in_output": True}
-        given.generation_kwargs = {**(given.generation_kwargs or {}), **stops}
+    if given.use_vllm:
+        given.generation_kwargs = {**(given.generation_kwargs or {}), **message_options(task)}
     given.reward_weights = [1.0, 0.0, 0.0]
-    adapter = get_peft_config(model)
-    dtype = config.dtype if adapter else "float32"  # bfloat16 would round most updates of whole weights away
+    new_adapter = get_peft_config(model)
+    is_adapter = (Path(config.model) / ADAPTER_FILE).is_file()
+    if new_adapter and is_adapter:
+        raise UserError(
+            f"{config.model} is a LoRA adapter already and goes on as it is: leave out --use_peft"
+        )
+    # In bfloat16 most updates of whole weights would be rounded away.
+    dtype = config.dtype if new_adapter or is_adapter else "float32"
     return GRPOTrainer(
-        load_policy(config.model, dtype, attention=config.attention, quantise=config.quantise),
+        load_policy(config.model, dtype, given.device, attention=config.attention, quantise=config.quantise),
         [reward, ex, em],
         given,
         Dataset.from_list([{"prompt": name} for name in task.playable()]),
         processing_class=task.tokens.tokenizer,
-        peft_config=adapter,
+        peft_config=new_adapter,
         rollout_func=make_rollout(task, config),
     )
+
+
+def message_options(task: Task) -> dict[str, Any]:
+    """What vLLM has to know of a message, beside what TRL tells it."""
+    options: dict[str, Any] = {
+        "max_tokens": task.sampling.max_turn_tokens,
+        "stop_token_ids": list(task.tokens.end_of_turn_ids),
+    }
+    if task.sampling.stop_strings:
+        options |= {"stop": list(task.sampling.stop_strings), "include_stop_str_in_output": True}
+    return options
+
+
+def check_vllm(given: GRPOConfig) -> None:
+    """Raise UserError if processes would wait for each other at each message: their numbers differ."""
+    together = (
+        given.vllm_mode == "server" or given.vllm_tensor_parallel_size > 1 or given.vllm_enable_sleep_mode
+    )
+    if given.use_vllm and given.world_size > 1 and together:
+        raise UserError(
+            "with several processes choose --vllm_mode colocate, --vllm_tensor_parallel_size 1 and no "
+            "--vllm_enable_sleep_mode: episodes differ in their messages, and TRL would wait forever"
+        )
 
 
 def main() -> None:
@@ -142,8 +177,9 @@ def main() -> None:
     if not config.out:
         raise UserError("give --out, the run folder to write")
     trainer = make_trainer(config, given[end + 1 : -1])
-    save_config(config, Path(config.out))
-    trainer.train()
+    if trainer.is_world_process_zero():
+        save_config(config, Path(config.out))
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model(f"{config.out}/policy")
 
 

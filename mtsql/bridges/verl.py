@@ -31,27 +31,28 @@ class MtsqlAgentLoop(AgentLoopBase):
         """`options` are those of BridgeConfig; the rest is verl's."""
         super().__init__(*args, **kwargs)
         plain = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options
-        self.task = load_task(from_mapping(plain))
+        self.options = from_mapping(plain)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """Play the question whose id stands in the row's `extra_info`.
+        """Play the question whose id and split stand in the row's `extra_info`.
 
         Executing SQL and rewarding block, so they run beside the event loop.
         """
-        task, request = self.task, uuid4()
-        episode = task.episode(row["extra_info"]["example_id"], request.int)  # verl's servers have the seeds
+        place, request = row["extra_info"], uuid4()
+        task = await self.loop.run_in_executor(None, load_task, self.options, place["split"])
+        episode = task.episode(place["example_id"], request.int)  # verl's servers have the seeds
+        asked: dict[str, Any] = {"stop_token_ids": list(task.tokens.end_of_turn_ids)}
+        if task.sampling.stop_strings:  # in vLLM's words
+            asked |= {"stop": list(task.sampling.stop_strings), "include_stop_str_in_output": True}
         suffix: list[int] | None = [] if episode.trajectory.status is None else None
+        known = True  # whether the server gives log-probabilities
         while suffix is not None:
-            asked = {
-                "max_tokens": task.message_limit(episode),
-                "stop": list(task.sampling.stop_strings),
-                "include_stop_str_in_output": True,
-            }
             output = await self.server_manager.generate(
                 request_id=request.hex,
                 prompt_ids=episode.trajectory.ids,
-                sampling_params={**sampling_params, **asked},
+                sampling_params={**sampling_params, **asked, "max_tokens": task.message_limit(episode)},
             )
+            known = known and bool(output.log_probs)
             logprobs = output.log_probs or [0.0] * len(output.token_ids)
             suffix = await self.loop.run_in_executor(None, task.take, episode, output.token_ids, logprobs)
         rewards = await self.loop.run_in_executor(None, task.rewards, episode.trajectory)
@@ -60,9 +61,13 @@ class MtsqlAgentLoop(AgentLoopBase):
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             response_mask=loss_mask,
-            response_logprobs=logprobs,
+            response_logprobs=logprobs if known else None,
             reward_score=rewards.total,
             num_turns=2 * episode.trajectory.messages,
             metrics=AgentLoopMetrics(),
-            extra_fields={"ex": rewards.ex, "em": rewards.em, "turn_scores": [], "tool_rewards": []},
+            extra_fields={
+                "reward_extra_info": {"ex": rewards.ex, "em": rewards.em},
+                "turn_scores": [],
+                "tool_rewards": [],
+            },
         )
