@@ -3,9 +3,9 @@
     python -m mtsql.bridges.trl --config configs/toy.toml --model MODEL --data DATA --out OUT -- --max_steps 3
     accelerate launch --num_processes 8 -m mtsql.bridges.trl ... -- --use_peft true
 
-What stands behind -- are options of TRL's GRPOConfig, and of its ModelConfig those for LoRA (use_peft, lora_r).
-They replace those of `defaults`, with which TRL's loss is train_grpo.py's. The policy plays in our generator, or
-with --use_vllm true --vllm_mode colocate in vLLM, one message of all episodes at a time.
+What stands behind -- are options of TRL's GRPOConfig, and of its ModelConfig those for LoRA (use_peft,
+lora_r). They replace those of `defaults`, with which TRL's loss is train_grpo.py's. The policy plays in our
+generator, or with --use_vllm true --vllm_mode colocate in vLLM, one message of all episodes at a time.
 """
 
 from __future__ import annotations
