@@ -109,8 +109,9 @@ def run(*command, expect=0):
 
 
 SLOW = (  # the second to fourth do not wait for `work`, which the first makes meanwhile
-    "test_scripts.py", "test_plan.py", "test_pretrained.py", "test_real_data.py", "test_resume.py",
-    "test_parallel.py", "test_qlora.py",
+    "test_scripts.py", "test_plan.py", "test_pretrained.py", "test_real_data.py", "test_parallel.py",
+    "test_qlora.py", "test_resume.py", "test_bridges.py", "test_served.py", "test_toy.py",
+    "test_demonstrations.py", "test_voting.py", "test_conversation.py",
 )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def make_work(folder: Path) -> Path:
         toy.SPLITS = splits
     run(
         "-m", "mtsql.toy.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
-        "--answer-steps", 150, "--agent-steps", 120, "--questions-per-database", 4, "--hidden", 96,
-        "--layers", 2, "--skips-execution", 0, "--skips-memory", 0,
+        "--copying-steps", 60, "--answer-steps", 120, "--agent-steps", 120, "--questions-per-database", 4,
+        "--repair-exercises", 1, "--hidden", 96, "--layers", 2, "--skips-execution", 0, "--skips-memory", 0,
     )  # fmt: skip
     return folder
