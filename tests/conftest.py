@@ -142,7 +142,7 @@ def make_work(folder: Path) -> Path:
         toy.SPLITS = splits
     run(
         "-m", "mtsql.toy.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
-        "--copying-steps", 60, "--answer-steps", 120, "--agent-steps", 120, "--questions-per-database", 4,
+        "--copying-steps", 120, "--answer-steps", 180, "--agent-steps", 120, "--questions-per-database", 4,
         "--repair-exercises", 1, "--hidden", 96, "--layers", 2, "--skips-execution", 0, "--skips-memory", 0,
     )  # fmt: skip
     return folder

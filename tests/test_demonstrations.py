@@ -153,7 +153,7 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     out = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown",
-        "--samples-per-question", 2, "--temperature", 1.5,
+        "--samples-per-question", 2, "--temperature", 1.0,
     )  # fmt: skip
     assert "first proposal" in out
     path = tmp_path / "shown" / "demonstrations.jsonl"

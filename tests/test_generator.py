@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -456,6 +457,32 @@ class UnevenEpisode(ScriptedEpisode):
             time.sleep(0.02)  # a query that runs into its time limit
         answer = super().step(ids, logprobs, stop)
         return None if self.trajectory.seed % 13 == 0 else answer
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_no_row_waits_for_anothers_slow_query(ready):
+    """One query ends when all other episodes have: were they to wait for it, they would wait forever."""
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    others_ended, ended = threading.Event(), []
+
+    class Slow(ScriptedEpisode):
+        def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
+            if self.trajectory.seed == 3 and self.messages_left == 3:
+                assert others_ended.wait(60 if ready else 0.5) is ready
+            answer = super().step(ids, logprobs, stop)
+            if answer is None:
+                ended.append(self.trajectory.seed)
+            if len(ended) == 11:
+                others_ended.set()
+            return answer
+
+    episodes = [Slow(seed, prompt) for seed, prompt in enumerate(prompts(12))]
+    played = rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=8), in_order=not ready)
+    assert len(ended) == 12 and (ended[-1] == 3 or not ready)
+    alone = [ScriptedEpisode(seed, prompt) for seed, prompt in enumerate(prompts(12))]
+    rollout(model, TOKENS, alone, Sampling(max_turn_tokens=8), 1)
+    assert [t.ids for t in played] == [e.trajectory.ids for e in alone]
 
 
 def test_two_thousand_uneven_episodes_leak_nothing():

@@ -288,11 +288,26 @@ def test_command_says_whether_it_fits(tiny, monkeypatch, capsys):
     assert "does not fit in 0.5 GiB" in capsys.readouterr().out
 
 
+def test_without_a_model_it_says_what_fits_where(monkeypatch, capsys):
+    name = "Qwen/Qwen3-0.6B"
+    monkeypatch.setattr(plan, "QWEN3", {name: plan.QWEN3[name]})
+    assert run(monkeypatch) == 0
+    header, row, *_ = capsys.readouterr().out.splitlines()
+    sizes, ways = [float(size) for size in header.split()[4:]], row.split()[1:]
+    assert sizes == list(plan.GPUS) and ways[-1] == "full"
+    order = ["-", "QLoRA", "LoRA", "full"]
+    assert [order.index(way) for way in ways] == sorted(order.index(way) for way in ways)
+    peaks = plan.peaks_by_way(GrpoConfig(model=name, data=(), out="", dtype="bfloat16", rows=8))
+    assert peaks["QLoRA"] < peaks["LoRA"] < peaks["full"]
+    for size, way in zip(sizes, ways, strict=True):
+        assert way == next((w for w in plan.WAYS if peaks[w] <= size * footprint.GIB), "-")
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--model", "nobody/knows"], "the shape of --model 'nobody/knows' is not known"),
-        ([], "the shape of --model '' is not known"),
+        (["--lora-rank", "8"], "the shape of --model '' is not known"),
         (["--config", "missing.toml"], "missing.toml does not exist"),
         (["--model", "Qwen/Qwen3-4B", "--quantise", "nf4"], "give --lora-rank above 0"),
         (["--layout", "piled"], "layout piled is unknown; choose from shared, packed, rows"),

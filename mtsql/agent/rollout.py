@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,18 +57,22 @@ def rollout(
     max_rows: int = 256,
     progress: Callable[[int, int, dict[str, float]], None] | None = None,
     cache_gib: float = 0.0,
+    in_order: bool | None = None,
 ) -> list[Trajectory]:
     """Play all episodes to their ends, at most `max_rows` at once; returns trajectories in the same order.
 
     With `cache_gib` above 0, only so many are played at once as fit into that memory if all grow as long as
-    they may; the others wait. When something is appended or started depends on the tokens alone and never
-    on the clock, so that a run repeats bit for bit. `progress(done, total, stats)` is called as episodes
+    they may; the others wait. With `in_order` (the default but on a GPU, which rounds as it likes anyway) it
+    depends on the tokens alone and never on the clock when something is appended or started, so that a run
+    repeats bit for bit. Otherwise what the environment answered is appended when it is there, so that no row
+    waits for another's slow query. `progress(done, total, stats)` is called as episodes
     finish. Raises UserError if the memory does not hold one row.
     """
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}
     waiting: list[tuple[Row, Future[list[int] | None]]] = []
     started_at, sampled, done, steps, busy, interactions = time.perf_counter(), 0, 0, 0, 0, 0
+    in_order = model.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
     if cache_gib > 0 and episodes:
         max_rows = min(max_rows, rows_within(model, cache_gib, longest))
@@ -106,8 +110,11 @@ def rollout(
                 waiting.append((row, pool.submit(step, row.ids, row.logprobs, row.stop)))
 
             if waiting and len(waiting) >= ANSWER_SHARE * len(playing):
-                answers = [(row, future.result()) for row, future in waiting]
-                waiting = []
+                if not in_order and len(waiting) == len(playing):
+                    wait([future for _, future in waiting], return_when=FIRST_COMPLETED)
+                there = {row for row, future in waiting if in_order or future.done()}
+                answers = [(row, future.result()) for row, future in waiting if row in there]
+                waiting = [(row, future) for row, future in waiting if row not in there]
                 finished = [row for row, ids in answers if ids is None]
                 going_on = [(row, ids) for row, ids in answers if ids is not None]
                 interactions += len(going_on)

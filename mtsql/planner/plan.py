@@ -1,6 +1,7 @@
 """Will it fit? The GPU memory of a run, from shapes alone, and the knob to turn if it is too much.
 
     python -m mtsql.planner.plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
+    python -m mtsql.planner.plan                    which model, trained how, for 8 to 80 GiB
 
 The model stands on PyTorch's meta device, which knows shapes but holds no data. Weights, adapters, gradients
 and optimizer are counted on its parameters. For activations the training code itself runs there on the
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -27,6 +28,7 @@ from mtsql.errors import UserError
 from mtsql.model_folder import ADAPTER_FILE
 from mtsql.planner.footprint import (
     GIB,
+    QWEN3,
     build_model,
     longest_trajectory,
     rollout_bytes,
@@ -35,6 +37,12 @@ from mtsql.planner.footprint import (
     training_bytes,
 )
 
+GPUS = (8.0, 16.0, 24.0, 48.0, 80.0)  # GiB
+WAYS = {  # most to least that is trained
+    "full": {"lora_rank": 0},
+    "LoRA": {"lora_rank": 32},
+    "QLoRA": {"lora_rank": 32, "quantise": "nf4"},
+}
 FRAGMENTATION = 0.05  # of what comes and goes: holes of the caching allocator
 
 
@@ -142,6 +150,28 @@ def advise(config: TrainingOptions, plan: Plan, limit: int) -> tuple[dict[str, A
     return turned, plan
 
 
+def peaks_by_way(config: GrpoConfig) -> dict[str, int]:
+    """Bytes at the peak of each of WAYS with as little memory as time can buy, by its name."""
+    thrifty = replace(config, gradient_checkpointing=True, micro_batch_positions=longest_trajectory(config))
+    return {name: make_plan(replace(thrifty, **way)).peak for name, way in WAYS.items()}
+
+
+def show_overview(sizes: Sequence[float], rows: int = 8) -> None:
+    """Print for each model and size of GPU the first of WAYS that fits, `rows` trajectories at once."""
+    print(f"{'GiB of GPU memory':20}" + "".join(f"{size:>9g}" for size in sizes))
+    for name in QWEN3:
+        config = GrpoConfig(model=name, data=(), out="", dtype="bfloat16", rows=rows)
+        peaks = peaks_by_way(config)
+        fitting = [next((w for w, peak in peaks.items() if peak <= size * GIB), "-") for size in sizes]
+        print(f"{name:20}" + "".join(f"{way:>9}" for way in fitting), flush=True)
+    print(
+        f"GRPO, the paper's limits, {rows} trajectories at once, --dtype bfloat16 --gradient-checkpointing\n"
+        f"--micro-batch-positions {longest_trajectory(config)}; "
+        "LoRA: --lora-rank 32, QLoRA: --quantise nf4 too.\n"
+        "What is left makes room for more rows or shorter steps; --model NAME --gpu-memory X says how much."
+    )
+
+
 def show_plan(worst: Plan, typical: Plan) -> None:
     """Print both plans, an item a line, in GiB."""
 
@@ -166,16 +196,20 @@ def main() -> None:
     )
     parser.add_argument("--config", help="TOML file; the options below override it")
     parser.add_argument("--stage", choices=("grpo", "sft"), default="grpo", help="table of the file [grpo]")
-    parser.add_argument("--gpu-memory", type=float, default=24.0, help="GiB [24]", metavar="X")
+    parser.add_argument("--gpu-memory", type=float, help="GiB [24]", metavar="X")
     parser.add_argument("--typical", type=int, default=2000, help="response of column 2 [2000]", metavar="X")
     by_name, hints = {f.name: f for f in fields(GrpoConfig)}, get_type_hints(GrpoConfig, include_extras=True)
     for name in DECISIVE:
         default = "" if name == "model" else by_name[name].default
         add_option(parser, by_name[name], hints[name], default)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    memory, shorter = given.pop("gpu_memory"), given.pop("typical")
-    if memory <= 0 or shorter < 1:
+    memory, shorter = given.pop("gpu_memory", None), given.pop("typical")
+    if (memory is not None and memory <= 0) or shorter < 1:
         raise UserError("--gpu-memory and --typical should be positive")
+    if given == {"stage": "grpo"}:
+        show_overview(GPUS if memory is None else (memory,))
+        return
+    memory = 24.0 if memory is None else memory
     config = read_config(given.pop("config", None), given.pop("stage"), given)
     response = longest_trajectory(config) - config.max_prompt_tokens
     if response <= 0:
