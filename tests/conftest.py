@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 
 from mtsql.agent.env import Environment, Episode, Limits
@@ -26,6 +30,7 @@ from mtsql.toy import benchmark as toy
 from mtsql.toy.tiny import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TOY = ["--config", "configs/toy.toml"]
 QUESTION = "Which singers are from France?"
 GOLD = "SELECT name FROM singer WHERE country = 'france'"
@@ -99,13 +104,55 @@ def say(episode: Episode, text: str) -> bool:
 
 
 def run(*command, expect=0):
-    """Run a Python command in the project's root on one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    outcome = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, env=environment
-    )
-    assert outcome.returncode == expect, outcome.stdout + outcome.stderr
-    return outcome.stdout + outcome.stderr
+    """Run a Python command in the project's root on one thread; what it printed.
+
+    A script or module of the project runs in a fork of a process that has imported torch and the rest, which
+    takes longer than most commands.
+    """
+    words = [str(word) for word in command]
+    if words[0].endswith(".py") or (words[0] == "-m" and words[1].startswith("mtsql.")):
+        code, printed = run_forked(words)
+    else:
+        outcome = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )  # fmt: skip
+        code, printed = outcome.returncode, outcome.stdout + outcome.stderr
+    assert code == expect, printed
+    return printed
+
+
+def run_forked(words: list[str]) -> tuple[int, str]:
+    """Exit code and output of a script or module of the project."""
+    os.environ.update(ENVIRONMENT)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mtsql.run", "mtsql.learn.samples", "mtsql.report.plots"])
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder) / "printed"
+        process = context.Process(target=run_here, args=(words, printed, dict(os.environ)))
+        process.start()
+        process.join()
+        return process.exitcode, printed.read_text()
+
+
+def run_here(words: list[str], printed: Path, environment: dict[str, str]) -> None:
+    """Become the command: its arguments, its folder, its environment, its output in a file."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = str(ROOT)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = str((ROOT / words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 SLOW = (  # the second to fourth do not wait for `work`, which the first makes meanwhile
