@@ -36,10 +36,13 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 def base_of_adapter(folder: Path) -> str:
     """The folder or hub name of an adapter's base; a relative path is looked up beside the adapter first.
 
-    Raises UserError for a path that starts with a dot if there is no such folder.
+    Raises UserError for a path that starts with a dot if there is no such folder, and for an unreadable file.
     """
-    adapter = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
-    name = adapter.get("base_model_name_or_path") or str(folder)
+    try:
+        adapter = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+        name = adapter["base_model_name_or_path"] or str(folder)
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{folder / ADAPTER_FILE} is no adapter's configuration with its base") from None
     beside = os.path.normpath(folder / name)
     if Path(beside).is_dir():
         return beside

@@ -259,7 +259,6 @@ def stub_verl(monkeypatch):
 
 
 def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeypatch):
-    pytest.importorskip("omegaconf", reason="requirements-bridges.txt is not installed")
     if find_spec("verl") is None:
         stub_verl(monkeypatch)
     from mtsql.bridges.verl import MtsqlAgentLoop
@@ -292,10 +291,12 @@ def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
     skyrl_gym = pytest.importorskip("skyrl_gym", reason="requirements-bridges.txt is not installed")
     if "mtsql" not in skyrl_gym.envs.registration.registry:
         skyrl_gym.register("mtsql", "mtsql.bridges.skyrl:MtsqlEnv")
+    from omegaconf import OmegaConf
+
     tokenizer = task.tokens.tokenizer
     for trajectory in played(task, policy):
         extras = {"example_id": trajectory.example_id, "split": "train"}
-        env = skyrl_gym.make("mtsql", env_config={"options": options}, extras=extras)
+        env = skyrl_gym.make("mtsql", env_config=OmegaConf.create({"options": options}), extras=extras)
         messages, _ = env.init([])
         said = [task.tokens.decode(s.ids) for s in trajectory.segments if s.role == "model"]
         for text in said:

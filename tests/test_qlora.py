@@ -289,6 +289,11 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(base, t
     for load in (load_policy, load_tokenizer):
         with pytest.raises(UserError, match=r"agent is an adapter of .*base, which is not there; its README"):
             load(out)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "adapter_config.json").write_text('{"base_model')
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(UserError, match="is no adapter's configuration"):
+            load(tmp_path / "cut")
     shutil.copytree(base, tmp_path / "models" / "base")
     monkeypatch.chdir(tmp_path)
     shipped = load_policy(Path("models/agent")).eval()

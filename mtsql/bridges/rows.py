@@ -1,6 +1,6 @@
 """The dataset of another engine: a row for each question that can be scored and whose prompt is not too long.
 
-python -m mtsql.bridges.rows --engine verl --config configs/toy.toml --model MODEL --data DATA --out ROWS
+python -m mtsql.bridges.rows --engine verl --config configs/toy.toml --model MODEL --data DATA --out OUT
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from mtsql.bridges.task import BridgeConfig, Task, load_task
 from mtsql.config import option, read_options, user_errors
@@ -20,7 +20,6 @@ from mtsql.files import write_atomically
 class RowsConfig(BridgeConfig):
     """Rows of an engine's dataset (mtsql.bridges.rows); `out` is the file."""
 
-    SECTION: ClassVar = "bridge"
     engine: Literal["verl", "skyrl"] = option("verl", "whose rows")
     split: Literal["train", "dev", "test", "held_out"] = option("train", "part of the data")
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from mtsql.agent.tokens import messages_with_tools
@@ -29,9 +28,7 @@ class MtsqlEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         """`env_config` holds the options, `extras` the fields of the row."""
         super().__init__()
-        options = env_config["options"]
-        plain = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options
-        self.task = load_task(from_mapping(plain), extras["split"])
+        self.task = load_task(from_mapping(env_config["options"]), extras["split"])
         self.episode = self.task.episode(extras["example_id"], seed=0)  # SkyRL's engines have the seeds
         self.max_turns = self.task.environment.limits.max_interactions + 1
 

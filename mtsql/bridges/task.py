@@ -1,6 +1,6 @@
 """The task for an engine that brings its own training: questions, their environment, what an answer earns.
 
-Everything goes by a question's id, which is all that a row of an engine's dataset has to carry.
+Everything goes by a question's id and split, which are all that a row of an engine's dataset has to carry.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as a command line."""
+    """Options as a command line; lists may be an engine's own sequences."""
     arguments = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             arguments.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            arguments += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+            several = isinstance(value, Sequence) and not isinstance(value, str)
+            arguments += [flag, *map(str, value if several else [value])]
     return arguments
 
 

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from mtsql.bridges.task import completion, from_mapping, load_task
@@ -30,8 +29,7 @@ class MtsqlAgentLoop(AgentLoopBase):
     def __init__(self, *args: Any, options: Mapping[str, Any], **kwargs: Any) -> None:
         """`options` are those of BridgeConfig; the rest is verl's."""
         super().__init__(*args, **kwargs)
-        plain = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options
-        self.options = from_mapping(plain)
+        self.options = from_mapping(options)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """Play the question whose id and split stand in the row's `extra_info`.
