@@ -20,6 +20,7 @@ from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.toy.exercises import copying_exercise, repair_exercise
+from mtsql.toy.muon import Muon, orthogonalised
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
 
@@ -142,3 +143,27 @@ def test_exercise_is_learned_in_a_few_steps(tiny):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.4 * losses[0]
+
+
+def test_muon_takes_the_steps_of_torchs_in_more_digits():
+    torch.manual_seed(0)
+    shapes = [(24, 24), (24, 24), (48, 24), (24, 40)]
+    ours = [nn.Parameter(torch.randn(shape) * 0.1) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    optimizers = (
+        Muon(ours, 0.02),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.01, adjust_lr_fn="original"),
+    )
+    before = [p.detach().clone() for p in ours]
+    for _ in range(4):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q, start in zip(ours, theirs, before, strict=True):
+        assert (p - q).norm() < 0.02 * (q - start).norm()  # bfloat16 has two digits
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(3, 30, 20)))  # (3, 20)
+    assert values.min() > 0.3 and values.max() < 1.3
+    with pytest.raises(ValueError, match="matrices only"):
+        Muon([nn.Parameter(torch.zeros(3))], 0.1)

@@ -37,6 +37,7 @@ from mtsql.questions import load_split, make_environment, prompt_options
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.run import pick_device
 from mtsql.toy.exercises import copying_exercise, repair_exercise
+from mtsql.toy.muon import Muon
 from mtsql.toy.scripted_agent import Habits, demonstrations
 from mtsql.toy.style import UNSEEN
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
@@ -98,8 +99,8 @@ def make_muon(
     inside = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     chosen = {id(p) for p in inside}
     rest = [p for p in model.parameters() if id(p) not in chosen]
-    muon = torch.optim.Muon(inside, lr=matrix_rate, weight_decay=0.01, adjust_lr_fn="original")
-    return [muon, torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]
+    adamw = torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    return [Muon(inside, matrix_rate), adamw]
 
 
 def _rate(config: ImitationConfig, step: int) -> float:
