@@ -46,7 +46,7 @@ from mtsql.learn.batches import step_batches
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
 from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.loss import grpo_loss, loss_denominator
+from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.optimizer import optimizer_step, warmup_rate
 from mtsql.learn.parallel import leave_processes, whole_weights
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps, mean_divergence
@@ -248,7 +248,7 @@ def clipped_step(
                 kl=config.kl,
                 beta=config.beta if kl_in_loss else 0.0,
                 sampling_logprobs=batch.sampling_logprobs,
-                tis_cap=config.tis_cap,
+                tis_cap=truncation_cap(config, run.policy),
             )
             if not torch.isfinite(loss):
                 raise_not_finite(run, step, part.trajectories)

@@ -105,7 +105,9 @@ class AgentOptions(QuestionOptions):
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
     tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
     thinking: bool = option(True, "enable_thinking of the chat template")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "to compute in; training steps float32 copies")
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "to compute in; training steps float32 copies; float16 without training"
+    )
     merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
     attention: Literal["sdpa", "flash_attention_2"] = option("sdpa", "where not installed, sdpa")
@@ -117,7 +119,7 @@ class PolicyOptions(AgentOptions, EpisodeOptions):
 
     history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
     rows: Positive = option(256, "trajectories that are sampled at once")
-    cache_gib: float = option(0.0, "GiB of the key/value cache, beyond which rows wait; 0 is no limit")
+    cache_gib: float = option(0.0, "GiB of the key/value cache; 0: most of what the device has free")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,9 @@ class GrpoConfig(TrainingOptions):
     beta: float = option(0.0, "weight of the KL penalty")
     kl: Literal["k1", "k2", "k3"] = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
     dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
-    tis_cap: float = option(0.0, "cap of truncated importance sampling, trainer over sampler; 0 is off")
+    tis_cap: float = option(
+        -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
+    )
     truncated: Literal["keep", "exclude", "penalise"] = option(
         "keep", "trajectories out of tokens, in the loss"
     )

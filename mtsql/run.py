@@ -44,7 +44,7 @@ from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.http_client import Server, ServerError, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
-from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_policy, save_policy
+from mtsql.learn.model import DTYPES, Reference, load_policy, merged_adapter, restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, stepped_parameters
 from mtsql.learn.parallel import (
     Processes,
@@ -79,7 +79,11 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine has no usable GPU; choose --device cpu")
-    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
+    if name != "cuda":
+        return torch.device(name)
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32: LoRA, its gradients
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and ours are many
+    return torch.device(name, torch.cuda.current_device())
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,8 @@ def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
 def chosen_policy(config: AgentOptions, **how: Any) -> PreTrainedModel | PeftModel:
     """The policy of --model, as the options and `how` say."""
     device = pick_device(config.device)
-    options = {"attention": config.attention, "quantise": config.quantise, **how}
-    return load_policy(config.model, config.dtype, device, **options)
+    options = {"dtype": config.dtype, "attention": config.attention, "quantise": config.quantise, **how}
+    return load_policy(config.model, device=device, **options)
 
 
 def begin_answers(config: ServedOptions, split: str) -> Run | ServedRun:
@@ -210,8 +214,11 @@ def begin_training(
     """
     if config.shard and config.optimizer == "adamw8bit":
         raise UserError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
+    if config.dtype == "float16":
+        raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
+    kept = "float32" if config.shard else config.dtype  # sharded weights are cast when they are gathered
     lora = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
-    run = begin_run(config, "train", **lora)
+    run = begin_run(config, "train", dtype=kept, **lora)
     if config.layout == "shared" and run.attention.startswith("flash"):
         raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     reward = reward_function(config, run.tokens, run.scorer, weights)
@@ -219,9 +226,9 @@ def begin_training(
     checkpoint = run.processes.all_gather(found)[0]
     frozen = Reference(run.policy) if reference else None  # before a checkpoint's weights replace --model's
     if checkpoint is not None:
-        restore_policy(run.policy, checkpoint / "policy", config.dtype)
+        restore_policy(run.policy, checkpoint / "policy", kept)
     if config.shard:
-        shard_policy(run.policy, run.processes)
+        shard_policy(run.policy, run.processes, DTYPES[config.dtype])
     optimizer = make_optimizer(run.policy, config.learning_rate, config.optimizer, beta2)
     step, state = 0, None
     if checkpoint is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mtsql.agent.cache import RowCache, cache_bytes_per_token, rows_within
-from mtsql.agent.generator import Generator
+from mtsql.agent import cache, graphs
+from mtsql.agent.cache import RowCache, cache_bytes_per_token, few_shapes
+from mtsql.agent.generator import STATIC_WIDTH, Generator
 from mtsql.agent.prefix import families, shared_length
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
@@ -102,13 +105,13 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def play(
-    model: PreTrainedModel, order: list[int], temperature: float, max_rows: int = 64
+    model: PreTrainedModel, order: list[int], temperature: float, max_rows: int = 64, cache_gib: float = 0.0
 ) -> dict[int, ScriptedEpisode]:
     """Episodes by seed, played in the given order of seeds."""
     all_prompts = prompts(12)
     episodes = [ScriptedEpisode(seed, all_prompts[seed]) for seed in order]
     sampling = Sampling(temperature=temperature, max_turn_tokens=20)
-    trajectories = rollout(model, TOKENS, episodes, sampling, max_rows)
+    trajectories = rollout(model, TOKENS, episodes, sampling, max_rows, cache_gib=cache_gib)
     assert [t.seed for t in trajectories] == order
     return dict(zip(order, episodes, strict=True))
 
@@ -196,9 +199,9 @@ def test_shared_prompts_equal_separate_ones_and_are_computed_once(model):
         with Generator(model, (END,), temperature=1.0) as generator:
             original = generator._forward
 
-            def counted(slots, ids, lengths):
-                widths.append((len(ids), max(map(len, ids))))
-                return original(slots, ids, lengths)
+            def counted(ids, positions, pieces):
+                widths.append(tuple(ids.shape))
+                return original(ids, positions, pieces)
 
             generator._forward = counted
             rows = generator.start([prompt] * copies, list(range(copies)), [10] * copies)
@@ -226,13 +229,13 @@ def test_what_prompts_begin_with_is_computed_once(model):
 
     def answers(prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         with Generator(model, (END,), temperature=1.0) as generator:
-            original = generator._forward
+            original = generator._write
 
-            def counted(slots, ids, lengths):
-                written.append(sum(map(len, ids)) if not isinstance(slots, int) else 0)
-                return original(slots, ids, lengths)
+            def counted(new):
+                written.append(sum(len(ids) for _, ids in new))
+                return original(new)
 
-            generator._forward = counted
+            generator._write = counted
             rows = generator.start(prompts, range(len(prompts)), [10] * len(prompts))
             while any(row.decoding for row in rows):
                 generator.step()
@@ -270,13 +273,13 @@ def test_nothing_is_prefilled_again(model):
             generator.step()
         written, original = [], generator._forward
 
-        def counted(slots, ids, lengths):
-            written.append(sum(map(len, ids)))
-            return original(slots, ids, lengths)
+        def counted(ids, positions, pieces):
+            written.append(tuple(ids.shape))
+            return original(ids, positions, pieces)
 
         generator._forward = counted
         generator.append([row], [[7, 8, 9]], [4])
-        assert written == [3]  # the last sampled token and the observation but its last
+        assert written == [(1, 3)]  # the last sampled token and the observation but its last
         assert row.length == 40 + len(row.ids) + 4 + 3 - 1
 
 
@@ -358,9 +361,12 @@ def test_bfloat16_runs():
         assert all(np.isfinite(trajectory.logprobs))
 
 
-def greedy(model: PreTrainedModel, static_shapes: bool) -> list[list[int]]:
+def greedy(
+    model: PreTrainedModel, static_shapes: bool, graphs: graphs.DecodeGraphs | None = None
+) -> list[list[int]]:
     """First and second messages of seven rows."""
     with Generator(model, (END,), temperature=0, static_shapes=static_shapes) as generator:
+        generator.graphs = graphs
         rows = generator.start(prompts(7), list(range(7)), [9] * 7)
         while any(row.decoding for row in rows):
             generator.step()
@@ -382,42 +388,192 @@ def test_the_decode_step_has_few_static_shapes(model):
     with Generator(model, (), temperature=0, static_shapes=True) as generator:
         original = generator._compute
 
-        def counted(input_ids, positions, reach, reaches):
-            if input_ids.shape[1] == 1:
-                shapes.add((len(input_ids), reach))
-            return original(input_ids, positions, reach, reaches)
+        def counted(ids, positions, pieces):
+            if ids.shape[1] == 1:
+                shapes.update((p.tier.capacity, p.count, p.reach) for p in pieces)
+            else:
+                assert ids.shape[1] % STATIC_WIDTH == 0
+            return original(ids, positions, pieces)
 
         generator._compute = counted
-        generator.start([[5] * 30] * 13, list(range(13)), [300] * 13)
-        for count in range(290):
+        generator.start([[5] * 30] * 13, list(range(13)), [600] * 13)
+        for count in range(580):
             generator.step()
-            if count % 25 == 24:
+            if count % 25 == 24 and len(generator.rows) > 1:
                 generator.release([generator.rows[-1]])
-    assert shapes <= {(slots, reach) for slots in (16, 8, 4, 2) for reach in (256, 512)}
+    assert {count for _, count, _ in shapes} <= {16, 12, 8, 6, 4, 3, 2, 1}
+    assert {(capacity, reach) for capacity, _, reach in shapes} == {(512, 256), (512, 512), (1024, 768)}
 
 
-def test_a_cache_that_is_too_small_makes_rows_wait(model):
+def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
+    monkeypatch.setattr(cache, "LOWEST_TIER", 16)
     free = ids_by_seed(play(model, list(range(12)), 1.0))
-    all_prompts = prompts(12)
-    episodes = [ScriptedEpisode(seed, all_prompts[seed]) for seed in range(12)]
-    per_token = cache_bytes_per_token(model)
-    longest = max(map(len, all_prompts)) + 60
-    gib = 3 * -(-longest // 64) * 64 * per_token / 2**30  # three rows of the longest
-    assert rows_within(model, gib, longest) == 3
-    sampling, seen = Sampling(temperature=1.0, max_turn_tokens=20), []
-    original = RowCache.reserve
+    need, most, again = [], [], []
+    admit, lift, drop = RowCache.admit, RowCache.lift, RowCache.drop
 
-    def watched(self, slots, reach):
-        original(self, slots, reach)
-        seen.append(self.slots_reserved * self.capacity * per_token / 2**30)
+    def watched(self, row, new):
+        done = admit(self, row, new)
+        again.append(done and bool(row.ids))
+        most.append(self.reserved)
+        return done
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowCache, "reserve", watched)
-        rollout(model, TOKENS, episodes, sampling, max_rows=64, cache_gib=gib)
-    assert max(seen) <= gib * 1.0001
-    assert {e.trajectory.seed: e.trajectory.ids for e in episodes} == free
+    def lifted(self, row, new):
+        done = lift(self, row, new)
+        most.append(self.reserved)
+        return done
+
+    def dropped(self, rows):
+        need.append(sum(row.tier.capacity for tier in self.tiers.values() for row in tier.rows))
+        drop(self, rows)
+
+    monkeypatch.setattr(RowCache, "admit", watched)
+    monkeypatch.setattr(RowCache, "lift", lifted)
+    monkeypatch.setattr(RowCache, "drop", dropped)
+    assert ids_by_seed(play(model, list(range(12)), 1.0)) == free
+    assert not any(again)  # with room for all no row gives its place back
+    third = max(need) // 3
+    need.clear(), most.clear(), again.clear()
+    gib = (third + 0.5) * cache_bytes_per_token(model) / 2**30
+    assert ids_by_seed(play(model, list(range(12)), 1.0, cache_gib=gib)) == free
+    assert max(most) <= third and max(need) > third // 2
+    assert any(again)  # in the middle of a message
     with pytest.raises(ValueError, match="raise --cache-gib"):
-        rollout(model, TOKENS, [ScriptedEpisode(0, all_prompts[1])], sampling, cache_gib=gib / 30)
+        play(model, [1], 1.0, cache_gib=gib / 30)
+
+
+def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
+    """All first messages are there although the cache holds one row, and nobody answers any before."""
+    monkeypatch.setattr(cache, "LOWEST_TIER", 16)
+    asked = [prompt for prompt in prompts(12) if len(prompt) > 20][::2]
+
+    def first_messages(gib: float) -> list[list[int]]:
+        with Generator(model, (END,), 1.0, longest=100, cache_gib=gib) as generator:
+            rows = generator.start(asked, range(len(asked)), [12] * len(asked))
+            for _ in range(12 * len(asked)):
+                generator.step()
+            generator.append(rows, [[7]] * len(asked), [3] * len(asked))
+            for _ in range(3 * len(asked)):
+                generator.step()
+            assert not any(row.decoding for row in rows)
+            return [row.history for row in rows]
+
+    assert first_messages(100.5 * cache_bytes_per_token(model) / 2**30) == first_messages(1.0)
+
+
+@pytest.mark.parametrize("fails", [2, 20, 50])
+def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, capsys, fails):
+    free = ids_by_seed(play(model, list(range(12)), 1.0))
+    passes, original = [], Generator._compute
+
+    def short(self, ids, positions, pieces):
+        passes.append(self.cache.positions)
+        if len(passes) in (fails, fails + 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, ids, positions, pieces)
+
+    monkeypatch.setattr(Generator, "_compute", short)
+    assert ids_by_seed(play(model, list(range(12)), 1.0)) == free
+    assert passes[-1] <= passes[fails] // 2 < passes[0] // 2
+    assert capsys.readouterr().err.count("out of memory: the rollout goes on with") == 2
+    monkeypatch.setattr(Generator, "_compute", lambda *_: np.zeros(1 << 50))
+    with pytest.raises(ValueError, match="the device's memory does not hold one trajectory"):
+        play(model, [0], 1.0)
+
+
+def test_a_row_takes_the_positions_that_it_uses(model):
+    with Generator(model, (), longest=12_000) as generator:
+        rows = generator.start([[5] * 100, [6] * 100, [7] * 1000], range(3), [100] * 3)
+        assert generator.cache.reserved == 2 * 128 + 1024
+        for _ in range(30):
+            generator.step()
+        assert [row.tier.capacity for row in rows] == [256, 256, 2048]
+        assert [row.slot for row in rows] == [0, 1, 0]
+        generator.release(rows[1:])
+        for _ in range(5):
+            generator.step()
+        assert rows[0].length == 100 + 35 - 1
+    assert [few_shapes(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 48, 49)] == [
+        0, 1, 2, 3, 4, 6, 6, 8, 12, 16, 48, 64
+    ]  # fmt: skip
+
+
+class FakeGraph:
+    """A CUDA graph that replays by computing anew; its memory pool is watched."""
+
+    def replay(self) -> None:
+        self.recorded()
+
+
+class FakeCuda:
+    """What DecodeGraphs takes from torch.cuda, on a CPU."""
+
+    def __init__(self) -> None:
+        self.pools = self.streams = self.captures = 0
+        self.alive: dict[int, weakref.WeakSet] = {}
+        self.CUDAGraph = FakeGraph
+
+    def Stream(self) -> SimpleNamespace:
+        self.streams += 1
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def current_stream(self) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def stream(self, stream: SimpleNamespace) -> nullcontext:
+        return nullcontext()
+
+    def graph_pool_handle(self) -> int:
+        self.pools += 1
+        self.alive[self.pools] = weakref.WeakSet()
+        return self.pools
+
+    def graph(self, graph: FakeGraph, pool: int, stream: SimpleNamespace) -> nullcontext:
+        assert (
+            self.alive[pool] or pool == self.pools
+        )  # no pool is captured into again that lost all its graphs
+        self.alive[pool].add(graph)
+        self.captures += 1
+        return nullcontext()
+
+
+def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
+    """With a stand-in for CUDA: the same tokens, few captures, one stream, none on storage that moved."""
+    plain = greedy(model, static_shapes=True)
+    cuda = FakeCuda()
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+    capture = graphs.DecodeGraphs._capture
+
+    def captured(self, key, compute, ids, positions, pieces):
+        capture(self, key, compute, ids, positions, pieces)
+        graph, own_ids, own_positions = self.captured[key]
+        moves = [p.tier.moves for p in pieces]
+
+        def recorded() -> None:
+            assert [p.tier.moves for p in pieces] == moves
+            self.logits[len(own_ids)].copy_(compute(own_ids, own_positions, pieces))
+
+        graph.recorded = recorded
+        assert len(self.captured) <= 3
+
+    monkeypatch.setattr(graphs.DecodeGraphs, "_capture", captured)
+    assert greedy(model, static_shapes=True, graphs=graphs.DecodeGraphs()) == plain
+    assert 1 < cuda.captures <= 6 and cuda.streams == 1
+
+
+def test_the_decode_step_traces_as_one_graph(model):
+    """torch.compile finds no break in it; bitsandbytes' kernels are not for it."""
+    if any(type(m).__name__ == "Linear4bit" for m in model.modules()):
+        pytest.skip("bitsandbytes")
+    with Generator(model, (), temperature=0, static_shapes=True) as generator, torch.inference_mode():
+        generator.start([[5, 6, 7], [8, 9]], range(2), [4, 4])
+        generator.step()
+        pieces = generator.cache.decode_pieces()
+        ids, positions = torch.tensor([[5], [6]]), torch.tensor([[3], [2]])
+        expected = generator._compute(ids, positions, pieces)
+        torch._dynamo.reset()
+        compiled = torch.compile(generator._compute, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(ids, positions, pieces), expected)
 
 
 def test_stop_strings_end_a_message(model):
@@ -499,13 +655,15 @@ def test_two_thousand_uneven_episodes_leak_nothing():
 
         def watched(self, gone):
             original(self, gone)
-            assert sorted(row.slot for row in self.rows) == list(range(len(self.rows)))
-            caches.append(self.cache.slots_reserved * self.cache.capacity)
+            kept = [row for tier in self.cache.tiers.values() for row in tier.rows]
+            assert set(kept) == set(self.rows) and len(kept) == len(self.rows)
+            assert all(tier.rows[row.slot] is row for tier in self.cache.tiers.values() for row in tier.rows)
+            caches.append(self.cache.reserved)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Generator, "release", watched)
             rollout(model, TOKENS, episodes, sampling, rows)
-        assert max(caches) <= rows * 128 + 128  # memory is flat: slots x the longest row
+        assert max(caches) <= rows * 128 * 5 // 4 + 128  # memory is flat: slots x the longest row
         return {e.trajectory.seed: e.trajectory.ids for e in episodes}
 
     together = run(list(range(2_000)), 96)

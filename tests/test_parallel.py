@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,13 @@ import torch
 import torch.distributed as dist
 from conftest import TOY, run
 from safetensors.torch import load_file
+from test_learn import SIZES
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.learn.parallel import Processes, join_processes, leave_processes
+from mtsql.learn import parallel
+from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.parallel import Processes, join_processes, leave_processes, shard_policy, whole_weights
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
@@ -157,3 +165,65 @@ def test_two_processes_evaluate_as_one(work, tmp_path):
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     one, two = ((tmp_path / name / "predictions.jsonl").read_text() for name in ("one", "two"))
     assert [json.loads(line) for line in two.splitlines()] == [json.loads(line) for line in one.splitlines()]
+
+
+def hang(rank: int, folder: str) -> None:
+    """The second of two processes stops without a word; what the first says goes into a file."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "hang"
+    parallel.SILENCE = 1.0
+    sys.stderr = (Path(folder) / f"stderr{rank}").open("w")
+    processes = join_processes()
+    time.sleep(0.5)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    processes.all_gather(rank)
+
+
+def test_a_process_that_hangs_ends_the_others_with_a_sentence(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    first, second = (context.Process(target=hang, args=(rank, str(tmp_path))) for rank in (0, 1))
+    first.start(), second.start()
+    try:
+        first.join(90)
+        assert first.exitcode == 3
+        assert "process 1 has been silent for 1 seconds" in (tmp_path / "stderr0").read_text()
+    finally:
+        second.kill()
+        first.kill()
+
+
+def small_steps(rank: int, store: str) -> None:
+    """One of two processes: sixty steps at 1e-6 of sharded weights, computed in bfloat16."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    processes = Processes(rank, 2)
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **SIZES))
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        shard_policy(model, processes, dtype)
+        optimizer = make_optimizer(model, 1e-6)
+        for step in range(60):
+            draw = torch.Generator().manual_seed(step)
+            ids = torch.randint(0, SIZES["vocab_size"], (2, 12), generator=draw)
+            model(ids, labels=ids).loss.backward()
+            optimizer_step(optimizer, stepped_parameters(optimizer), 1e-6)
+        with whole_weights(model):
+            assert next(model.parameters()).dtype == dtype
+        after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if rank == 0:
+            whole = [after[name] for name, _ in model.named_parameters()]
+            assert {w.dtype for w in whole} == {torch.float32}
+            moved[dtype] = torch.cat([w.flatten() for w in whole]) - before
+    if rank == 0:
+        exact, half = moved[torch.float32], moved[torch.bfloat16]
+        assert (half != 0).float().mean() > 0.95 * (exact != 0).float().mean() > 0
+        assert torch.cosine_similarity(half, exact, dim=0) > 0.9
+    leave_processes(processes)
+    Path(f"{store}.{rank}").touch()
+
+
+def test_small_steps_of_sharded_weights_in_bfloat16_move_them(tmp_path):
+    torch.multiprocessing.spawn(small_steps, args=(str(tmp_path / "store"),), nprocs=2)
+    assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1"}

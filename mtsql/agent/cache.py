@@ -1,86 +1,272 @@
-"""The key/value cache of a generator, one row a trajectory, and the attention that reads it."""
+"""The key/value cache of a generator, one row a trajectory, and the attention that reads it.
+
+Rows live in tiers by their length: one of 300 tokens takes 512 positions, whatever its limits would allow.
+A row that outgrows its tier moves to the next, which has twice the positions. So memory goes by what rows
+use, short rows are never read as far as long ones, and every tensor stays dense.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, PreTrainedModel
 
 from mtsql.errors import UserError
 
 GROUPED = "sdpa_grouped_queries"
-BUCKET = 64  # Attention sees a multiple of this many positions,
-STATIC_BUCKET = 256  # or of this many where each multiple has a captured graph.
-DECODE_ROWS = 64  # On a CPU each block of so many rows is read only as far as its longest row.
+LOWEST_TIER = 128  # positions of the shortest rows,
+STATIC_LOWEST_TIER = 512  # or so many where the decode step has few shapes
+STATIC_REACHES = 4  # and a tier is read as far as a multiple of a quarter of it.
+DECODE_ROWS = 64  # Elsewhere each block of so many rows is read only as far as its longest row.
+SHARE_OF_FREE = 0.7  # of the device's free memory, for the cache; the rest is for activations
+WATERMARK = 16  # A row comes in only if a 16th of the cache stays free for those inside to grow.
+
+
+@dataclass(eq=False)
+class CachedRow:
+    """Where a row is kept: its tier (None: it is not in the cache), its slot, how many of its tokens."""
+
+    tier: Tier | None = field(default=None, init=False)
+    slot: int = field(default=0, init=False)
+    length: int = field(default=0, init=False)
+
+
+@dataclass(eq=False)
+class Tier:
+    """Rows of at most `capacity` positions; `rows[i]` is in slot i."""
+
+    capacity: int
+    slots: int = 0
+    rows: list[CachedRow] = field(default_factory=list)
+    layers: list[list[Tensor]] = field(default_factory=list)  # [keys, values] of each, see `store`
+    moves: int = 0  # times that the storage moved, which makes captured graphs worthless
+
+    def store(self, layer: int, like: Tensor) -> list[Tensor]:
+        """Keys and values of a layer, (slots, kv_heads, capacity, head_dim) both; `like` gives two sizes."""
+        if layer == len(self.layers):
+            self.layers.append([self._zeros(like), self._zeros(like)])
+        return self.layers[layer]
+
+    def resize(self, slots: int) -> None:
+        """Have room for so many rows, at least those that are there."""
+        self.slots, self.moves = slots, self.moves + 1
+        self.layers = self.layers if slots else []
+        for layer in self.layers:
+            for i, old in enumerate(layer):
+                layer[i] = self._zeros(old)
+                layer[i][: len(self.rows)] = old[: len(self.rows)]
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """Zeros, since attention to a NaN would be NaN even behind an attention mask."""
+        shape = (self.slots, like.shape[1], self.capacity, like.shape[3])
+        if like.device.type != "cpu":
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        # numpy asks the system for huge pages, which are zero when first touched: attention reads them faster
+        zeros = np.zeros(like.element_size() * math.prod(shape), dtype=np.uint8)
+        return torch.from_numpy(zeros).view(like.dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one tier in a forward pass, read to `reach`: a slice of its slots, or (rows,) int64."""
+
+    tier: Tier
+    slots: slice | Tensor
+    reach: int
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.slots.stop - self.slots.start if isinstance(self.slots, slice) else len(self.slots)
+
+
+@dataclass(frozen=True)
+class AimedPiece:
+    """A piece with the positions of its tokens, and its place among the rows of the forward pass."""
+
+    piece: Piece
+    rows: slice
+    within: Tensor  # (rows, 1) int64, slots in `piece.slots` if that is a slice, else in the tier
+    positions: Tensor  # (rows, tokens) int64
+    attention_mask: Tensor  # (rows, tokens, reach), 0 or -inf
+
+    def write(self, stored: Tensor, new: Tensor) -> Tensor:
+        """Write `new` (all rows, kv_heads, tokens, head_dim); gives (rows, kv_heads, reach, head_dim)."""
+        new = new[self.rows].transpose(1, 2)
+        if isinstance(self.piece.slots, slice):
+            stored = stored[self.piece.slots]
+            stored[self.within, :, self.positions] = new
+            return stored[:, :, : self.piece.reach]
+        stored[self.within, :, self.positions] = new
+        return stored[self.piece.slots, :, : self.piece.reach]
 
 
 class RowCache:
-    """Keys and values of every layer, (slots, kv_heads, capacity, head_dim) each; a row is kept in a slot.
+    """Keys and values of every layer, of at most `positions` positions in all tiers (None: no bound).
 
-    Passed to the model as `past_key_values`. `aim` says where the next forward pass writes and what it
-    attends to. The capacity grows by half when more is needed, up to `longest` positions.
+    Passed to the model as `past_key_values`. `longest` bounds the positions of a row. With `static_shapes`
+    numbers of slots are powers of two or halfway between two.
     """
 
-    def __init__(self, longest: int | None = None, bucket: int = BUCKET) -> None:
+    def __init__(
+        self, longest: int | None = None, positions: int | None = None, static_shapes: bool = False
+    ) -> None:
         self.longest = longest
-        self.bucket = bucket
-        self.moves = 0  # times that the storage moved, which makes captured graphs worthless
-        self.layers: list[list[Tensor]] = []
-        self.all_slots: dict[int, Tensor] = {}  # kept, since captured graphs read them
-        self.slots_reserved = 0
-        self.capacity = 0
+        self.positions = positions
+        self.static_shapes = static_shapes
+        self.tiers: dict[int, Tier] = {}  # by capacity, ascending
+        self.aimed: list[AimedPiece] = []
+        self._slot_numbers: dict[int, Tensor] = {}  # kept, since captured graphs read them
 
-    def reserve(self, slots: int, reach: int) -> None:
-        """Make room for `slots` slots of `reach` positions."""
-        if slots > self.slots_reserved or reach > self.capacity:
-            self.slots_reserved = max(slots, self.slots_reserved)
-            self.moves += 1
-            if reach > self.capacity:
-                roomy = max(reach, min(reach * 3 // 2, self.longest or reach * 3 // 2))
-                self.capacity = -(-roomy // self.bucket) * self.bucket
-            for layer in self.layers:
-                for i, old in enumerate(layer):
-                    layer[i] = self._allocate(old)
-                    layer[i][: len(old), :, : old.shape[2]] = old
+    @property
+    def reserved(self) -> int:
+        """Positions of all slots."""
+        return sum(tier.slots * tier.capacity for tier in self.tiers.values())
 
-    def aim(self, slots: Tensor | int, positions: Tensor, reach: int) -> int:
-        """Prepare the next forward pass; returns `reach` rounded up to a bucket.
+    def capacity(self, need: int) -> int:
+        """Positions of the tier for rows of `need` positions."""
+        lowest = STATIC_LOWEST_TIER if self.static_shapes else LOWEST_TIER
+        doubled = lowest << max(0, (max(need, 1) - 1) // lowest).bit_length()
+        return max(need, min(doubled, self.longest or doubled))
 
-        Row i of its input is slot `slots[i]`, or slot i if `slots` is a number of slots. Its tokens are
-        written at `positions` (rows, tokens), and it attends to the first `reach` positions, rounded up.
+    def admit(self, row: CachedRow, need: int) -> bool:
+        """Give a row a slot of at least `need` positions; False if there is no room."""
+        empty = not any(tier.rows for tier in self.tiers.values())
+        if not self._widen(self._tier(need), 0 if empty else (self.positions or 0) // WATERMARK):
+            return False
+        self._enter(row, self._tier(need))
+        return True
+
+    def lift(self, row: CachedRow, need: int) -> bool:
+        """Move a row to a tier of at least `need` positions; False if there is no room."""
+        tier = self._tier(need)
+        if not self._widen(tier, 0):
+            return False
+        old, slot, length = row.tier, row.slot, row.length
+        self._enter(row, tier)
+        row.length = length
+        self._copy(old, slot, tier, [row.slot], length)
+        self._close_gaps(old, {slot})
+        return True
+
+    def drop(self, rows: Sequence[CachedRow]) -> None:
+        """Free the slots of rows, and move the last rows of a tier into the gaps that they leave."""
+        gone: dict[Tier, set[int]] = {}
+        for row in rows:
+            if row.tier is not None:
+                gone.setdefault(row.tier, set()).add(row.slot)
+                row.tier, row.slot, row.length = None, 0, 0
+        for tier, slots in gone.items():
+            self._close_gaps(tier, slots)
+
+    def share(self, origin: CachedRow, rows: Sequence[CachedRow], length: int) -> None:
+        """Copy the first `length` tokens of `origin` to rows that have none."""
+        targets: dict[Tier, list[int]] = {}
+        for row in rows:
+            targets.setdefault(row.tier, []).append(row.slot)
+            row.length = length
+        for tier, slots in targets.items():
+            self._copy(origin.tier, origin.slot, tier, slots, length)
+
+    def decode_pieces(self) -> list[Piece]:
+        """The pieces of a forward pass of one token for every row, tier by tier."""
+        pieces = []
+        for tier in self.tiers.values():
+            lengths = [row.length + 1 for row in tier.rows]
+            if lengths and self.static_shapes:  # some slots more than rows, so that few shapes occur
+                step = max(STATIC_LOWEST_TIER // 2, -(-tier.capacity // STATIC_REACHES))
+                reach = min(tier.capacity, -(-max(lengths) // step) * step)
+                pieces.append(Piece(tier, slice(0, few_shapes(len(lengths))), reach))
+            elif lengths:
+                for i in range(0, len(lengths), DECODE_ROWS):
+                    block = lengths[i : i + DECODE_ROWS]
+                    pieces.append(Piece(tier, slice(i, i + len(block)), max(block)))
+        return pieces
+
+    def aim(self, pieces: Sequence[Piece], positions: Tensor, dtype: torch.dtype) -> list[AimedPiece]:
+        """Say where the next forward pass writes its tokens: the pieces' rows in order, at `positions`
+        (rows, tokens). Each token attends to its row up to itself.
         """
-        reach = -(-reach // self.bucket) * self.bucket
-        self.reserve(0, reach)
-        if isinstance(slots, int):
-            if slots not in self.all_slots:
-                self.all_slots[slots] = torch.arange(slots, device=positions.device)[:, None]  # (rows, 1)
-            self._gather, self._slots = None, self.all_slots[slots]
-        else:
-            self._gather = slots.to(positions.device)  # (rows,)
-            self._slots = self._gather[:, None]  # (rows, 1)
-        self._positions, self._reach = positions, reach
-        return reach
+        self.aimed, start = [], 0
+        for piece in pieces:
+            rows = slice(start, start := start + piece.count)
+            own = positions[rows]  # (rows, tokens)
+            hidden = torch.arange(piece.reach, device=own.device) > own[..., None]  # (rows, tokens, reach)
+            attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=own.device)
+            attention_mask.masked_fill_(hidden, -torch.inf)
+            within = piece.slots[:, None] if isinstance(piece.slots, Tensor) else self._numbers(piece, own)
+            self.aimed.append(AimedPiece(piece, rows, within, own, attention_mask))
+        return self.aimed
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write keys and values, (rows, kv_heads, tokens, head_dim) both; return those to attend to."""
-        if layer == len(self.layers):
-            self.layers.append([self._allocate(keys), self._allocate(values)])
-        seen = []
-        for stored, new in zip(self.layers[layer], (keys, values), strict=True):
-            stored[self._slots, :, self._positions] = new.transpose(1, 2)
-            if self._gather is None:
-                seen.append(stored[: len(new), :, : self._reach])
-            else:
-                seen.append(stored[self._gather, :, : self._reach])
-        return seen[0], seen[1]  # (rows, kv_heads, reach, head_dim)
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Write keys and values, (rows, kv_heads, tokens, head_dim) both; return those of each piece to
+        attend to, (rows, kv_heads, reach, head_dim).
+        """
+        stores = [aimed.piece.tier.store(layer, keys) for aimed in self.aimed]
+        pairs = list(zip(self.aimed, stores, strict=True))
+        return [a.write(store[0], keys) for a, store in pairs], [
+            a.write(store[1], values) for a, store in pairs
+        ]
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of a slot into other slots.
+    def _numbers(self, piece: Piece, like: Tensor) -> Tensor:
+        """0, 1, 2, ..., (rows, 1)."""
+        if piece.count not in self._slot_numbers:
+            self._slot_numbers[piece.count] = torch.arange(piece.count, device=like.device)[:, None]
+        return self._slot_numbers[piece.count]
+
+    def _tier(self, need: int) -> Tier:
+        capacity = self.capacity(need)
+        if capacity not in self.tiers:
+            self.tiers[capacity] = Tier(capacity)
+            self.tiers = dict(sorted(self.tiers.items()))
+        return self.tiers[capacity]
+
+    def _widen(self, tier: Tier, spare: int) -> bool:
+        """See to it that `tier` has a free slot and `spare` positions stay free; False if they cannot."""
+        least = self._slots(len(tier.rows) + 1)
+        if self.positions is not None:
+            others = sum(self._slots(len(t.rows)) * t.capacity for t in self.tiers.values() if t is not tier)
+            if others + least * tier.capacity + spare > self.positions:
+                return False
+        if len(tier.rows) < tier.slots and least <= tier.slots:
+            return True
+        for slots in (self._slots(len(tier.rows) * 5 // 4 + 1), least):
+            more = (slots - tier.slots) * tier.capacity
+            if self.positions is None or self.reserved + more + spare <= self.positions:
+                tier.resize(slots)
+                return True
+        for other in self.tiers.values():  # what other tiers do not use
+            if other is not tier and other.slots > self._slots(len(other.rows)):
+                other.resize(self._slots(len(other.rows)))
+        tier.resize(least)
+        return True
+
+    def _slots(self, rows: int) -> int:
+        return few_shapes(rows) if self.static_shapes else rows
+
+    def _enter(self, row: CachedRow, tier: Tier) -> None:
+        row.tier, row.slot, row.length = tier, len(tier.rows), 0
+        tier.rows.append(row)
+
+    def _close_gaps(self, tier: Tier, gone: set[int]) -> None:
+        count = len(tier.rows) - len(gone)
+        gaps = sorted(slot for slot in gone if slot < count)
+        movers = [row for slot, row in enumerate(tier.rows) if slot >= count and slot not in gone]
+        for row, slot in zip(movers, gaps, strict=True):
+            self._copy(tier, row.slot, tier, [slot], row.length)
+            row.slot, tier.rows[slot] = slot, row
+        del tier.rows[count:]
+
+    def _copy(self, origin: Tier, source: int, tier: Tier, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of a slot into slots of a tier.
 
         Neighbouring targets are one slice: indexing by a list of slots is several times slower on a CPU.
         """
@@ -90,95 +276,92 @@ class RowCache:
                 neighbours[-1][1] = target + 1
             else:
                 neighbours.append([target, target + 1])
-        for tensor in (t for layer in self.layers for t in layer):
-            for first, end in neighbours:
-                tensor[first:end, :, :length] = tensor[source : source + 1, :, :length]
+        for i, layer in enumerate(origin.layers if length else ()):
+            for old, new in zip(layer, tier.store(i, layer[0]), strict=True):
+                for first, end in neighbours:
+                    new[first:end, :, :length] = old[source : source + 1, :, :length]
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        """Storage for tensors such as `like` (any, kv_heads, any, head_dim).
 
-        It is zeros, since attention to a NaN would be NaN even behind an attention mask.
-        """
-        shape = (self.slots_reserved, like.shape[1], self.capacity, like.shape[3])
-        if like.device.type != "cpu":
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # numpy asks the system for huge pages, which are zero when first touched: attention reads them faster
-        zeros = np.zeros(like.element_size() * math.prod(shape), dtype=np.uint8)
-        return torch.from_numpy(zeros).view(like.dtype).view(shape)
+def few_shapes(number: int) -> int:
+    """The next power of two, or three quarters of it."""
+    power = 1 << max(0, number - 1).bit_length()
+    return 0 if number == 0 else power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 
 
 def _grouped_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
+    key: list[Tensor],
+    value: list[Tensor],
+    attention_mask: None,
+    aimed: Sequence[AimedPiece],
     scaling: float | None = None,
-    reaches: Sequence[int] | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention in the signature of transformers, for queries (rows, heads, tokens, head_dim) against
-    the cache (rows, kv_heads, reach, head_dim); gives (rows, tokens, heads, head_dim).
+    each piece's part of the cache (rows, kv_heads, reach, head_dim); gives (rows, tokens, heads, head_dim).
 
     Query heads that share a key head are treated as more tokens of one head, so that the cache is not
-    copied for each of them. `reaches` is for decoding on a CPU (`_decode_attention`).
+    copied for each of them.
     """
     rows, heads, tokens, head_dim = query.shape
-    kv_heads, reach = key.shape[1:3]
+    kv_heads = key[0].shape[1]
     shared = heads // kv_heads
     grouped = query.reshape(rows, kv_heads, shared * tokens, head_dim)
-    attention_mask = attention_mask.to(query.dtype)
-    if reaches is not None:
-        out = _decode_attention(grouped, key, value, attention_mask, scaling or head_dim**-0.5, reaches)
-    else:
-        visible = attention_mask.expand(rows, shared, tokens, reach).reshape(rows, 1, shared * tokens, reach)
-        visible = visible.contiguous()
-        out = nn.functional.scaled_dot_product_attention(grouped, key, value, visible, scale=scaling)
-    # out: (rows, kv_heads, shared x tokens, head_dim)
-    return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2), None
+    out = []  # of each piece, (its rows, kv_heads, shared x tokens, head_dim)
+    for piece, keys, values in zip(aimed, key, value, strict=True):
+        own, hidden = grouped[piece.rows], piece.attention_mask
+        if tokens == 1 and query.device.type == "cpu":
+            out.append(_decode_attention(own, keys, values, hidden, scaling or head_dim**-0.5))
+            continue
+        visible = hidden[:, None].expand(-1, shared, -1, -1).reshape(len(own), 1, shared * tokens, -1)
+        out.append(nn.functional.scaled_dot_product_attention(own, keys, values, visible, scale=scaling))
+    joined = out[0] if len(out) == 1 else torch.cat(out)  # (rows, kv_heads, shared x tokens, head_dim)
+    return joined.reshape(rows, heads, tokens, head_dim).transpose(1, 2), None
 
 
 def _decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, reaches: Sequence[int]
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float
 ) -> Tensor:
     """Attention of one token a row on a CPU: query and result (rows, kv_heads, shared, head_dim).
 
-    The first DECODE_ROWS rows attend to `reaches[0]` positions, the next to `reaches[1]`, and so on, so
-    that short rows cost little. Two batched matrix products read the cache about 1.6 times as fast as SDPA,
-    whose kernel for CPUs is made for many queries.
+    Two batched matrix products read the cache about 1.6 times as fast as SDPA, whose kernel for CPUs is
+    made for many queries. The cache and `attention_mask` (rows, 1, reach) are as in `_grouped_attention`.
     """
-    out = torch.empty_like(query)
-    query = query * scaling
-    for i, reach in enumerate(reaches):
-        part = slice(i * DECODE_ROWS, (i + 1) * DECODE_ROWS)
-        keys = key[part, :, :reach].flatten(0, 1)  # (rows x kv_heads, reach, head_dim), a view
-        values = value[part, :, :reach].flatten(0, 1)
-        scores = torch.bmm(keys, query[part].flatten(0, 1).transpose(1, 2))  # (any, reach, shared)
-        scores.unflatten(0, (-1, key.shape[1])).add_(attention_mask[part, :, 0, :reach, None])
-        weights = scores.transpose(1, 2).softmax(-1, torch.float32).to(values.dtype)
-        out[part] = torch.bmm(weights, values).view_as(out[part])
-    return out
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)  # (rows x kv_heads, reach, head_dim), views
+    scores = torch.bmm(keys, (query * scaling).flatten(0, 1).transpose(1, 2))  # (any, reach, shared)
+    scores.unflatten(0, (-1, key.shape[1])).add_(attention_mask[:, 0, None, :, None])
+    weights = scores.transpose(1, 2).softmax(-1, torch.float32).to(values.dtype)
+    return torch.bmm(weights, values).view_as(query)
 
 
+# Without an entry of that name for attention masks transformers makes none.
 AttentionInterface.register(GROUPED, _grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def rows_within(model: PreTrainedModel, gib: float, longest: int) -> int:
-    """How many rows of `longest` positions a cache of `gib` GiB holds.
+def cache_positions(model: PreTrainedModel, gib: float, longest: int | None) -> int | None:
+    """How many positions a cache of `gib` GiB has; with 0 of most of the device's free memory.
 
-    Raises UserError if it does not hold one.
+    None is no bound, on the meta device. Raises UserError if it does not hold a row of `longest` positions.
     """
-    on_gpu = model.device.type == "cuda"
-    bucket = STATIC_BUCKET if on_gpu else BUCKET
-    held = int(gib * 2**30 / cache_bytes_per_token(model))
-    rows = held // (-(-longest // bucket) * bucket)
-    if rows < 1:
+    if gib == 0 and model.device.type == "meta":
+        return None
+    size = gib * 2**30 if gib else SHARE_OF_FREE * free_memory(model.device)
+    held = int(size / cache_bytes_per_token(model))
+    if longest and longest > held:
         raise UserError(
-            f"a cache of {gib:g} GiB holds {held} tokens, but a trajectory may take {longest}; "
+            f"a cache of {size / 2**30:.3g} GiB holds {held} tokens, but a trajectory may take {longest}; "
             "raise --cache-gib or lower --max-response-tokens"
         )
-    return 1 << (rows.bit_length() - 1) if on_gpu else rows
+    return held
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of the device's memory that this process may still take."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int:

@@ -5,21 +5,36 @@ with their own lengths, so that no row has padding inside. Between two operation
 all tokens of a row but the last, the *pending* one; a decode step feeds the pending tokens and
 samples the next. So prompts and observations are written into the cache without running the output
 head on them, and sampling happens in one place.
+
+When the cache is full, the youngest rows give their places back. They keep their tokens, and are prefilled
+again when others have ended.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtsql.agent.cache import BUCKET, DECODE_ROWS, GROUPED, STATIC_BUCKET, RowCache
+from mtsql.agent.cache import (
+    GROUPED,
+    CachedRow,
+    Piece,
+    RowCache,
+    Tier,
+    cache_bytes_per_token,
+    cache_positions,
+)
 from mtsql.agent.graphs import DecodeGraphs
+from mtsql.agent.head import float32_logits, plain_head
 from mtsql.agent.prefix import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
@@ -28,17 +43,19 @@ from mtsql.errors import UserError
 # GPU; few for a CPU, where padding costs more than another call.
 TOKENS_PER_FORWARD = {"cpu": 1024}
 TOKENS_PER_FORWARD_ELSEWHERE = 8192
+WIDEST = 1024  # tokens of one row in a forward pass,
+MASK_ELEMENTS = 2**25  # and elements of its attention mask
+STATIC_WIDTH = 64  # With static shapes a chunk is as wide as a multiple of this.
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 @dataclass(eq=False)
-class Row:
-    """One trajectory in the cache and the message that is being sampled, or was just sampled."""
+class Row(CachedRow):
+    """One trajectory and the message that is being sampled, or was just sampled."""
 
-    slot: int
+    history: list[int]  # all its tokens; the last is pending, not in the cache yet
     rng: np.random.Generator
-    pending: int  # its last token, which is not in the cache yet
-    limit: int  # tokens of the message
-    length: int = 0  # tokens in the cache
+    limit: int = 0  # tokens of the message
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
@@ -54,19 +71,26 @@ class Row:
         """Whether its message is still being sampled."""
         return self.stop is None
 
+    @property
+    def unwritten(self) -> list[int]:
+        """The tokens before the pending one that the cache lacks."""
+        return self.history[self.length : -1]
+
 
 class Generator:
     """Samples model messages for many trajectories at once. Use as a context manager.
 
-    `rows[i]` is in slot i of the cache. Each row draws its random numbers from its own generator, one a
-    token, so that a trajectory does not depend on the others in its batch (up to the rounding of matrix
-    products of different sizes). At temperature 0 decoding is greedy. Log-probabilities are those of
-    softmax(logits / temperature), of softmax(logits) when greedy.
+    Each row draws its random numbers from its own generator, one a token, so that a trajectory does not
+    depend on the others in its batch (up to the rounding of matrix products of different sizes). At
+    temperature 0 decoding is greedy. Log-probabilities are those of softmax(logits / temperature), of
+    softmax(logits) when greedy.
 
-    `stops(ids)` says whether a message with the ids `ids` ends with a stop string. With `static_shapes` (the
-    default on a GPU) the decode step has one of few shapes, and on a GPU each of them is captured as a CUDA
-    graph. `longest` bounds the positions of a row in the cache. Raises UserError for a model whose attention
-    is neither SDPA nor flash-attn, or not full attention in every layer.
+    `stops(ids)` says whether a message with the ids `ids` ends with a stop string. With `static_shapes`
+    (the default on a GPU) the decode step has one of few shapes, and on a GPU each of them is captured
+    as a CUDA graph. `longest` bounds the positions of a row. The cache has `cache_gib` GiB, or most of
+    what the device has free (0); if memory runs out it goes on with half of what it had. Raises
+    UserError for a model whose attention is neither SDPA nor flash-attn, or not full attention in every
+    layer, and for a cache that does not hold one row.
     """
 
     def __init__(
@@ -77,6 +101,7 @@ class Generator:
         stops: Callable[[list[int]], bool] | None = None,
         longest: int | None = None,
         static_shapes: bool | None = None,
+        cache_gib: float = 0.0,
     ) -> None:
         attention = model.config._attn_implementation
         layer_types = set(getattr(model.config, "layer_types", None) or ())
@@ -85,6 +110,9 @@ class Generator:
         if layer_types - {"full_attention"}:
             raise UserError(f"The model has {sorted(layer_types)}, only full attention is known.")
         self.model = model
+        self.inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+        # FSDP2 gathers the head for its own forward pass only.
+        self.head = None if isinstance(model, FSDPModule) else plain_head(self.inner)
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature = temperature
         self.stops = stops
@@ -93,11 +121,13 @@ class Generator:
         capture = on_gpu and self.static_shapes and not isinstance(model, FSDPModule)
         self.graphs = DecodeGraphs() if capture else None
         self.longest = longest
-        self.rows: list[Row] = []
-        self.cache = self._new_cache()
+        self.rows: list[Row] = []  # from the oldest to the youngest
+        self._clear_cache(cache_positions(model, cache_gib, longest))
 
-    def _new_cache(self) -> RowCache:
-        return RowCache(self.longest, STATIC_BUCKET if self.static_shapes else BUCKET)
+    def _clear_cache(self, positions: int | None) -> None:
+        self.cache = RowCache(self.longest, positions, self.static_shapes)
+        self.graphs = DecodeGraphs() if self.graphs else None
+        self.room_again = True  # rows have left the cache since others were last let in
 
     def __enter__(self) -> Generator:
         self._training = [m for m in self.model.modules() if m.training]
@@ -110,8 +140,13 @@ class Generator:
         self.model.set_attn_implementation(self._attention)
         for module in self._training:
             module.training = True
-        self.rows, self.cache = [], self._new_cache()
-        self.graphs = DecodeGraphs() if self.graphs else None
+        self.rows = []
+        self._clear_cache(None)
+
+    @property
+    def in_cache(self) -> list[Row]:
+        """The rows that a step extends."""
+        return [row for row in self.rows if row.tier is not None]
 
     @torch.inference_mode()
     def start(
@@ -119,54 +154,59 @@ class Generator:
     ) -> list[Row]:
         """New rows for these prompts; what several of them begin with is computed once and copied.
 
-        `limits` are the most tokens of each row's first message. Raises ValueError for an empty prompt.
+        `limits` are the most tokens of each row's first message. Rows for which the cache has no room come
+        in later. Raises ValueError for an empty prompt.
         """
         if not all(prompts):
             raise ValueError("A prompt needs at least one token.")
         started = []
         for prompt, seed, limit in zip(prompts, seeds, limits, strict=True):
-            rng = np.random.Generator(np.random.PCG64(seed))
-            row = Row(len(self.rows) + len(started), rng, prompt[-1], limit)
+            row = Row(list(prompt), np.random.Generator(np.random.PCG64(seed)))
             row.begin(limit)
             started.append(row)
         self.rows += started
-        self.cache.reserve(len(self.rows), max(map(len, prompts)))
-        samples: dict[tuple[int, ...], list[Row]] = {}
-        for row, prompt in zip(started, prompts, strict=True):
-            samples.setdefault(tuple(prompt[:-1]), []).append(row)
-        self._prefill([group[0] for group in samples.values()], list(samples))
-        for prefix, (head, *others) in samples.items():
-            self._share(head, others, len(prefix))
+        self._or_halve_the_cache(self._catch_up, started)
         return started
 
     @torch.inference_mode()
     def append(self, rows: Sequence[Row], ids: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Put the observations `ids` after the rows' last messages and begin messages of at most `limits`."""
-        unwritten = [[row.pending, *new] for row, new in zip(rows, ids, strict=True)]
-        self._write(rows, [new[:-1] for new in unwritten])
-        for row, new, limit in zip(rows, unwritten, limits, strict=True):
-            row.pending = new[-1]
+        for row, new, limit in zip(rows, ids, limits, strict=True):
+            row.history += new
             row.begin(limit)
+        self._or_halve_the_cache(self._catch_up, [row for row in rows if row.tier is not None])
+        self.room_again |= any(row.tier is None for row in rows)
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Sample one token in every decoding row; return the rows whose messages are complete."""
-        decoding = [row for row in self.rows if row.decoding]
-        if not decoding:
+        """Sample a token in every decoding row of the cache; return the rows whose messages are complete."""
+        return self._or_halve_the_cache(self._step) or []
+
+    def _step(self) -> list[Row]:
+        stuck = not any(row.decoding for row in self.in_cache)
+        if stuck and any(row.decoding for row in self.rows):
+            self.cache.drop(self.rows)  # those that wait for an observation give way
+        if self.room_again or stuck:
+            self.room_again = False
+            self._catch_up([row for row in self.rows if row.tier is None and row.decoding])
+        self._catch_up([row for row in self.in_cache if len(row.history) > row.tier.capacity])
+        if not any(row.decoding for row in self.in_cache):
             return []
         # Rows that wait for an observation go along: this writes their pending token in place.
-        spare = _power_of_two(len(self.rows)) - len(self.rows) if self.static_shapes else 0
-        pending = [[row.pending] for row in self.rows] + [[0]] * spare
-        lengths = [row.length for row in self.rows] + [0] * spare
-        self.cache.reserve(len(pending), 0)
-        logits = self._forward(len(pending), pending, lengths)[:, -1]  # (slots, vocabulary)
-        if len(decoding) < len(pending):
-            logits = logits[[row.slot for row in decoding]]  # (decoding rows, vocabulary)
-        ids, logprobs = self._sample(logits, [row.rng for row in decoding])
+        pieces = self.cache.decode_pieces()
+        placed = [row for piece in pieces for row in self._rows_of(piece)]  # None in a spare slot
+        pending = torch.tensor([[row.history[-1] if row else 0] for row in placed])  # (slots, 1)
+        positions = torch.tensor([[row.length if row else 0] for row in placed])  # (slots, 1)
+        logits = self._forward(pending, positions, pieces)  # (slots, vocabulary)
+        decoding = [i for i, row in enumerate(placed) if row and row.decoding]
+        if len(decoding) < len(placed):
+            logits = logits[decoding]  # (decoding rows, vocabulary)
+        rows = [placed[i] for i in decoding]
+        ids, logprobs = self._sample(logits, [row.rng for row in rows])
         complete = []
-        for row, token, logprob in zip(decoding, ids, logprobs, strict=True):
+        for row, token, logprob in zip(rows, ids, logprobs, strict=True):
             row.length += 1
-            row.pending = token
+            row.history.append(token)
             row.ids.append(token)
             row.logprobs.append(logprob)
             if token in self.end_of_turn_ids:
@@ -179,18 +219,54 @@ class Generator:
                 complete.append(row)
         return complete
 
+    @staticmethod
+    def _rows_of(piece: Piece) -> list[Row | None]:
+        rows = piece.tier.rows[piece.slots]
+        return rows + [None] * (piece.count - len(rows))
+
     @torch.inference_mode()
     def release(self, rows: Sequence[Row]) -> None:
-        """Free the slots of finished rows, and move the last rows into the gaps that they leave."""
-        gone = {row.slot for row in rows}
-        count = len(self.rows) - len(gone)
-        gaps = sorted(slot for slot in gone if slot < count)
-        movers = [row for row in self.rows[count:] if row.slot not in gone]
-        for row, slot in zip(movers, gaps, strict=True):
-            self.cache.copy(row.slot, [slot], row.length)
-            row.slot = slot
-            self.rows[slot] = row
-        del self.rows[count:]
+        """Forget finished rows."""
+        gone = set(rows)
+        self.rows = [row for row in self.rows if row not in gone]
+        self.cache.drop(rows)
+        self.room_again = True
+
+    def _catch_up(self, rows: Sequence[Row]) -> None:
+        """Write what the cache lacks of these rows, given from the oldest on, as far as there is room."""
+        inside = [row for row in rows if row.tier is not None]
+        for row in inside:
+            need = len(row.history)
+            while row.tier is not None and need > row.tier.capacity and not self.cache.lift(row, need):
+                self.cache.drop(self.in_cache[-1:])  # the youngest gives its place back, maybe this one
+        outside = [row for row in rows if row.tier is None]
+        fresh = list(takewhile(lambda row: self.cache.admit(row, len(row.history)), outside))
+        samples: dict[tuple[int, ...], list[Row]] = {}
+        for row in fresh:
+            samples.setdefault(tuple(row.unwritten), []).append(row)
+        self._prefill([group[0] for group in samples.values()], list(samples))
+        for prefix, (head, *others) in samples.items():
+            self.cache.share(head, others, len(prefix))
+        self._write([(row, row.unwritten) for row in inside if row.tier is not None])
+
+    def _or_halve_the_cache(self, act: Callable[..., list[Row] | None], *given: object) -> list[Row] | None:
+        """Do something; if memory runs out, empty the cache, whose rows come again into one half as large."""
+        try:
+            return act(*given)
+        except OUT_OF_MEMORY:
+            half = self.cache.reserved // 2
+        if half < self.cache.capacity(max(len(row.history) for row in self.rows)):
+            raise UserError(
+                "the device's memory does not hold one trajectory; lower --micro-batch-positions, "
+                "--max-prompt-tokens or --max-response-tokens, or take a smaller model"
+            )
+        self.cache.drop(self.rows)
+        self._clear_cache(half)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        gib = half * cache_bytes_per_token(self.model) / 2**30
+        tqdm.write(f"out of memory: the rollout goes on with {gib:.3g} GiB of key/value cache", sys.stderr)
+        return None
 
     def _prefill(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]]) -> None:
         """Write different prompts into new rows, what several begin with once, from the outermost on."""
@@ -201,75 +277,60 @@ class Generator:
                 rest = [prompts[i][rows[i].length :] for i in group]
                 alike += [(shared, [group[place] for place in places]) for shared, places in families(rest)]
             starts = [(places[0], shared) for shared, places in alike]
-            parts = [prompts[i][rows[i].length : rows[i].length + shared] for i, shared in starts]
-            self._write([rows[i] for i, _ in starts], parts)
+            self._write([(rows[i], prompts[i][rows[i].length :][:shared]) for i, shared in starts])
             for _, (origin, *others) in alike:
-                self._share(rows[origin], [rows[i] for i in others], rows[origin].length)
+                self.cache.share(rows[origin], [rows[i] for i in others], rows[origin].length)
             groups = [places for _, places in alike if len(places) > 1]
 
-    def _share(self, origin: Row, rows: Sequence[Row], length: int) -> None:
-        """Copy the first `length` tokens in the cache of `origin` to new rows."""
-        if rows and length:
-            self.cache.copy(origin.slot, [row.slot for row in rows], length)
-        for row in rows:
-            row.length = length
-
-    def _write(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
-        """Extend the cache of `rows` by `ids`, in chunks of rows with similar lengths."""
+    def _write(self, new: Sequence[tuple[Row, Sequence[int]]]) -> None:
+        """Extend rows by ids, at most WIDEST at once, in chunks of rows of one tier with similar lengths."""
+        new = [(row, ids) for row, ids in new if ids]
+        now = [(row, ids[:WIDEST]) for row, ids in new]
+        order = sorted(now, key=lambda pair: (pair[0].tier.capacity, len(pair[1])))
         size = TOKENS_PER_FORWARD.get(self.model.device.type, TOKENS_PER_FORWARD_ELSEWHERE)
-        order = sorted(range(len(rows)), key=lambda i: len(ids[i]))
         while order:
-            longest = max(len(ids[order[-1]]), 1)
-            chunk = order[-max(size // longest, 1) :]
-            if self.longest and max(rows[i].length for i in chunk) + longest > self.longest:
-                chunk = order[-1:]  # the padding of shorter rows would grow the cache beyond its plan
+            tier, width = order[-1][0].tier, len(order[-1][1])
+            most = min(size, MASK_ELEMENTS // tier.capacity) // width
+            chunk = [p for p in order[-max(most, 1) :] if p[0].tier is tier]
             del order[-len(chunk) :]
-            chunk = [i for i in chunk if ids[i]]
-            if chunk:
-                slots = torch.tensor([rows[i].slot for i in chunk])  # (rows,)
-                self._forward(slots, [ids[i] for i in chunk], [rows[i].length for i in chunk])
-            for i in chunk:
-                rows[i].length += len(ids[i])
+            self._write_chunk(tier, *zip(*chunk, strict=True))
+        if any(len(ids) > WIDEST for _, ids in new):
+            self._write([(row, ids[WIDEST:]) for row, ids in new])
 
-    def _forward(self, slots: Tensor | int, ids: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
-        """Logits (rows, 1, vocabulary) of the last column of `ids`, right-padded to one width.
-
-        Padding is written to the cache after the end of its row; nothing attends to it before it is
-        overwritten.
+    def _write_chunk(self, tier: Tier, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
+        """Padding is written to the cache after the end of its row, at most to the last position of the tier,
+        and nothing attends to it before it is overwritten.
         """
         width = max(map(len, ids))
-        padded = [[*row, *[0] * (width - len(row))] for row in ids]
-        device = self.model.device
-        input_ids = torch.tensor(padded, device=device)  # (rows, width)
-        start = torch.tensor(lengths, device=device)[:, None]  # (rows, 1)
-        positions = start + torch.arange(width, device=device)  # (rows, width)
-        reach = max(lengths) + width
-        if self.graphs is not None and isinstance(slots, int):
-            return self.graphs.run(self._compute, self.cache, slots, input_ids, positions, reach)
-        reaches = None
-        if isinstance(slots, int) and device.type == "cpu":
-            reaches = [max(lengths[i : i + DECODE_ROWS]) + 1 for i in range(0, slots, DECODE_ROWS)]
-        return self._compute(input_ids, positions, self.cache.aim(slots, positions, reach), reaches)
+        if self.static_shapes:
+            width = -(-width // STATIC_WIDTH) * STATIC_WIDTH
+        input_ids = torch.tensor([[*own, *[0] * (width - len(own))] for own in ids])  # (rows, width)
+        lengths = torch.tensor([row.length for row in rows])  # (rows,)
+        positions = (lengths[:, None] + torch.arange(width)).clamp(max=tier.capacity - 1)  # (rows, width)
+        slots = torch.tensor([row.slot for row in rows], device=self.model.device)  # (rows,)
+        self._forward(input_ids, positions, [Piece(tier, slots, int(positions.max()) + 1)])
+        for row, own in zip(rows, ids, strict=True):
+            row.length += len(own)
 
-    def _compute(
-        self, input_ids: Tensor, positions: Tensor, reach: int, reaches: Sequence[int] | None = None
-    ) -> Tensor:
-        """Logits (rows, 1, vocabulary) of the last column of `input_ids` (rows, tokens).
+    def _forward(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """Logits (rows, vocabulary) of the last column of `input_ids` (rows, tokens) at `positions`."""
+        input_ids, positions = input_ids.to(self.model.device), positions.to(self.model.device)
+        if self.graphs is not None and isinstance(pieces[0].slots, slice):
+            return self.graphs.run(self._compute, input_ids, positions, pieces)
+        return self._compute(input_ids, positions, pieces)
 
-        The cache was aimed before.
-        """
-        hidden = torch.arange(reach, device=positions.device) > positions[..., None]  # (rows, tokens, reach)
-        attention_mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=hidden.device)
-        attention_mask.masked_fill_(hidden, -torch.inf)
-        return self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask[:, None],  # (rows, 1, tokens, reach)
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-            reaches=reaches,
-        ).logits
+    def _compute(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        inputs = {
+            "input_ids": input_ids,
+            "position_ids": positions,
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "aimed": self.cache.aim(pieces, positions, self.model.dtype),
+        }
+        if self.head is None:
+            return self.model(**inputs, logits_to_keep=1).logits[:, -1]
+        hidden = self.inner.base_model(**inputs).last_hidden_state[:, -1]  # (rows, hidden)
+        return float32_logits(hidden, self.head.weight)
 
     def _sample(self, logits: Tensor, rngs: Sequence[np.random.Generator]) -> tuple[list[int], list[float]]:
         """One token per row of `logits` (rows, vocabulary), with its log-probability."""
@@ -278,8 +339,10 @@ class Generator:
             scores = scores / self.temperature
         logprobs = scores.log_softmax(-1)  # (rows, vocabulary)
         if self.temperature > 0:
-            uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)
-            chosen = _inverse_cdf(logprobs.exp(), uniforms.to(logits.device))
+            cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)  # (rows, vocabulary)
+            # Drawn when nothing large is left to allocate: a step that ran out of memory has drawn nothing.
+            uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)  # (rows, 1)
+            chosen = _inverse_cdf(cdf, uniforms.to(logits.device))  # (rows, 1)
         else:
             chosen = logprobs.argmax(-1, keepdim=True)  # (rows, 1)
         picked = logprobs.gather(-1, chosen)[:, 0].tolist()
@@ -288,12 +351,7 @@ class Generator:
         return chosen[:, 0].tolist(), picked
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample ids (rows, 1) from `probs` (rows, vocabulary), by one uniform number for each row, (rows, 1)."""
-    cdf = probs.cumsum(-1, dtype=torch.float64)  # (rows, vocabulary)
+def _inverse_cdf(cdf: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample ids (rows, 1) from `cdf` (rows, vocabulary), by one uniform number for each row, (rows, 1)."""
     # Uniforms are below 1, so a token with mass is found; only NaN leads past the end.
     return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp(max=cdf.shape[-1] - 1)

@@ -2,56 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from mtsql.agent.cache import RowCache
+from mtsql.agent.cache import Piece
+
+MOST_GRAPHS = 32  # The one that was used the longest time ago is dropped for another.
 
 
 class DecodeGraphs:
-    """The decode step as CUDA graphs, one for each number of slots and each reach, captured on first use.
+    """The decode step as CUDA graphs, one for each shape of its pieces, captured on first use.
 
     A graph reads and writes the same memory at every replay. Its inputs are copied there; it sees weights
-    that are updated in place; and all graphs are dropped when the storage of the cache moves.
+    that are updated in place; and it is dropped when the storage of a tier that it reads has moved. Graphs
+    share one memory pool; when none is left, the next gets a new one, as CUDA asks for.
     """
 
     def __init__(self) -> None:
-        self.captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self.logits: dict[int, Tensor] = {}  # by slots, outside the pool, so that nothing in it must last
-        self.pool = torch.cuda.graph_pool_handle()
-        self.moves = 0
+        self.captured: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
+        self.logits: dict[int, Tensor] = {}  # by rows, outside the pool, so that nothing in it must last
+        self.stream: torch.cuda.Stream | None = None  # one for all captures: each has its own workspaces
+        self.pool: tuple[int, int] | None = None
 
     def run(
         self,
-        compute: Callable[[Tensor, Tensor, int], Tensor],
-        cache: RowCache,
-        slots: int,
+        compute: Callable[[Tensor, Tensor, Sequence[Piece]], Tensor],
         input_ids: Tensor,
         positions: Tensor,
-        reach: int,
+        pieces: Sequence[Piece],
     ) -> Tensor:
-        """Replay `compute` on `input_ids` and `positions`, (slots, 1) both; logits (slots, 1, vocabulary)."""
-        reach = cache.aim(slots, positions, reach)
-        if cache.moves != self.moves:
-            self.captured, self.moves = {}, cache.moves
-        if (slots, reach) not in self.captured:
-            own_ids, own_positions = input_ids.clone(), positions.clone()
-            cache.aim(slots, own_positions, reach)
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # one run outside the graph, as capturing asks for
-                logits = compute(own_ids, own_positions, reach)
-            torch.cuda.current_stream().wait_stream(aside)
-            if slots not in self.logits:
-                self.logits[slots] = logits.clone()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self.logits[slots].copy_(compute(own_ids, own_positions, reach))
-            self.captured[slots, reach] = (graph, own_ids, own_positions)
-        graph, own_ids, own_positions = self.captured[slots, reach]
+        """Replay `compute` on `input_ids` and `positions`, (rows, 1) both; logits (rows, vocabulary)."""
+        key = tuple((piece.tier, piece.count, piece.reach, piece.tier.moves) for piece in pieces)
+        if key not in self.captured:
+            self._capture(key, compute, input_ids, positions, pieces)
+        self.captured.move_to_end(key)
+        graph, own_ids, own_positions = self.captured[key]
         own_ids.copy_(input_ids)
         own_positions.copy_(positions)
         graph.replay()
-        return self.logits[slots]
+        return self.logits[len(input_ids)]
+
+    def _capture(
+        self,
+        key: tuple,
+        compute: Callable[[Tensor, Tensor, Sequence[Piece]], Tensor],
+        input_ids: Tensor,
+        positions: Tensor,
+        pieces: Sequence[Piece],
+    ) -> None:
+        stale = [old for old in self.captured if any(tier.moves != moves for tier, _, _, moves in old)]
+        for old in stale or list(self.captured)[: len(self.captured) + 1 - MOST_GRAPHS]:
+            del self.captured[old]
+        if not self.captured:
+            self.pool = torch.cuda.graph_pool_handle()
+        self.stream = self.stream or torch.cuda.Stream()
+        own_ids, own_positions = input_ids.clone(), positions.clone()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # one run outside the graph, as capturing asks for
+            logits = compute(own_ids, own_positions, pieces)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        if len(input_ids) not in self.logits:
+            self.logits[len(input_ids)] = logits.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            self.logits[len(input_ids)].copy_(compute(own_ids, own_positions, pieces))
+        self.captured[key] = (graph, own_ids, own_positions)

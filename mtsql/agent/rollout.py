@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedModel
 
-from mtsql.agent.cache import rows_within
 from mtsql.agent.generator import Generator, Row
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
@@ -61,8 +60,8 @@ def rollout(
 ) -> list[Trajectory]:
     """Play all episodes to their ends, at most `max_rows` at once; returns trajectories in the same order.
 
-    With `cache_gib` above 0, only so many are played at once as fit into that memory if all grow as long as
-    they may; the others wait. With `in_order` (the default but on a GPU, which rounds as it likes anyway) it
+    They share a cache of `cache_gib` GiB (0: most of what is free); rows for which it has no room wait. With
+    `in_order` (the default but on a GPU, which rounds as it likes anyway) it
     depends on the tokens alone and never on the clock when something is appended or started, so that a run
     repeats bit for bit. Otherwise what the environment answered is appended when it is there, so that no row
     waits for another's slow query. `progress(done, total, stats)` is called as episodes
@@ -74,8 +73,6 @@ def rollout(
     started_at, sampled, done, steps, busy, interactions = time.perf_counter(), 0, 0, 0, 0, 0
     in_order = model.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
-    if cache_gib > 0 and episodes:
-        max_rows = min(max_rows, rows_within(model, cache_gib, longest))
 
     def limit(episode: Episode) -> int:
         return min(sampling.max_turn_tokens, episode.remaining_tokens())
@@ -88,11 +85,12 @@ def rollout(
             sampling.temperature,
             stop_string_test(tokens, sampling.stop_strings),
             longest,
+            cache_gib=cache_gib,
         ) as generator,
     ):
         while queue or playing:
             free = max_rows - len(playing)
-            if queue and free >= REFILL_SHARE * max_rows:
+            if queue and free >= REFILL_SHARE * max_rows and len(generator.in_cache) == len(playing):
                 fresh = [queue.popleft() for _ in range(min(free, len(queue)))]
                 fresh.sort(key=lambda e: len(e.trajectory.ids))  # neighbours in the cache of like length
                 rows = generator.start(
@@ -103,14 +101,14 @@ def rollout(
                 playing.update(zip(rows, fresh, strict=True))
 
             steps += 1
-            busy += len(playing) - len(waiting)
+            busy += sum(row.decoding for row in generator.in_cache)
             for row in generator.step():
                 sampled += len(row.ids)
                 step = playing[row].step
                 waiting.append((row, pool.submit(step, row.ids, row.logprobs, row.stop)))
 
-            if waiting and len(waiting) >= ANSWER_SHARE * len(playing):
-                if not in_order and len(waiting) == len(playing):
+            if waiting and len(waiting) >= ANSWER_SHARE * len(generator.in_cache):
+                if not in_order and not any(row.decoding for row in generator.in_cache):
                     wait([future for _, future in waiting], return_when=FIRST_COMPLETED)
                 there = {row for row, future in waiting if in_order or future.done()}
                 answers = [(row, future.result()) for row, future in waiting if row in there]

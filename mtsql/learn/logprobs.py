@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mtsql.agent.head import float32_logits, plain_head
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
@@ -70,6 +71,7 @@ class TokenBatch:
     advantages: Tensor  # (trajectories,) float32
     position_ids: Tensor | None = None  # (rows, positions) int64; None counts from 0
     layout: SharedPromptLayout | None = None  # None is ordinary causal attention in each row
+    borders: Tensor | None = None  # (sequences + 1,) int32, flash-attn: starts of sequences, the end
 
 
 def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
@@ -89,14 +91,18 @@ def token_batch(
 ) -> TokenBatch:
     """A micro-batch in a layout: "rows", "packed" or "shared" (one copy of each group's prompt).
 
-    A packed batch is a shared-prompt batch of groups of one trajectory. For flash-attn it needs no `layout`:
-    its variable-length kernel finds where a trajectory starts by the positions, which start again from 0.
+    A packed batch is a shared-prompt batch of groups of one trajectory. For flash-attn's variable-length
+    kernel it has, instead of a `layout`, the borders between trajectories.
     """
     flat = [t for group in groups for t in group]
     if layout == "rows":
         return row_batch(flat, device)
     batch = shared_prompt_batch(groups if layout == "shared" else [[t] for t in flat], device)
-    return replace(batch, layout=None) if attention.startswith("flash") else batch
+    if not attention.startswith("flash"):
+        return batch
+    starts = (batch.position_ids[0] == 0).nonzero()[:, 0]  # (sequences,): positions start again from 0
+    end = torch.tensor([batch.ids.shape[1]], device=starts.device)
+    return replace(batch, layout=None, borders=torch.cat([starts, end]).int())
 
 
 def shared_prompt_batch(
@@ -133,7 +139,10 @@ def shared_prompt_batch(
             length = int(trained[-1])
             sources.append(torch.where(trained > 0, len(ids) + trained - 1, prompt_end - 1))  # (tokens,)
             if length > 0:
-                responses.append((prompts[-1], (len(ids), length)))
+                if len(group) == 1:  # nothing is shared: plain causal attention over all of it
+                    prompts[-1] = (prompts[-1][0], len(prompt) + length)
+                else:
+                    responses.append((prompts[-1], (len(ids), length)))
                 ids += trajectory.ids[len(prompt) : len(prompt) + length]
                 position_ids += range(len(prompt), len(prompt) + length)
     flat = [t for group in groups for t in group]
@@ -227,17 +236,16 @@ def _shared_prompt_attention(
     for unsupported in ("sliding_window", "softcap"):
         if options.get(unsupported) is not None:
             raise ValueError(f"the shared-prompt layout does not support {unsupported}; use row_batch")
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (positions, any heads, dim)
     repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (positions, heads, dim)
 
     def attend(slots: Tensor, seen: Tensor, **how: Any) -> Tensor:
         """Queries in `slots` (sequences, longest), keys and values in `seen` (sequences, any)."""
-        out = nn.functional.scaled_dot_product_attention(
-            *(_take(x, i).transpose(1, 2) for x, i in ((query, slots), (key, seen), (value, seen))),
-            scale=scaling,
-            **how,
-        )  # (sequences, heads, longest, dim)
+        q, k, v = (_take(x, i).transpose(1, 2) for x, i in ((query, slots), (key, seen), (value, seen)))
+        grouped = repeats > 1 and _takes_grouped_queries(q, **how)
+        if not grouped:
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))  # (sequences, heads, any, dim)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **how)
         return out.transpose(1, 2).flatten(0, 1)  # (sequences x longest, heads, dim)
 
     outs = [attend(slots, slots, is_causal=True) for slots in layout.prompts]
@@ -245,6 +253,12 @@ def _shared_prompt_attention(
         seen = torch.cat([few.prompt_slots, few.slots], dim=1)  # (responses, longest prompt + response)
         outs.append(attend(few.slots, seen, attn_mask=few.attention_mask))
     return _take(torch.cat(outs), layout.unpad)[None], None
+
+
+def _takes_grouped_queries(query: Tensor, is_causal: bool = False, **_: Any) -> bool:
+    """Whether SDPA has a fused kernel in which query heads share key heads: for CUDA it is flash's alone."""
+    half = query.dtype != torch.float32
+    return query.device.type == "cpu" or (is_causal and half)
 
 
 AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
@@ -266,7 +280,7 @@ class _HeadLogprobs(torch.autograd.Function):
         log-probabilities and entropies, (tokens,) float32."""
         normalisers, logprobs, entropies = [], [], []
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = (h @ weight.t()).float().div_(temperature)  # (chunk, vocabulary)
+            logits = float32_logits(h, weight).div_(temperature)  # (chunk, vocabulary)
             normaliser = logits.logsumexp(-1)  # (chunk,)
             logprobs.append(logits.gather(-1, t[:, None])[:, 0] - normaliser)
             probabilities = (logits - normaliser[:, None]).exp_()  # (chunk, vocabulary)
@@ -288,7 +302,7 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk):
             at = slice(start, start + ctx.chunk)
-            logits = (hidden[at] @ weight.t()).float().div_(ctx.temperature)  # (chunk, vocabulary)
+            logits = float32_logits(hidden[at], weight).div_(ctx.temperature)  # (chunk, vocabulary)
             grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-grad_logprobs[at, None])
             grad_logits.scatter_add_(1, targets[at, None], grad_logprobs[at, None])
             grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
@@ -310,15 +324,12 @@ def token_logprobs(
     Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states at a
     time, by default as many as give HEAD_CHUNK_BYTES of float32 logits. Entropies carry no gradient. A
     shared-prompt batch switches the model from "sdpa" to an attention that can do both. Raises UserError if
-    that batch meets another attention, for models that cap their logits, and for heads that are more than
-    one matrix.
+    that batch meets another attention, and for heads that are more than one matrix.
     """
     inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    if getattr(inner.config, "final_logit_softcapping", None) is not None:
-        raise UserError(f"{type(inner).__name__} caps its logits, which is not supported")
-    head = inner.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise UserError(f"the head of {type(inner).__name__} is not one matrix, which is not supported")
+    head = plain_head(inner)
+    if head is None:
+        raise UserError(f"the head of {type(inner).__name__} is more than one matrix; that is not supported")
     options = {}
     if batch.layout is not None:
         attention = inner.config._attn_implementation
@@ -329,6 +340,10 @@ def token_logprobs(
         # A model that ignored the layout would use this attention mask and return NaN everywhere.
         poison = torch.full((1, 1, 1, 1), torch.nan, dtype=inner.dtype, device=batch.ids.device)
         options = {"layout": batch.layout, "attention_mask": poison}
+    if batch.borders is not None:  # else every layer would look for them
+        longest = int(batch.borders.diff().max())
+        options = {"cu_seq_lens_q": batch.borders, "cu_seq_lens_k": batch.borders}
+        options |= {"max_length_q": longest, "max_length_k": longest}
     inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False, **options}
     if isinstance(inner, FSDPModule):  # it gathers embedding, last norm and head for its own forward only
         hidden = inner(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]

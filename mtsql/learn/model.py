@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,9 +52,10 @@ def load_policy(
     LoRA adapters on all linear layers but the head, with alpha twice the rank; base weights are `dtype`,
     adapter weights always float32. `quantise` "nf4" keeps the base's linear layers, but not the head, in
     4-bit NormalFloat with doubly quantised constants (QLoRA, Dettmers et al. 2023); only adapters can be
-    trained then. "flash_attention_2" falls back to "sdpa" where it is not installed or the device is not
-    CUDA; it cannot run shared-prompt batches. Raises UserError if nothing can be loaded under that name and
-    for a `lora_rank` that would stack an adapter on an adapter, ValueError for an unknown dtype.
+    trained then. "flash_attention_2" is "sdpa", with a sentence on stderr, where it is not installed, in
+    float32 and without CUDA; it cannot run shared-prompt batches. Raises UserError if nothing can be
+    loaded under that name and for a `lora_rank` that would stack an adapter on an adapter, ValueError for
+    an unknown dtype.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
@@ -64,7 +66,8 @@ def load_policy(
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # of PEFT's own look-up
     on_cuda = torch.device(device).type == "cuda"
-    if attention == "flash_attention_2" and not (on_cuda and is_flash_attn_2_available()):
+    if attention == "flash_attention_2" and (lack := _lacks_for_flash(dtype, on_cuda)):
+        print(f"--attention flash_attention_2 {lack}: it is sdpa", file=sys.stderr)
         attention = "sdpa"
     source = name_or_path
     try:
@@ -103,6 +106,15 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def _lacks_for_flash(dtype: str, on_cuda: bool) -> str:
+    """Why flash-attn cannot run here, as the rest of a sentence; empty if it can."""
+    if not on_cuda:
+        return "needs a GPU"
+    if not is_flash_attn_2_available():
+        return "is not installed (requirements-gpu.txt)"
+    return "needs --dtype bfloat16" if dtype == "float32" else ""
 
 
 def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:

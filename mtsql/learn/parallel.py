@@ -8,9 +8,12 @@ is already divided by a denominator of the whole optimizer step.
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -24,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -32,6 +35,7 @@ from mtsql.errors import UserError
 from mtsql.learn.optimizer import stepped_parameters
 
 T = TypeVar("T")
+SILENCE = 180.0  # seconds after which a process that says nothing is dead or stuck
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Processes:
 
     rank: int
     count: int
+    left: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -106,22 +111,51 @@ def join_processes() -> Processes:
     # A process may wait for hours until the others have played their share.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(days=1))
-    return Processes(dist.get_rank(), dist.get_world_size())
+    processes = Processes(dist.get_rank(), dist.get_world_size())
+    watch_others(processes)
+    return processes
 
 
-def shard_policy(policy: PreTrainedModel, processes: Processes) -> None:
-    """Shard weights, gradients and optimizer over the processes with torch's FSDP2, layer by layer.
+def watch_others(processes: Processes) -> None:
+    """Start a thread that ends this process with a sentence, exit code 3, if another is silent for SILENCE.
 
-    Raises UserError for a model with adapters or quantised weights, and for a single process.
+    A process that died is ended by torchrun; one that hangs would let the others wait for a day.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    heard = {rank: (b"", time.monotonic()) for rank in range(processes.count)}
+
+    def watch() -> None:
+        beat = 0
+        while not processes.left.wait(SILENCE / 10):
+            store.set(f"beat {processes.rank}", str(beat := beat + 1))
+            for rank, (last, since) in heard.items():
+                said = store.get(f"beat {rank}") if store.check([f"beat {rank}"]) else last
+                if said != last:
+                    heard[rank] = (said, time.monotonic())
+                elif time.monotonic() - since > SILENCE and not processes.left.is_set():
+                    sentence = (
+                        f"process {rank} has been silent for {SILENCE:.0f} seconds: it is dead or stuck"
+                    )
+                    print(f"error: {sentence}; go on with --resume", file=sys.stderr, flush=True)
+                    os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def shard_policy(policy: PreTrainedModel, processes: Processes, dtype: torch.dtype) -> None:
+    """Shard float32 weights, gradients and optimizer over the processes with torch's FSDP2, layer by layer.
+
+    Computed is in `dtype`, to which layers are cast when they are gathered. Raises UserError for a model
+    with adapters or quantised weights, and for a single process.
     """
     if processes.count == 1:
         raise UserError("--shard is for several processes; start them with torchrun")
     if not all(p.requires_grad for p in policy.parameters()):
         raise UserError("--shard is for full fine-tuning; leave out --lora-rank and --quantise")
     mesh = init_device_mesh(policy.device.type, (processes.count,))
-    for layer in policy.base_model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for part in (*policy.base_model.layers, policy):
+        fully_shard(part, mesh=mesh, mp_policy=precision)
 
 
 @contextmanager
@@ -183,6 +217,7 @@ def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state
 
 def leave_processes(processes: Processes) -> None:
     """Wait for all processes, then take them apart."""
+    processes.left.set()
     if processes.count > 1:
         dist.barrier()
         dist.destroy_process_group()

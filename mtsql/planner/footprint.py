@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from mtsql.agent.cache import STATIC_BUCKET, cache_bytes_per_token
-from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, Generator
+from mtsql.agent.cache import (
+    CachedRow,
+    RowCache,
+    cache_bytes_per_token,
+    cache_positions,
+    few_shapes,
+)
+from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generator
+from mtsql.agent.graphs import MOST_GRAPHS
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import TrainingOptions
 from mtsql.errors import UserError
@@ -35,6 +43,7 @@ from mtsql.model_folder import ADAPTER_FILE
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.75 * GIB)  # kernels and cuBLAS workspaces, about as much on an RTX 3090 and 4090
+CUDA_GRAPH = 25 * 2**20  # what CUDA keeps of a captured decode step
 # Published configurations: hidden, intermediate, layers, heads, kv_heads, tied embeddings.
 QWEN3 = {
     "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16, 8, True),
@@ -110,7 +119,7 @@ def state_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> 
         else:
             weights += nf4_bytes(parameter.numel()) if id(parameter) in quantised else parameter.nbytes
     trainable = [p for p in model.parameters() if p.requires_grad]
-    exact = [p.nbytes if config.shard else 4 * p.numel() for p in trainable]  # in the dtype that is stepped
+    exact = [4 * p.numel() for p in trainable]  # what is stepped is float32
     moments = 2 * sum(exact)
     if config.optimizer == "adamw8bit":
         moments = sum(map(adamw8bit_bytes, trainable))
@@ -249,6 +258,7 @@ def training_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) 
         torch.autograd.backward([logprobs.sum()])
     quantised = quantised_weights(model).values() if config.quantise == "nf4" else ()
     layers = {"one layer at work": max(0, live.peak - kept)}
+    layers["attention's sums"] = attention_sums(model, batch.ids.numel())
     layers["dequantised matrix"] = max((w.nbytes for w in quantised), default=0)
     return {
         "training, head": {"kept for backward": kept, "chunk of logits": max(0, live.peak_of_head - kept)},
@@ -256,37 +266,55 @@ def training_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) 
     }
 
 
-def sampling_rows(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> tuple[int, int]:
-    """(slots, positions) of the cache that the rollout reserves on a GPU; UserError if it holds no row."""
-    positions = -(-longest_trajectory(config) // STATIC_BUCKET) * STATIC_BUCKET
-    held = int(config.cache_gib * GIB / cache_bytes_per_token(model)) // positions
-    if config.cache_gib == 0 or config.rows <= held:
-        return 1 << (config.rows - 1).bit_length(), positions
-    if held < 1:
-        raise UserError(f"cache_gib {config.cache_gib:g} does not hold one row of {positions} positions")
-    return 1 << (held.bit_length() - 1), positions
+def attention_sums(model: PreTrainedModel | PeftModel, positions: int) -> int:
+    """Bytes in which the backward pass of half-precision attention adds up in float32, at most: the gradients
+    of queries, keys and values of all heads.
+    """
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 0 if model.dtype == torch.float32 else 3 * 4 * positions * config.num_attention_heads * head_dim
+
+
+def planned_positions(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> int:
+    """Positions of the rollout's cache: of --cache-gib; without it of one row, for it takes what is free.
+
+    More than all rows can fill are not taken. Raises UserError if it does not hold a row.
+    """
+    longest = longest_trajectory(config)
+    held = cache_positions(model, config.cache_gib, longest)
+    return longest if held is None else min(held, config.rows * longest)
+
+
+def rows_at_once(config: TrainingOptions, positions: int, length: int) -> int:
+    """How many rows of `length` positions a cache of so many positions lets in."""
+    cache = RowCache(longest_trajectory(config), positions, static_shapes=True)
+    rows = [CachedRow() for _ in range(config.rows)]
+    return len(list(takewhile(lambda row: cache.admit(row, length), rows)))
 
 
 def rollout_bytes(model: PreTrainedModel | PeftModel, config: TrainingOptions) -> dict[str, int]:
-    """Bytes that the rollout adds: the cache, and its largest forward pass or the sampling."""
-    slots, positions = sampling_rows(model, config)
-    cache = slots * positions * cache_bytes_per_token(model)
+    """Bytes that the rollout adds: the cache, and its largest forward pass or the sampling.
+
+    A longer row that gave its place back is prefilled with fewer others: its attention mask is no larger.
+    """
+    cache = planned_positions(model, config) * cache_bytes_per_token(model)
     prompt, longest = config.max_prompt_tokens, longest_trajectory(config)
-    new = min(config.max_tool_tokens, longest - prompt)  # tokens of an observation
-    rows = min(slots, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(new, prompt)))
+    rows = min(config.rows, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(WIDEST, prompt)))
     with (
         Generator(model, [0], longest=longest, static_shapes=True) as generator,
         live_bytes(model) as live,
     ):
-        generator.cache.reserve(slots, longest)
-        started = generator.start([[i] * prompt for i in range(rows)], [0] * rows, [1] * rows)
-        for row in started:
-            row.length = longest - new
-        generator.append(started, [[0] * new] * rows, [1] * rows)
-    # Logits three times (the graph's, all, those of rows that decode), scores, log-probabilities and
-    # probabilities in float32, their cumulative sum in float64.
-    sampling = slots * model.config.vocab_size * (3 * model.dtype.itemsize + 3 * 4 + 8)
-    at_work = max(live.peak - cache, live.peak_of_head - cache, sampling)
+        generator.start([[i] * prompt for i in range(rows)], range(rows), [1] * rows)
+        kept = generator.cache.reserved * cache_bytes_per_token(model)
+    # Logits three times (the graph's, all, those of rows that decode), log-probabilities and probabilities
+    # in float32, their cumulative sum in float64.
+    sampling = few_shapes(config.rows) * model.config.vocab_size * (3 * 4 + 2 * 4 + 8)
+    at_work = max(live.peak - kept, live.peak_of_head - kept, sampling)
     bases = [layer.base_layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-    kept = sum(base.weight.nbytes for base in bases) if config.merge_adapter else 0
-    return {"key/value cache": cache, "prefill or sampling": at_work, "base kept beside the merged": kept}
+    merged = sum(base.weight.nbytes for base in bases) if config.merge_adapter else 0
+    return {
+        "key/value cache": cache,
+        "prefill or sampling": at_work,
+        "CUDA graphs": MOST_GRAPHS * CUDA_GRAPH,
+        "base kept beside the merged": merged,
+    }

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,19 +32,22 @@ from mtsql.planner.footprint import (
     QWEN3,
     build_model,
     longest_trajectory,
+    planned_positions,
     rollout_bytes,
-    sampling_rows,
+    rows_at_once,
     state_bytes,
     training_bytes,
 )
 
 GPUS = (8.0, 16.0, 24.0, 48.0, 80.0)  # GiB
+USABLE = 0.98  # of a card's memory; driver and display have the rest
+REAL_TRAJECTORY = 2048  # positions: prompts of SParC and CoSQL have 1,000 to 1,200 in the mean, at most 3,000
 WAYS = {  # most to least that is trained
     "full": {"lora_rank": 0},
     "LoRA": {"lora_rank": 32},
     "QLoRA": {"lora_rank": 32, "quantise": "nf4"},
 }
-FRAGMENTATION = 0.05  # of what comes and goes: holes of the caching allocator
+FRAGMENTATION = 0.05  # of what comes and goes: holes of the allocator, with expandable segments
 
 
 # The options that decide about memory.
@@ -79,7 +83,7 @@ class Plan:
 
     always: dict[str, int]
     phases: dict[str, dict[str, int]]
-    slots: int  # rows of the key/value cache
+    positions: int  # of the key/value cache
 
     def total(self, phase: str) -> int:
         """Bytes at the peak of a phase."""
@@ -101,7 +105,7 @@ def make_plan(config: TrainingOptions) -> Plan:
     phases["update"] = {"optimizer's copy": copy}
     for items in phases.values():
         items["fragmentation"] = int(FRAGMENTATION * (sum(items.values()) - items.get("key/value cache", 0)))
-    return Plan(always, phases, sampling_rows(model, config)[0])
+    return Plan(always, phases, planned_positions(model, config))
 
 
 def knobs(config: TrainingOptions, plan: Plan, limit: int) -> Iterator[dict[str, Any]]:
@@ -110,7 +114,7 @@ def knobs(config: TrainingOptions, plan: Plan, limit: int) -> Iterator[dict[str,
         yield {"gradient_checkpointing": True}
     cache = plan.phases["rollout"]["key/value cache"]
     room = math.floor((cache + limit - plan.total("rollout")) / GIB * 10) / 10
-    if cache / plan.slots <= room * GIB < cache:
+    if cache / plan.positions * longest_trajectory(config) <= room * GIB < cache:
         yield {"cache_gib": room}
     longest = longest_trajectory(config)
     if config.micro_batch_positions > longest:
@@ -156,24 +160,25 @@ def peaks_by_way(config: GrpoConfig) -> dict[str, int]:
     return {name: make_plan(replace(thrifty, **way)).peak for name, way in WAYS.items()}
 
 
-def show_overview(sizes: Sequence[float], rows: int = 8) -> None:
-    """Print for each model and size of GPU the first of WAYS that fits, `rows` trajectories at once."""
+def show_overview(sizes: Sequence[float]) -> None:
+    """Print for each model and size of GPU the first of WAYS that fits, with one long trajectory at once."""
     print(f"{'GiB of GPU memory':20}" + "".join(f"{size:>9g}" for size in sizes))
     for name in QWEN3:
-        config = GrpoConfig(model=name, data=(), out="", dtype="bfloat16", rows=rows)
+        config = GrpoConfig(model=name, data=(), out="", dtype="bfloat16", rows=32)
         peaks = peaks_by_way(config)
-        fitting = [next((w for w, peak in peaks.items() if peak <= size * GIB), "-") for size in sizes]
+        limits = [USABLE * size * GIB for size in sizes]
+        fitting = [next((w for w, peak in peaks.items() if peak <= limit), "-") for limit in limits]
         print(f"{name:20}" + "".join(f"{way:>9}" for way in fitting), flush=True)
     print(
-        f"GRPO, the paper's limits, {rows} trajectories at once, --dtype bfloat16 --gradient-checkpointing\n"
+        "GRPO, the paper's limits, --dtype bfloat16 --gradient-checkpointing "
         f"--micro-batch-positions {longest_trajectory(config)}; "
         "LoRA: --lora-rank 32, QLoRA: --quantise nf4 too.\n"
-        "What is left makes room for more rows or shorter steps; --model NAME --gpu-memory X says how much."
+        "What is left makes room for more rows at once; --model NAME --gpu-memory X says what takes how much."
     )
 
 
-def show_plan(worst: Plan, typical: Plan) -> None:
-    """Print both plans, an item a line, in GiB."""
+def show_plan(config: TrainingOptions, worst: Plan, typical: Plan) -> None:
+    """Print both plans, an item a line, in GiB, and how many rows of a length the cache holds."""
 
     def line(text: str, *values: int) -> None:
         print(f"{text:28}" + "".join(f"{value / GIB:10.2f}" for value in values))
@@ -186,11 +191,14 @@ def show_plan(worst: Plan, typical: Plan) -> None:
             line("  " + name, value, typical.phases[phase][name])
         line("  =", worst.total(phase), typical.total(phase))
     line("peak", worst.peak, typical.peak)
-    print(f"{'rows sampled at once':28}{worst.slots:10}{typical.slots:10}")
+    for length in sorted({longest_trajectory(config), REAL_TRAJECTORY}, reverse=True):
+        held = rows_at_once(config, worst.positions, length)
+        print(f"{f'rows of {length:,} at once':28}{'at least' if not config.cache_gib else '':>10}{held:10}")
 
 
 def main() -> None:
     """Print the plan and the verdict."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -215,9 +223,9 @@ def main() -> None:
     if response <= 0:
         raise UserError("max_sequence_tokens leaves no room for a response; raise it")
     shorter, worst = min(shorter, response), make_plan(config)
-    show_plan(worst, make_plan(replace(config, max_response_tokens=shorter)))
+    show_plan(config, worst, make_plan(replace(config, max_response_tokens=shorter)))
     print(f"{config.model}, {config.dtype}; responses of {response:,} tokens, and of {shorter:,}")
-    limit = int(memory * GIB)
+    limit = int(USABLE * memory * GIB)
     spare = (limit - worst.peak) / GIB
     if spare >= 0:
         print(f"fits in {memory:g} GiB, with {spare:.2f} to spare")

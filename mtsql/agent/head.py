@@ -1,0 +1,30 @@
+"""The output head in float32, the same for the sampler and the trainer.
+
+Rounded to bfloat16, logits of 16 to 32 are multiples of 0.125, and two ways to compute one distribution
+differ by that much.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The head if logits are one product of its matrix and the last hidden state, else None."""
+    head = model.get_output_embeddings()
+    capped = getattr(model.config, "final_logit_softcapping", None) is not None
+    return head if type(head) is nn.Linear and head.bias is None and not capped else None
+
+
+def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden (tokens, hidden) @ weight (vocabulary, hidden) transposed: (tokens, vocabulary) float32.
+
+    Products of half precision are added up in float32, and the sums are not rounded.
+    """
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    if hidden.device.type == "cpu":
+        return hidden.float() @ weight.t().float()
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
