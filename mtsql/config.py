@@ -8,6 +8,7 @@ values, an Annotated number its least one. The defaults are MTSQL-R1's; a recipe
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import json
 import platform
@@ -29,7 +30,7 @@ from typing import (
     get_type_hints,
 )
 
-from mtsql.errors import UserError
+from mtsql.errors import MissingDatabase, UserError
 from mtsql.files import write_atomically
 from mtsql.recipes import RECIPES, load_recipe
 
@@ -454,6 +455,9 @@ def user_errors(main: Callable[..., None], *arguments: Any) -> None:
     """Run a command; wrong input becomes one sentence on stderr and exit code 2."""
     try:
         main(*arguments)
-    except UserError as error:
+    except (UserError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not (full or isinstance(error, UserError | MissingDatabase)):
+            raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

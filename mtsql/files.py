@@ -8,6 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from mtsql.errors import UserError
+
+FULL_DISK = 2**24  # bytes; with less free a library may have failed to write its next piece
+
+
+def hold_folder(folder: Path) -> FileLock:
+    """Keep other runs out of a folder as long as this process lives and holds what is returned.
+
+    Raises UserError if one is in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"another run writes to {folder}; wait for it, or take another --out") from None
+    return lock
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name and rename it; an error leaves the old file as it was."""
@@ -25,12 +45,19 @@ def folder_atomically(folder: Path) -> Iterator[Path]:
     """A temporary folder to fill, which replaces `folder` when the block ends without an error.
 
     An error, or Ctrl-C, leaves the old folder as it was. The exchange is two renames: a process
-    killed between them leaves the old folder beside it, which `recover_folder` brings back.
+    killed between them leaves the old folder beside it, which `recover_folder` brings back. Raises UserError
+    if the disk is full.
     """
     recover_folder(folder)
     with temporary_sibling(folder) as temporary:
         temporary.mkdir(parents=True)
-        yield temporary
+        try:
+            yield temporary
+        except Exception as error:  # each library has its own for this
+            if shutil.disk_usage(temporary).free > FULL_DISK:
+                raise
+            sentence = f"the disk is full: {folder} could not be written; make room and go on with --resume"
+            raise UserError(sentence) from error
         retired = _retired(folder)
         shutil.rmtree(retired, ignore_errors=True)
         if folder.exists():

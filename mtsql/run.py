@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -41,7 +42,7 @@ from mtsql.data.datasets import (
     examples,
 )
 from mtsql.errors import UserError
-from mtsql.files import write_atomically
+from mtsql.files import hold_folder, write_atomically
 from mtsql.http_client import Server, ServerError, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
 from mtsql.learn.model import DTYPES, Reference, load_policy, merged_adapter, restore_policy, save_policy
@@ -67,6 +68,11 @@ if TYPE_CHECKING:
 
 KEPT_CHECKPOINTS = 2
 FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device", "key_variable")
+# What a run that is resumed has to have in common with itself: its questions, their order, its start.
+FIXED = (
+    "model", "data", "tables", "databases", "held_out", "seed", "history", "drop_empty", "recipe", "tools",
+    "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
+)  # fmt: skip
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 
 
@@ -193,6 +199,7 @@ def drawn_questions(config: CurriculumConfig | DemonstrationsConfig, run: Run) -
 class Training(Run):
     """What a training script works with; `step` and `state` are those of the checkpoint it resumes."""
 
+    lock: FileLock | None  # of the folder of the run, held by the main process
     reward: RewardFunction
     reference: Reference | None  # the policy of --model, adapters of a warm start included
     optimizer: torch.optim.Optimizer
@@ -222,7 +229,11 @@ def begin_training(
     if config.layout == "shared" and run.attention.startswith("flash"):
         raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     reward = reward_function(config, run.tokens, run.scorer, weights)
+    lock = hold_folder(run.out) if run.processes.is_main else None
     found = find_checkpoint(run.out, config.resume) if run.processes.is_main else None
+    if found is not None:
+        for sentence in changed_options(config, run.out):
+            print(sentence)
     checkpoint = run.processes.all_gather(found)[0]
     frozen = Reference(run.policy) if reference else None  # before a checkpoint's weights replace --model's
     if checkpoint is not None:
@@ -234,7 +245,31 @@ def begin_training(
     if checkpoint is not None:
         step, state, optimizer_state = load_training_state(checkpoint)
         restore_optimizer(run.policy, optimizer, optimizer_state)
-    return Training(**vars(run), reward=reward, reference=frozen, optimizer=optimizer, step=step, state=state)
+    return Training(
+        **vars(run),
+        lock=lock,
+        reward=reward,
+        reference=frozen,
+        optimizer=optimizer,
+        step=step,
+        state=state,
+    )
+
+
+def changed_options(config: TrainingOptions, out: Path) -> list[str]:
+    """A sentence for each option in which this run differs from the one in `out` that it goes on from.
+
+    Raises UserError if an option of FIXED is among them.
+    """
+    path = out / "run.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["config"] if path.is_file() else {}
+    now = json.loads(json.dumps(asdict(config)))
+    changed = {n: (before[n], now[n]) for n in now if n in before and before[n] != now[n] and n != "resume"}
+    sentences = [f"--{n.replace('_', '-')} was {old}, is now {new}" for n, (old, new) in changed.items()]
+    fixed = [sentence for n, sentence in zip(changed, sentences, strict=True) if n in FIXED]
+    if fixed:
+        raise UserError(f"{out} goes on with the same questions only: {'; '.join(fixed)}")
+    return sentences
 
 
 def find_checkpoint(out: Path, resume: bool) -> Path | None:

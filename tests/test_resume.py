@@ -10,12 +10,16 @@ import signal
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TOY, run
 
-from mtsql.config import GrpoConfig, SftConfig, read_options
+from mtsql.config import GrpoConfig, SftConfig, read_options, save_config
+from mtsql.errors import UserError
+from mtsql.files import hold_folder
+from mtsql.run import changed_options
 
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
 KILLS = 3  # of each script
@@ -79,9 +83,9 @@ def test_killed_and_resumed_is_bit_equal(script, start, work, tmp_path):
     duration = time.perf_counter() - began
     expected = outcome(tmp_path / "unbroken")
     assert expected[0] and expected[1]
-    draw, kills, run = random.Random(script), 0, 0
+    draw, kills, runs = random.Random(script), 0, 0
     while kills < KILLS:
-        folder = tmp_path / f"broken{run}"
+        folder = tmp_path / f"broken{runs}"
         while True:
             process = start(script, [*arguments, "--out", folder])
             process.join(draw.uniform(0.1, 1.0) * duration if kills < KILLS else None)
@@ -95,4 +99,33 @@ def test_killed_and_resumed_is_bit_equal(script, start, work, tmp_path):
             kills += 1
         assert process.exitcode == 0
         assert outcome(folder) == expected
-        run += 1
+        runs += 1
+
+
+def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
+    out = tmp_path / "run"
+    lock = hold_folder(out)  # what a run holds as long as it lives
+    common = [*TOY, "--model", work / "imitation", "--data", work / "benchmark", "--out", out]
+    for command in (
+        ["train_grpo.py", *common, "--steps", 1],
+        ["train_sft.py", *common],
+        ["evaluate.py", *common],
+    ):
+        assert f"another run writes to {out}; wait for it, or take another --out" in run(*command, expect=2)
+    assert [p.name for p in out.iterdir()] == [".lock"]
+    lock.release()
+    hold_folder(out).release()
+
+
+def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
+    config = GrpoConfig(model="m", data=("d",), out=str(tmp_path), learning_rate=1e-3, steps=5)
+    save_config(config, tmp_path)
+    assert changed_options(replace(config, resume=True), tmp_path) == []
+    other = replace(config, learning_rate=5e-4, steps=9, resume=True)
+    assert changed_options(other, tmp_path) == [
+        "--steps was 5, is now 9",
+        "--learning-rate was 0.001, is now 0.0005",
+    ]
+    with pytest.raises(UserError, match=r"only: --seed was 0, is now 3; --data was \['d'\], is now"):
+        changed_options(replace(other, data=("e",), seed=3), tmp_path)
+    assert changed_options(other, tmp_path / "new") == []

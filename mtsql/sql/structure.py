@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from mtsql.errors import UserError
+from mtsql.errors import MissingDatabase, UserError
 
 AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
 UNIT_OPERATORS = ("none", "-", "+", "*", "/")
@@ -39,7 +39,7 @@ class FileVersion(NamedTuple):
 def file_version(path: str | Path) -> FileVersion:
     """The version of a database file. Raises FileNotFoundError if it does not exist."""
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"The database file {path} does not exist.")
+        raise MissingDatabase(f"the database file {path} does not exist")
     stat = os.stat(path)
     return FileVersion(os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
