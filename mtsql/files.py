@@ -16,12 +16,14 @@ FULL_DISK = 2**24  # bytes; with less free a library may have failed to write it
 
 
 def hold_folder(folder: Path) -> FileLock:
-    """Keep other runs out of a folder as long as this process lives and holds what is returned.
+    """Keep other processes from writing a folder as long as this one holds what is returned.
 
-    Raises UserError if one is in it.
+    The lock is a file beside it, so that wrong input leaves no folder. Raises UserError if another process
+    holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(beside, is_singleton=True)  # one object a file, which may be taken again
     try:
         lock.acquire(timeout=0)
     except Timeout:

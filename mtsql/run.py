@@ -98,6 +98,7 @@ class Questions:
 
     processes: Processes
     out: Path
+    lock: FileLock | None  # of that folder, held by the main process
     tokens: ChatTokens
     dataset: Dataset
     environment: Environment
@@ -130,7 +131,9 @@ def begin_questions(config: PolicyOptions, split: str, tokenizer: str) -> Questi
     dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
     scorer = Scorer(environment.schemas, environment.executor)
-    return Questions(processes, Path(config.out), tokens, dataset, environment, scorer)
+    out = Path(config.out)
+    lock = hold_folder(out) if processes.is_main and config.out else None
+    return Questions(processes, out, lock, tokens, dataset, environment, scorer)
 
 
 def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
@@ -199,7 +202,6 @@ def drawn_questions(config: CurriculumConfig | DemonstrationsConfig, run: Run) -
 class Training(Run):
     """What a training script works with; `step` and `state` are those of the checkpoint it resumes."""
 
-    lock: FileLock | None  # of the folder of the run, held by the main process
     reward: RewardFunction
     reference: Reference | None  # the policy of --model, adapters of a warm start included
     optimizer: torch.optim.Optimizer
@@ -229,7 +231,6 @@ def begin_training(
     if config.layout == "shared" and run.attention.startswith("flash"):
         raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     reward = reward_function(config, run.tokens, run.scorer, weights)
-    lock = hold_folder(run.out) if run.processes.is_main else None
     found = find_checkpoint(run.out, config.resume) if run.processes.is_main else None
     if found is not None:
         for sentence in changed_options(config, run.out):
@@ -247,7 +248,6 @@ def begin_training(
         restore_optimizer(run.policy, optimizer, optimizer_state)
     return Training(
         **vars(run),
-        lock=lock,
         reward=reward,
         reference=frozen,
         optimizer=optimizer,

@@ -106,13 +106,9 @@ def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
     out = tmp_path / "run"
     lock = hold_folder(out)  # what a run holds as long as it lives
     common = [*TOY, "--model", work / "imitation", "--data", work / "benchmark", "--out", out]
-    for command in (
-        ["train_grpo.py", *common, "--steps", 1],
-        ["train_sft.py", *common],
-        ["evaluate.py", *common],
-    ):
+    for command in (["train_grpo.py", *common, "--steps", 1], ["evaluate.py", *common]):
         assert f"another run writes to {out}; wait for it, or take another --out" in run(*command, expect=2)
-    assert [p.name for p in out.iterdir()] == [".lock"]
+    assert [p.name for p in tmp_path.iterdir()] == [".run.lock"]
     lock.release()
     hold_folder(out).release()
 

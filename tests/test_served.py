@@ -250,7 +250,8 @@ def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
     for protocol in ("tokens", "chat"):
         served = play_served(ServedPolicy(server, "tiny", protocol, stub.tokens), asked(), GREEDY, 2)
         for ours, theirs in zip(here, served, strict=True):
-            assert ours.ids == theirs.ids
+            if protocol == "tokens" or ours.status is not Status.OUT_OF_TOKENS:
+                assert ours.ids == theirs.ids  # the text of a message that was cut is not always its tokens
             assert (ours.status, ours.answer_sql) == (theirs.status, theirs.answer_sql)
             if protocol == "tokens":
                 assert ours.loss_mask == theirs.loss_mask

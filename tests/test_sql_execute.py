@@ -135,6 +135,19 @@ def test_cache_follows_the_file(executor, database):
     assert executor.execute(database, query).rows == ((493,),)
 
 
+def test_a_locked_database_is_an_error_of_the_moment(database, monkeypatch):
+    monkeypatch.setattr("mtsql.sql.guard.LOCKED_SECONDS", 0.1)
+    executor, query = Executor(), "SELECT count(*) FROM singer"
+    other = sqlite3.connect(database, isolation_level=None)
+    executor.execute(database, query + " -- opens it")
+    other.execute("BEGIN EXCLUSIVE")
+    locked = executor.execute(database, query)
+    assert (locked.status, locked.message) == ("error", "database is locked")
+    other.execute("ROLLBACK")
+    other.close()
+    assert executor.execute(database, query).ok
+
+
 def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 2)
     executor = Executor()

@@ -153,7 +153,7 @@ def shard_policy(policy: PreTrainedModel, processes: Processes, dtype: torch.dty
     if not all(p.requires_grad for p in policy.parameters()):
         raise UserError("--shard is for full fine-tuning; leave out --lora-rank and --quantise")
     mesh = init_device_mesh(policy.device.type, (processes.count,))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in (*policy.base_model.layers, policy):
         fully_shard(part, mesh=mesh, mp_policy=precision)
 

@@ -11,18 +11,17 @@ from typing import Any
 from mtsql.agent.env import Episode, WatchedEpisode
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
-from mtsql.files import hold_folder, write_atomically
+from mtsql.files import write_atomically
 
 
 class AnswerLog:
     """A file with one trajectory a line; `find` gives what an earlier run of the same `options` answered.
 
-    Raises UserError if the file holds answers given with other options, and if another run is in its folder.
+    Raises UserError if the file holds answers given with other options.
     """
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.path, self.lock = path, threading.Lock()
-        self.held = hold_folder(path.parent)
         header, lines = json.dumps(options, sort_keys=True), self._whole_lines()
         if lines and lines[0] != header:
             known, now = json.loads(lines[0]), json.loads(header)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtsql.sql.compare import results_equal
-from mtsql.sql.guard import MAX_SQL_BYTES, OUT_OF_MEMORY, Connection, ExecutionResult, Watchdog
+from mtsql.sql.guard import LOCKED, MAX_SQL_BYTES, OUT_OF_MEMORY, Connection, ExecutionResult, Watchdog
 from mtsql.sql.structure import FileVersion, file_version
 from mtsql.sql.text import join_operators, without_distinct
 
@@ -100,7 +100,8 @@ class Executor:
 
     def _remember(self, key: tuple[FileVersion, str], result: ExecutionResult) -> None:
         """Into the cache, unless the failure may have been of the moment."""
-        if result.message == OUT_OF_MEMORY or result.message.startswith("the database does not open"):
+        of_the_moment = result.message in (OUT_OF_MEMORY, LOCKED)
+        if of_the_moment or result.message.startswith("the database does not open"):
             return
         with self._lock:
             if key in self._cache:

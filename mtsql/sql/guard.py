@@ -43,6 +43,8 @@ MAX_FUNCTION_CALLS = 50  # written in one statement
 MAX_HEAP_BYTES = 80_000_000  # SQLite's own memory, in the whole process
 PAGE_CACHE_KIB = 500  # of one connection
 OUT_OF_MEMORY = "the query needs more memory than it may have"
+LOCKED = "database is locked"  # as SQLite says it
+LOCKED_SECONDS = 1.0  # for which a statement waits until another program lets go of the file
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,12 @@ class Connection:
         self.functions = 0
         uri = Path(path).absolute().as_uri() + "?mode=ro"
         self.sqlite = sqlite3.connect(
-            uri, uri=True, isolation_level=None, cached_statements=0, check_same_thread=False
+            uri,
+            timeout=LOCKED_SECONDS,
+            uri=True,
+            isolation_level=None,
+            cached_statements=0,
+            check_same_thread=False,
         )
         self.sqlite.text_factory = lambda raw: raw.decode(errors="ignore")
         self.sqlite.execute("PRAGMA query_only = ON")
