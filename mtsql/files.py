@@ -21,6 +21,7 @@ def hold_folder(folder: Path) -> FileLock:
     The lock is a file beside it, so that wrong input leaves no folder. Raises UserError if another process
     holds it.
     """
+    folder = folder.resolve()  # "." has no name
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.lock")
     lock = FileLock(beside, is_singleton=True)  # one object a file, which may be taken again

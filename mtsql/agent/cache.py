@@ -210,11 +210,12 @@ class RowCache:
         """Write keys and values, (rows, kv_heads, tokens, head_dim) both; return those of each piece to
         attend to, (rows, kv_heads, reach, head_dim).
         """
-        stores = [aimed.piece.tier.store(layer, keys) for aimed in self.aimed]
-        pairs = list(zip(self.aimed, stores, strict=True))
-        return [a.write(store[0], keys) for a, store in pairs], [
-            a.write(store[1], values) for a, store in pairs
-        ]
+        seen_keys, seen_values = [], []
+        for aimed in self.aimed:
+            stored_keys, stored_values = aimed.piece.tier.store(layer, keys)
+            seen_keys.append(aimed.write(stored_keys, keys))
+            seen_values.append(aimed.write(stored_values, values))
+        return seen_keys, seen_values
 
     def _numbers(self, piece: Piece, like: Tensor) -> Tensor:
         """0, 1, 2, ..., (rows, 1)."""

@@ -257,8 +257,8 @@ class Generator:
             half = self.cache.reserved // 2
         if half < self.cache.capacity(max(len(row.history) for row in self.rows)):
             raise UserError(
-                "the device's memory does not hold one trajectory; lower --micro-batch-positions, "
-                "--max-prompt-tokens or --max-response-tokens, or take a smaller model"
+                "the device's memory does not hold one trajectory; lower --max-prompt-tokens "
+                "or --max-response-tokens, or take a smaller model or --quantise nf4"
             )
         self.cache.drop(self.rows)
         self._clear_cache(half)

@@ -60,12 +60,12 @@ def rollout(
 ) -> list[Trajectory]:
     """Play all episodes to their ends, at most `max_rows` at once; returns trajectories in the same order.
 
-    They share a cache of `cache_gib` GiB (0: most of what is free); rows for which it has no room wait. With
-    `in_order` (the default but on a GPU, which rounds as it likes anyway) it
-    depends on the tokens alone and never on the clock when something is appended or started, so that a run
-    repeats bit for bit. Otherwise what the environment answered is appended when it is there, so that no row
-    waits for another's slow query. `progress(done, total, stats)` is called as episodes
-    finish. Raises UserError if the memory does not hold one row.
+    They share a cache of `cache_gib` GiB (0: most of what is free); rows for which it has no room wait.
+    With `in_order` (the default but on a GPU, which rounds as it likes anyway) it depends on the tokens
+    alone and never on the clock when something is appended or started, so that a run repeats bit for
+    bit. Otherwise what the environment answered is appended when it is there, so that no row waits for
+    another's slow query. `progress(done, total, stats)` is called as episodes finish. Raises UserError
+    if the memory does not hold one row.
     """
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}
