@@ -13,9 +13,12 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 - base: the untrained model with both tools, with either, and with none
 - short horizon: fine-tuning on gold SQL, and RL from the base, both without tools
 - warm start: rounds 1 to 3 of Algorithm 1
-- RL: outcome rewards; outcome and process rewards; the latter without the curriculum's order
-- the final agent without a tool, with its own answers in the history, and with a cap on the response
-- out of domain: the other dataset
+- RL: outcome rewards; outcome and process rewards; the latter without the curriculum's order. All RL runs,
+  short-horizon RL among them, have the same questions, steps and samples
+- the final agent without a tool: taken away at the end, and never had (warm start and RL without it)
+- the final agent with its own answers in the history, and with a cap on the response
+- elsewhere: the split of unseen themes, or the other data set
+- half and twice the embedded model, with seed 0
 The real suite has its own arms: mtsql/experiments/real.py. Its DATA is a folder of several data sets, and its
 seeds above 0 start from the warm start of seed 0.
 """
@@ -28,6 +31,7 @@ from typing import NamedTuple
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.experiments.arms import ELSEWHERE
 from mtsql.experiments.real import CONFIG as REAL_CONFIG
 from mtsql.experiments.real import real_parts
 from mtsql.experiments.real_page import write_real_page
@@ -35,32 +39,32 @@ from mtsql.experiments.suite import run_suite, suite_parser
 from mtsql.experiments.suite_page import write_suite_page
 from mtsql.parts import Part
 
+# The toy's settings were chosen on dev of the benchmark of seed 0.
+BENCHMARK_SEED = 1
+
 
 class Suite(NamedTuple):
     """What a benchmark needs to be told."""
 
     config: str
     split: str
+    split_elsewhere: str
     latency_questions: int
     gold_questions: int  # of short-horizon fine-tuning: as many as RL chooses from; 0 is all
     caps: tuple[int, ...]  # response tokens of the capped arms
     adapter: tuple[str, ...]  # options of a run that puts new adapters on the base model
+    layers: tuple[int, ...] = ()  # of further embedded models, trained with seed 0 alone
 
 
 SUITES = {
-    "toy": Suite("configs/toy_suite.toml", "test", 60, 4000, (90, 60), ()),
-    "sparc": Suite("configs/sparc_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
-    "cosql": Suite("configs/cosql_qwen3_1.7b_lora.toml", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")),
+    "toy": Suite("configs/toy_suite.toml", "test", "test_themes", 60, 4000, (90, 60), (), (2, 8)),
+    "sparc": Suite(
+        "configs/sparc_qwen3_1.7b_lora.toml", "dev", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")
+    ),
+    "cosql": Suite(
+        "configs/cosql_qwen3_1.7b_lora.toml", "dev", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")
+    ),
 }
-
-
-def shared_parts(out: Path) -> list[Part]:
-    """The two toy benchmarks, of which one is out of domain."""
-    benchmark, shifted = out / "benchmark", out / "shifted"
-    return [
-        Part("benchmark", ["-m", "mtsql.toy.benchmark", str(benchmark)], benchmark),
-        Part("benchmark, out of domain", ["-m", "mtsql.toy.benchmark", str(shifted), "--shifted"], shifted),
-    ]
 
 
 def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed: int) -> list[Part]:
@@ -76,53 +80,73 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
         return str(folder / name / done)
 
     sft, grpo, resume = ["train_sft.py"], ["train_grpo.py"], "--resume"
+    imitation = ["-m", "mtsql.toy.imitation"]
     if not model:
-        imitation = ["-m", "mtsql.toy.imitation"]
         train("imitation", imitation, "", done="run.json")
         model = str(folder / "imitation")
     direct = ("--tools", "none", *suite.adapter)
     gold = ("--targets", "gold", "--rounds", "1", "--questions", str(suite.gold_questions))
     short_sft = train("short_sft", sft, model, *direct, *gold, resume)
-    short_rl = train("short_rl", grpo, model, *direct, resume)
     warm = train("sft", sft, model, *suite.adapter, resume)
     counting = ["-m", "mtsql.commands.curriculum"]
-    counts = train("curriculum", counting, warm, done="counts.jsonl")
-    curriculum = ("--curriculum", counts)
+    curriculum = ("--curriculum", train("curriculum", counting, warm, done="counts.jsonl"))
+    short_rl = train("short_rl", grpo, model, *direct, *curriculum, "--rewards", "outcome", resume)
     outcome = train("rl_outcome", grpo, warm, *curriculum, "--rewards", "outcome", resume)
     process = train("rl_process", grpo, warm, *curriculum, "--rewards", "process", resume)
     shuffled = (*curriculum, "--rewards", "process", "--level-size", "0", resume)
     shuffled = train("rl_shuffled", grpo, warm, *shuffled)
+    never_had = {}
+    for tools in ("no_execution", "no_memory"):
+        without = train(f"sft_{tools}", sft, model, *suite.adapter, "--tools", tools, resume)
+        options = ("--tools", tools, *curriculum, "--rewards", "process", resume)
+        never_had[tools] = train(f"rl_{tools}_trained", grpo, without, *options)
 
-    def evaluate(arm: str, policy: str, *options: str, data: str = data, split: str = suite.split) -> None:
-        done = folder / "evaluation" / arm
-        command = ["evaluate.py", *shared, "--data", data, "--split", split, "--model", policy]
-        parts.append(Part(f"evaluate {arm}", [*command, "--out", str(done), *options], done / "summary.json"))
+    timed = ("--latency-questions", str(suite.latency_questions), "--sampled-runs", "1")
 
-    latency = ("--latency-questions", str(suite.latency_questions), "--sampled-runs", "1")
+    def evaluate(arm: str, policy: str, *options: str, latency: bool = False, away: bool = True) -> None:
+        def one_side(name: str, data: str, split: str, *more: str) -> None:
+            done = folder / "evaluation" / name
+            command = ["evaluate.py", *shared, "--data", data, "--split", split, "--model", policy]
+            command += ["--out", str(done), *options, *more]
+            parts.append(Part(f"evaluate {name}", command, done / "summary.json"))
+
+        one_side(arm, data, suite.split, *(timed if latency else ()))
+        if other and away:
+            one_side(f"{arm}{ELSEWHERE}", other, suite.split_elsewhere)
+
     no_tools, predicted = ("--tools", "none"), ("--history", "predicted")
     rounds = {f"round_{n}": str(folder / "sft" / "policies" / f"round_{n}") for n in (1, 2)}
     long_horizon = {"base": model, **rounds, "round_3": warm, "rl_outcome": outcome, "rl_process": process}
     short_horizon = {"base_direct": model, "short_sft": short_sft, "short_rl": short_rl}
     for arm, policy in long_horizon.items():
-        evaluate(arm, policy, *latency)
+        evaluate(arm, policy, latency=True)
     for arm, policy in short_horizon.items():
-        evaluate(arm, policy, *latency, *no_tools)
+        evaluate(arm, policy, *no_tools, latency=True)
     evaluate("rl_shuffled", shuffled)
     for arm, policy in (("base", model), ("rl", process)):
         for tools in ("no_execution", "no_memory"):
             evaluate(f"{arm}_{tools}", policy, "--tools", tools)
-    evaluate("base_predicted", model, *predicted)
-    evaluate("short_sft_predicted", short_sft, *predicted, *no_tools)
-    evaluate("round_3_predicted", warm, *predicted)
-    evaluate("rl_process_predicted", process, *predicted)
+    for tools, policy in never_had.items():
+        evaluate(f"rl_{tools}_trained", policy, "--tools", tools)
+    evaluate("base_predicted", model, *predicted, away=False)
+    evaluate("short_sft_predicted", short_sft, *predicted, *no_tools, away=False)
+    evaluate("round_3_predicted", warm, *predicted, away=False)
+    evaluate("rl_process_predicted", process, *predicted, away=False)
     for cap in suite.caps:
-        evaluate(f"rl_cap_{cap}", process, "--max-response-tokens", str(cap))
-    if other:
-        for arm, policy in long_horizon.items():
-            if arm not in rounds:
-                evaluate(f"{arm}_shifted", policy, data=other)
-        for arm in ("short_sft", "short_rl"):
-            evaluate(f"{arm}_shifted", short_horizon[arm], *no_tools, data=other)
+        capped = ("--max-response-tokens", str(cap))
+        evaluate(f"rl_cap_{cap}", process, *capped, latency=True, away=False)
+    for layers in suite.layers if seed == 0 else ():
+        name = f"layers_{layers}"
+        train(f"{name}/imitation", imitation, "", "--layers", str(layers), done="run.json")
+        base = str(folder / name / "imitation")
+        short_sft = train(f"{name}/short_sft", sft, base, *direct, *gold, resume)
+        warm = train(f"{name}/sft", sft, base, resume)
+        counts = train(f"{name}/curriculum", counting, warm, done="counts.jsonl")
+        options = ("--curriculum", counts, "--rewards", "process", resume)
+        process = train(f"{name}/rl_process", grpo, warm, *options)
+        for arm, policy in (("base", base), ("round_3", warm), ("rl_process", process)):
+            evaluate(f"{name}_{arm}", policy)
+        evaluate(f"{name}_short_sft", short_sft, *no_tools)
     return parts
 
 
@@ -144,8 +168,9 @@ def main() -> None:
     if name == "toy":
         if data or other:
             raise UserError("--suite toy makes its own data; leave out --data and --other")
-        shared = shared_parts(out)
-        data, other = (str(part.done) for part in shared)
+        data = other = str(out / "benchmark")
+        making = ["-m", "mtsql.toy.benchmark", data, "--seed", str(BENCHMARK_SEED)]
+        shared = [Part("benchmark", making, out / "benchmark")]
     elif not (data and chosen.model):
         raise UserError(f"--suite {name} needs --data and --model")
 

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import pytest
 from matplotlib.image import imread
 
-from mtsql.experiments.arms import answers, contrast, estimate, paired_answers, read_arms, read_logs
+from mtsql.experiments.arms import (
+    answers,
+    contrast,
+    estimate,
+    holm,
+    paired_answers,
+    read_arms,
+    read_logs,
+    resampled,
+)
 from mtsql.experiments.figures import level_starts
-from mtsql.experiments.findings import Difference, Finding
+from mtsql.experiments.findings import Difference, Finding, judged
 from mtsql.experiments.markdown import with_seed_placeholder
 from mtsql.experiments.suite_page import write_suite_page
 from mtsql.parts import Part
 from mtsql.report.abilities import ABILITIES
-from mtsql.report.metrics import paired_difference, summarise
+from mtsql.report.metrics import summarise
 from mtsql.sql.score import FURTHER_METRICS
 
 SEEDS = (0, 1)
@@ -28,8 +40,8 @@ EX = {  # arm -> for each seed, EX of the three turns of dialogue a, then of dia
     "round_2": ("110 000", None),
     "rl_process": ("110 111", "111 111"),
     "rl_process_predicted": ("110 100", "110 110"),
-    "rl_process_shifted": ("111 111", None),
-    "short_sft_shifted": ("111 111", None),
+    "rl_process_elsewhere": ("111 111", None),
+    "short_sft_elsewhere": ("111 111", None),
     "rl_cap_60": ("100 000", "000 000"),
 }
 
@@ -39,6 +51,7 @@ def make_records(verdicts: str, ability: float) -> list[dict]:
         {
             "example_id": f"{dialogue}/{turn}",
             "dialogue_id": dialogue,
+            "db_id": dialogue,
             "turn_index": turn,
             "hardness": ("easy", "medium", "hard")[turn],
             "ex": int(verdict),
@@ -151,55 +164,60 @@ def section(page: str, title: str) -> str:
 
 
 def test_findings_by_hand(suite: Suite):
-    page = section(suite.page, "Findings")
+    here, _, elsewhere = section(suite.page, "Findings").partition("Elsewhere (")
 
-    def finding(claim: str, source: str, compared: str) -> list[str]:
+    def finding(claim: str, source: str, compared: str, page: str = here) -> list[str]:
         return cells(page, claim, source, compared)
 
-    # Seed 0: 5/6 - 2/6; seed 1: 6/6 - 3/6; both dialogues gain 3 of 6, so every resample does.
-    assert finding("long-horizon RL beats short-horizon RL", "Finding 1", "`rl_process` - `short_rl`") == [
-        "+50.0",
+    # The gains of dialogues a and b: 1/3 and 2/3 with seed 0, 2/3 and 1/3 with seed 1. A resample that draws
+    # one seed twice and one database twice, each of four by 1/16, has one of these; all others have 1/2.
+    claim = "long-horizon RL beats short-horizon RL"
+    assert finding(claim, "Finding 1", "`rl_process` - `short_rl`") == [
+        "+50.0 [+33.3, +66.7]",
         "+50.0, +50.0",
-        "[+50.0, +50.0]",
-        "–",
         "**holds**",
+        "+0.0 [+0.0, +0.0]",
+        "+0.0, +0.0",
+        "**not beyond chance**",
+        "–",
     ]
-    # 1/6 - 2/6 and 1/6 - 3/6.
-    worse = finding(
-        "the long-horizon warm start beats short-horizon SFT", "Table 2", "`round_1` - `short_sft`"
-    )
-    assert (worse[0], worse[1], worse[-1]) == ("-25.0", "-16.7, -33.3", "**does not hold**")
+    # 1/6 - 2/6 and 1/6 - 3/6; seed 0 loses nothing in dialogue a.
+    warm = "the long-horizon warm start beats short-horizon SFT"
+    worse = finding(warm, "Table 2", "`round_1` - `short_sft`")
+    assert worse[0].startswith("-25.0 [") and worse[1:3] == ["-16.7, -33.3", "**not beyond chance**"]
     # Seed 0 alone: dialogue a gains 2 of 3, dialogue b loses 1 of 3.
     chance = finding("a second self-taught round helps", "Finding 7", "`round_2` - `round_1`")
-    assert chance[:3] == ["+16.7", "+16.7, –", "[-33.3, +66.7]"]
-    assert chance[-1] == "**holds in the mean, not beyond chance**"
-    equal = "out of domain the agent beats short-horizon SFT"
-    shifted = finding(equal, "Finding 6", "`rl_process_shifted` - `short_sft_shifted`")
-    assert (shifted[0], shifted[-1]) == ("+0.0", "**no difference**")
+    assert chance[:3] == ["+16.7 [-33.3, +66.7]", "+16.7, –", "**not beyond chance**"]
+    beats = "the agent beats short-horizon SFT"
+    away = finding(beats, "Table 2, Finding 6", "`rl_process` - `short_sft`", elsewhere)
+    assert away[:3] == ["+0.0 [+0.0, +0.0]", "+0.0, –", "**not beyond chance**"]
     # Turn 1: no gain; turn 3: 1 of 2 in seed 0, 2 of 2 in seed 1.
     gain = finding(
         "the gain over short-horizon SFT is larger on later turns",
         "Finding 4",
         "`rl_process` - `short_sft`: turns from 3 on (+75.0) against turn 1 (+0.0)",
     )
-    assert gain[:2] == ["+75.0", "+50.0, +100.0"]
+    assert gain[0].startswith("+75.0 [") and gain[1] == "+50.0, +100.0"
     # EM is 0 throughout, so the gain in EX beyond that in EM is the whole gain.
     form = finding(
         "the gain over short-horizon SFT is larger in EX than in EM",
         "Finding 3",
         "`rl_process` - `short_sft`: in EX against in EM",
     )
-    assert form[:2] == ["+50.0", "+50.0, +50.0"]
+    assert form[0].startswith("+50.0 [") and form[1] == "+50.0, +50.0"
     tokens = finding(
         "later turns take more tokens", "Finding 5", "`rl_process`: turns from 3 on against turn 1"
     )
-    assert tokens == ["+10.0 tokens", "+10.0, +10.0", "[+10.0, +10.0]", "–", "**holds**"]
+    assert tokens[:3] == ["+10.0 tokens [+10.0, +10.0]", "+10.0, +10.0", "**holds**"]
     ability = finding("ability “generation, self-correction” grows", "Finding 11", "`round_3` - `base`")
-    assert (ability[0], ability[1], ability[3]) == ("+50.0", "+25.0, +75.0", "-10.0")
+    assert ability[0].startswith("+50.0 [")
+    assert (ability[1], ability[2], ability[-1]) == ("+25.0, +75.0", "**built in**", "-10.0")
     covered = "self-taught rounds cover more training questions"
     coverage = finding(covered, "Finding 7, Table 7", "round 2 - round 1")
-    assert coverage == ["+10.0", "+20.0, +0.0", "–", "–", "**holds in the mean, not beyond chance**"]
-    assert "rl_outcome" not in page
+    assert coverage == ["+10.0", "+20.0, +0.0", "**built in**", "–", "–", "–", "–"]
+    tested = sum(suite.page.count(f"**{v}**") for v in ("holds", "the contrary holds", "not beyond chance"))
+    assert f"over all verdicts of these tables ({tested})" in suite.page.replace("\n", " ")
+    assert "rl_outcome" not in here
 
 
 def test_tables_by_hand(suite: Suite):
@@ -217,13 +235,13 @@ def test_tables_by_hand(suite: Suite):
     assert cells(history, label, "predicted") == ["58.3", "100.0", "75.0", "0.0", "–", "–"]
     # Turn 2: dialogue a loses nothing, dialogue b one of its two seeds' answers.
     difference = cells(history, "", "difference")
-    assert difference[1:3] == ["+0.0 [+0.0, +0.0]", "-25.0 [-50.0, +0.0]"]
+    assert difference[1:3] == ["+0.0 [+0.0, +0.0]", "-25.0 [-100.0, +0.0]"]
     assert difference[0].startswith("-33.3 [") and difference[4] == "–"
     covered = section(page, "Coverage")
     assert cells(covered, "all training questions") == ["10", "10", "10"]
     assert cells(covered, "with a trajectory after round 2") == ["6", "6", "5"]
     capped = section(page, "A cap on the response")
-    assert cells(capped, "`rl_process`") == ["600", "91.7", "0.0", "8.3", "20.0"]
+    assert cells(capped, "`rl_process`") == ["600", "91.7", "0.0", "8.3", "20.0", "–"]
     assert cells(capped, "`rl_cap_60`")[:2] == ["60", "8.3"]
     errors = section(page, "Errors")
     assert "| Arm | execution | constraint | schema linking | aggregation | join path | other |" in errors
@@ -251,8 +269,8 @@ def test_ablation_by_hand(tmp_path: Path):
     write_arm(tmp_path / "runs", 0, "rl_no_memory", "100 000")
     write_arm(tmp_path / "runs", 1, "rl_no_memory", "111 111")  # has nothing to be compared with
     table = section(make_page(tmp_path / "runs", tmp_path), "The two tools (Table 4)")
-    row = cells(table, "`rl_no_memory`: final agent without MEMORY-VERIFY")
-    assert row == ["58.3 (16.7, 100.0)", "0.0 (0.0, 0.0)", "-50.0 [-66.7, -33.3]"]
+    row = cells(table, "`rl_no_memory`: final agent, MEMORY-VERIFY taken away")
+    assert row == ["58.3 (16.7, 100.0)", "0.0 (0.0, 0.0)", "-50.0 [-66.7, -33.3]", "+0.0 [+0.0, +0.0]"]
     assert cells(table, "`rl_process`: RL, outcome + process rewards (final agent)")[2] == "–"
 
 
@@ -276,10 +294,10 @@ def test_top_names_what_is_missing(tmp_path: Path):
     page = make_page(runs, tmp_path)
     top = page.partition("## Findings")[0]
     assert re.search(r"^- Date: 20\d\d-\d\d-\d\d\n- Hardware: \d+ cores of ", top, re.MULTILINE)
-    assert "\n- Seeds: 0, 1\n- Questions: 6; out of domain 6\n- `python x` makes all" in top
+    assert "\n- Seeds: 0, 1\n- Questions: 6; elsewhere 6\n- `python x` makes all" in top
     assert (
         "left out below:** `rl_outcome` (seed 0, 1), `short_rl` (seed 1), `round_2` (seed 1), "
-        "`rl_process_shifted` (seed 1), `short_sft_shifted` (seed 1)\n"
+        "`rl_process_elsewhere` (seed 1), `short_sft_elsewhere` (seed 1)\n"
     ) in top
     assert cells(section(page, "EX and EM"), "`short_rl`: short-horizon RL")[0] == "33.3 (33.3, –)"
 
@@ -312,7 +330,8 @@ def test_raw_numbers_round_trip(suite: Suite):
 
 def test_figures(suite: Suite):
     figures = {path.name for path in suite.folder.glob("*.png")}
-    assert figures == {f"suite_{key}.png" for key in ("breakdown", "abilities", "errors", "training", "dev")}
+    drawn = ("averages", "breakdown", "abilities", "errors", "training", "dev")
+    assert figures == {f"suite_{key}.png" for key in drawn}
     for name in figures:
         assert f"]({name})" in suite.page
         assert (suite.folder / name).stat().st_size < 150_000
@@ -338,34 +357,75 @@ def test_each_arm_may_be_alone_or_missing(tmp_path: Path, arm: str):
     top, _, tables = make_page(tmp_path / "alone", tmp_path).partition("## ")
     assert f"`{arm}` (seed 0)" in top
     assert (f"| `{arm}`" in tables) == (arm != "rl_process_predicted")  # which is compared with gold only
-    for other in {*EX, "base", "round_3"} - {arm, f"{arm}_shifted"}:
+    for other in {*EX, "base", "round_3"} - {arm, f"{arm}_elsewhere"}:
         write_arm(tmp_path / "missing", 0, other, "110 100")
     page = make_page(tmp_path / "missing", tmp_path)
     assert f"| `{arm}`" not in page and "| `round_3`" in page
 
 
-def test_differences_agree_with_the_paired_comparison(suite: Suite):
-    """With two seeds the values of a dialogue are both seeds' answers."""
+def test_intervals_resample_seeds_and_databases(suite: Suite):
+    """Against the slow way: draw two seeds and two databases, and take the mean of what they hold."""
     arms = read_arms(suite.runs, SEEDS)
     found = paired_answers(arms["rl_process"], arms["round_1"], lambda record: record["ex"])
-    ours = [[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
-    theirs = [[0, 0, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0]]
-    mean, low, high, _ = paired_difference(ours, theirs)
-    assert estimate(found) == Difference(
-        mean, (low, high), {0: pytest.approx(4 / 6), 1: pytest.approx(5 / 6)}
+    values = {(a.seed, a.record["example_id"]): a.value for a in found}
+    assert fmean(values.values()) == estimate(found).mean == pytest.approx(9 / 12)
+    assert estimate(found).by_seed == {0: pytest.approx(4 / 6), 1: pytest.approx(5 / 6)}
+    every = sorted(
+        fmean(a.value for s in seeds for d in drawn for a in found if (a.seed, a.record["db_id"]) == (s, d))
+        for seeds in product(SEEDS, repeat=2)
+        for drawn in product("ab", repeat=2)
     )
+    means = resampled(found)
+    assert set(means.round(9)) == {round(mean, 9) for mean in every}
+    shares = Counter(round(mean, 9) for mean in every)
+    for mean, count in shares.items():
+        assert (means.round(9) == mean).mean() == pytest.approx(count / 16, abs=0.02)
+    assert estimate(found).interval == (pytest.approx(every[0]), pytest.approx(every[-1]))
+    assert estimate(found).p == pytest.approx(2 / 10_001)  # no resample is 0 or less
     few = [a for a in found if a.record["dialogue_id"] == "a"]
     assert contrast(found, found).mean == 0 and contrast(found, []) is None and estimate([]) is None
-    low, high = contrast(few, [a for a in found if a not in few]).interval
-    assert low == high == pytest.approx(5 / 6 - 4 / 6)
+    assert contrast(found, found).p == 1
+    rest = [a for a in found if a not in few]
+    assert contrast(few, rest).mean == pytest.approx(5 / 6 - 4 / 6)
+    assert len(resampled(few, rest)) == pytest.approx(5_000, abs=300)  # half draw one database alone
     assert not answers(arms["base"], lambda record: record.get("ex_sampled"))
 
 
-def test_verdicts():
-    def verdict(mean: float, interval: tuple[float, float] | None) -> str:
-        return Finding("", "", "", Difference(mean, interval, {0: 0.1, 1: mean})).verdict
+def test_verdicts_follow_holm():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
-    assert verdict(0.1, (0.01, 0.2)) == verdict(0.1, None) == "holds"
-    assert verdict(0.1, (0.0, 0.2)) == "holds in the mean, not beyond chance"
-    assert verdict(-0.1, (-0.3, 0.2)) == verdict(-0.1, None) == "does not hold"
-    assert verdict(0.0, (0.0, 0.0)) == "no difference"
+    def finding(mean: float, p: float, built_in: str = "", em: float | None = None) -> Finding:
+        in_em = None if em is None else Difference(em, (em, em), {0: em}, p)
+        return Finding("", "", "", Difference(mean, (mean, mean), {0: mean}, p), em=in_em, built_in=built_in)
+
+    first = [finding(0.1, 0.001, em=-0.1), finding(0.1, 0.03), finding(0.2, 0.0001, "a reason")]
+    second = [finding(-0.1, 0.001), finding(0.0, 1.0)]
+    assert judged([first, second]) == [
+        [("holds", "the contrary holds"), ("not beyond chance", ""), ("built in", "")],  # 0.03 counts twice
+        [("the contrary holds", ""), ("not beyond chance", "")],
+    ]
+
+
+def test_cases_are_found_by_their_rule(tmp_path: Path):
+    folder = write_arm(tmp_path / "runs", 0, "rl_process", "111 110")
+    shown = ["error: no such column: x", "1 | 2", "empty", "empty", "1", "empty"]
+    rows = [
+        {
+            "actions": [{"type": "self_correct" if i != 3 else "propose", "message": 1, "passed": None}],
+            "segments": [
+                {"role": "model", "text": f"query {i}" + "<memory_verify>no_pass</memory_verify>" * (i == 4)},
+                {"role": "observation", "text": f"<tool_response>\n{text}\n</tool_response>"},
+            ],
+        }
+        for i, text in enumerate(shown)
+    ]
+    (folder / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for record in (records := list(map(json.loads, (folder / "predictions.jsonl").read_text().splitlines()))):
+        record["gold"] = "SELECT 1"
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    page = section(make_page(tmp_path / "runs", tmp_path), "Cases (Finding 13)")
+    assert "In all: execution failure 1, null result 1, coherence error 1." in page
+    failure, _, rest = page.partition("### Null result, repaired")
+    assert "query 0" in failure and "query 2" in rest and "query 4" in rest
+    assert "query 3" not in page and "query 5" not in page  # not corrected; wrong

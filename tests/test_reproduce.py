@@ -48,7 +48,15 @@ def test_commands_are_valid_and_in_order(name, model, monkeypatch):
 
 def test_arms_differ_in_what_they_are_named_after(monkeypatch):
     parts = {title: config for title, (config, _) in configs("toy", "", monkeypatch).items()}
-    assert parts["rl_outcome"].curriculum == parts["rl_process"].curriculum == parts["rl_shuffled"].curriculum
+    rl = [
+        f"rl_{arm}" for arm in ("outcome", "process", "shuffled", "no_execution_trained", "no_memory_trained")
+    ]
+    asked = ("data", "curriculum", "steps", "prompts_per_step", "samples_per_prompt", "seed")
+    assert len({tuple(getattr(parts[arm], field) for field in asked) for arm in (*rl, "short_rl")}) == 1
+    for tools in ("no_execution", "no_memory"):
+        assert parts[f"sft_{tools}"].tools == parts[f"rl_{tools}_trained"].tools == tools
+        assert parts[f"evaluate rl_{tools}_trained"].tools == tools
+        assert parts[f"rl_{tools}_trained"].model == str(Path(parts[f"sft_{tools}"].out) / "policy")
     assert (parts["rl_process"].level_size > 0, parts["rl_shuffled"].level_size) == (True, 0)
     assert (parts["rl_outcome"].rewards, parts["rl_process"].rewards) == ("outcome", "process")
     assert {parts[f"evaluate {arm}"].tools for arm in ("base_direct", "short_sft", "short_rl")} == {"none"}
@@ -58,12 +66,13 @@ def test_arms_differ_in_what_they_are_named_after(monkeypatch):
         ("rl_no_memory", "tools", "no_memory"),
         ("rl_process_predicted", "history", "predicted"),
         ("rl_cap_60", "max_response_tokens", 60),
-        ("rl_process_shifted", "data", ("other",)),
+        ("rl_process_elsewhere", "data", ("other",)),
     ):
         other = parts[f"evaluate {arm}"]
         different = {k for k in vars(final) if vars(final)[k] != vars(other)[k]}
         assert getattr(other, field) == value
-        assert different == {field, "out", "sampled_runs", "latency_questions"}
+        timed = {"sampled_runs", "latency_questions"} if arm != "rl_cap_60" else set()
+        assert different - {"split"} == {field, "out", *timed}
 
 
 def test_a_part_runs_once_and_its_minutes_add_up(tmp_path, capsys):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import filecmp
 import json
-import re
+import random
 import sqlite3
 from collections import Counter
-from statistics import fmean
 
 import pytest
 
@@ -17,21 +16,15 @@ from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
 from mtsql.toy.asked_anew import asked_anew
+from mtsql.toy.invented import KEPT, Inventor
 from mtsql.toy.overlap import SPLITS, contents, overlap, overlap_table
-from mtsql.toy.words import COMMON, LABELS, PROPER, themes
+from mtsql.toy.words import all_words, themes
 
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy") / "benchmark"
     toy.write_benchmark(folder, seed=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shifted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy") / "shifted"
-    toy.write_benchmark(folder, seed=0, shifted=True)
     return folder
 
 
@@ -58,16 +51,13 @@ def test_sizes(benchmark, train):
         assert sum(bool(t.foreign_keys) for t in schema.tables) >= 1
 
 
-@pytest.mark.parametrize("style", ["default", "shifted"])
-def test_same_seed_same_bytes_other_seed_others(tmp_path, monkeypatch, style):
-    for name in ("SPLITS", "SHIFTED_SPLITS"):
-        monkeypatch.setattr(toy, name, {"train": (4, 5), "dev": (2, 2)})
-    if style == "default":
-        monkeypatch.setitem(toy.SPLITS, "test_themes", (2, 2))
+def test_same_seed_same_bytes_other_seed_others(tmp_path, monkeypatch):
+    parts = {"train": (("known", 4, 5), ("invented", 2, 5)), "dev": (("known", 2, 2),)}
+    monkeypatch.setattr(toy, "SPLITS", parts | {"test_themes": (("unseen", 2, 2),)})
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        toy.write_benchmark(tmp_path / name, seed, style == "shifted")
+        toy.write_benchmark(tmp_path / name, seed)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
-    assert len(files) == (13 if style == "default" else 10)
+    assert len(files) == 15
     for file in files:
         assert filecmp.cmp(tmp_path / "a" / file, tmp_path / "b" / file, shallow=False)
     assert not filecmp.cmp(tmp_path / "a" / "train.json", tmp_path / "c" / "train.json", shallow=False)
@@ -84,7 +74,7 @@ def test_no_word_of_the_unseen_themes_stands_in_train(benchmark, train):
         assert shares["words of schemas"] < 0.02 and shares["words of questions"] < 0.35
     known_words = set(held["train"]["words of questions"])
     asked = load(benchmark, "test_themes")
-    named = {w for database in themes(unseen=True).values() for entity in database for w in all_words(entity)}
+    named = {w for database in themes(unseen=True).values() for entity in database for w in words_of(entity)}
     assert not named & known_words
     schemas = {name: asked.schemas[name] for name in {d.db_id for d in asked.dialogues}}
     scorer = Scorer(schemas, Executor())
@@ -93,13 +83,29 @@ def test_no_word_of_the_unseen_themes_stands_in_train(benchmark, train):
         assert scorer.gold_problem(example.db_id, example.gold_sql) is None
 
 
-def all_words(entity):
+def words_of(entity):
     """The nouns and the values of an entity, in lower case; numbers and "number of" aside."""
     texts = [entity.singular, entity.plural]
     for column in entity.columns:
-        texts += [*column.phrases, *LABELS.get(column.kind, ()), *PROPER.get(column.kind, ())]
-        texts += COMMON.get(column.kind, ())
-    return set(" ".join(texts).lower().split()) - {"number", "of"}
+        texts += [*column.phrases, *column.values]
+    return set(" ".join(texts).lower().split()) - set(KEPT)
+
+
+def test_invented_themes_are_the_known_ones_in_words_that_nobody_uses():
+    inventor, other = Inventor(random.Random(0)), Inventor(random.Random(0))
+    known = themes()["music"]
+    first, again, second = inventor.theme(known), other.theme(known), inventor.theme(known)
+    assert first == again and first != second
+    heard = [set().union(*map(words_of, theme)) for theme in (first, second)]
+    assert not heard[0] & heard[1] and not (heard[0] | heard[1]) & all_words()
+    assert [(len(e.columns), e.person) for e in first] == [(len(e.columns), e.person) for e in known]
+    label, singer = first[0], first[1]
+    assert singer.parent == label.singular and singer.plural == singer.singular + "s"
+    by_known = {a.names[0]: b for a, b in zip(known[0].columns, label.columns, strict=True)}
+    assert by_known["revenue"].form == "amount" and by_known["revenue"].bounds == [10, 99]
+    years = [b for e, f in zip(known, first, strict=True) for a, b in zip(e.columns, f.columns, strict=True)
+             if a.names == ["year"]]  # fmt: skip
+    assert len({year.names[0] for year in years}) == 1  # one word becomes one word
 
 
 def test_every_way_of_asking_has_another(train):
@@ -183,52 +189,3 @@ def test_mistakes_change_the_answer(benchmark, train):
                     assert "no such column" in str(error)
         connection.close()
     assert set(kinds) == {"lost_constraint", "stale_value", "value_form", "look_alike", "misnamed_column"}
-
-
-def renamed_share(entries):
-    """Share of columns, keys aside, whose stored name is no word of the phrase that questions use."""
-    renamed = []
-    for entry in entries:
-        keys = {*entry["primary_keys"], *(child for child, _ in entry["foreign_keys"])}
-        pairs = zip(entry["column_names_original"], entry["column_names"], strict=True)
-        for index, ((table, stored), (_, phrase)) in enumerate(pairs):
-            if table >= 0 and index not in keys:
-                renamed.append(stored.lower() not in phrase.split())
-    return fmean(renamed)
-
-
-def test_shifted_has_other_databases_longer_dialogues_and_more_renamed_columns(benchmark, train, shifted):
-    mean = fmean(len(d.turns) for d in train.dialogues)
-    for split in ("train", "dev", "test"):
-        lengths = [len(d.turns) for d in load(shifted, split).dialogues]
-        assert set(lengths) == {3, 4, 5, 6, 7}
-        assert fmean(lengths) > mean + 1.5
-    entries, shifted_entries = (
-        json.loads((folder / "tables.json").read_text()) for folder in (benchmark, shifted)
-    )
-    assert len(shifted_entries) == 140
-    assert not {e["db_id"] for e in entries} & {e["db_id"] for e in shifted_entries}
-    assert renamed_share(shifted_entries) > 1.4 * renamed_share(entries)
-
-
-def test_shifted_gold_runs_and_gives_rows(shifted):
-    for split in ("train", "dev", "test"):
-        dataset = load(shifted, split)
-        scorer = Scorer(dataset.schemas, Executor())
-        asked = examples(dataset.dialogues)
-        for example in asked:
-            result = scorer.executor.execute(dataset.schemas[example.db_id].path, example.gold_sql)
-            assert result.status == "rows", (example.gold_sql, result)
-            assert any(value is not None for row in result.rows for value in row)
-        assert not any(scorer.gold_problem(e.db_id, e.gold_sql) for e in asked[:300])
-
-
-def test_shifted_says_nothing_in_words_that_training_lacks(train, shifted):
-    """The tiny model cannot copy words that it has never met."""
-
-    def words(dataset):
-        text = " ".join(f"{e.question} {e.gold_sql}" for e in examples(dataset.dialogues))
-        return set(re.findall(r"[a-z]+", text.lower()))
-
-    for split in ("train", "dev", "test"):
-        assert not words(load(shifted, split)) - words(train)

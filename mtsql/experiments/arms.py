@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mtsql.report.abilities import ABILITIES
-from mtsql.report.metrics import RESAMPLES, bootstrap_interval
 
 DESCRIPTIONS = {
     "base": "untrained, both tools",
@@ -29,8 +28,10 @@ DESCRIPTIONS = {
     "rl_outcome": "RL, outcome rewards",
     "rl_process": "RL, outcome + process rewards (final agent)",
     "rl_shuffled": "as `rl_process`, without the curriculum's order",
-    "rl_no_execution": "final agent without EXECUTE",
-    "rl_no_memory": "final agent without MEMORY-VERIFY",
+    "rl_no_execution": "final agent, EXECUTE taken away",
+    "rl_no_memory": "final agent, MEMORY-VERIFY taken away",
+    "rl_no_execution_trained": "as `rl_process`, warm start and RL without EXECUTE",
+    "rl_no_memory_trained": "as `rl_process`, warm start and RL without MEMORY-VERIFY",
 }
 
 
@@ -47,6 +48,14 @@ class Evaluation:
 Seeds: TypeAlias = Mapping[int, Evaluation]  # the finished evaluations of an arm, by seed
 Arms: TypeAlias = Mapping[str, Seeds]
 Measure: TypeAlias = Callable[[dict], float | None]  # of a record
+
+RESAMPLES = 10_000
+ELSEWHERE = "_elsewhere"  # behind an arm's name: on unseen themes, or on the other data set
+
+
+def elsewhere(arms: Arms) -> Arms:
+    """The arms as they were evaluated elsewhere, under their own names."""
+    return {arm.removesuffix(ELSEWHERE): seeds for arm, seeds in arms.items() if arm.endswith(ELSEWHERE)}
 
 
 def read_arms(runs: Path, seeds: Sequence[int]) -> dict[str, dict[int, Evaluation]]:
@@ -145,11 +154,12 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean with its 95 % interval (None if there is none), and each seed's."""
+    """A mean with its 95 % interval and two-sided p (None if there are none), and each seed's."""
 
     mean: float
     interval: tuple[float, float] | None
     by_seed: dict[int, float]
+    p: float | None = None
 
 
 def answers(seeds: Seeds, measure: Measure) -> list[Answer]:
@@ -179,44 +189,71 @@ def paired_answers(better: Seeds, worse: Seeds, measure: Measure = OF_EX) -> lis
 
 
 def estimate(found: Sequence[Answer]) -> Difference | None:
-    """The mean over questions; None without any.
-
-    The interval resamples dialogues, with all seeds' answers to a dialogue together. Of differences it
-    is that of `mtsql.report.metrics.paired_difference`.
-    """
-    if not found:
-        return None
-    by_dialogue: dict[str, list[float]] = {}
-    for answer in found:
-        by_dialogue.setdefault(answer.record["dialogue_id"], []).append(answer.value)
-    interval = bootstrap_interval(list(by_dialogue.values()))
-    return Difference(fmean(a.value for a in found), interval, _by_seed(found))
+    """The mean over questions with its interval, see `resampled`; None without any."""
+    return _difference(fmean(a.value for a in found), _by_seed(found), resampled(found)) if found else None
 
 
 def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | None:
-    """Mean of `more` minus mean of `less`, different questions of the same dialogues; None if one is empty.
-
-    The interval resamples dialogues, each with its questions of both kinds.
-    """
+    """Mean of `more` minus mean of `less`, of different questions; None if one is empty."""
     if not more or not less:
         return None
-    places: dict[str, int] = {}
-    for answer in (*more, *less):
-        places.setdefault(answer.record["dialogue_id"], len(places))
-    sums, counts = np.zeros((2, len(places))), np.zeros((2, len(places)))  # (kinds, dialogues)
-    for kind, group in enumerate((more, less)):
-        at = [places[answer.record["dialogue_id"]] for answer in group]
-        np.add.at(sums[kind], at, [answer.value for answer in group])
-        np.add.at(counts[kind], at, 1)
-    drawn = np.random.default_rng(0).integers(len(places), size=(RESAMPLES, len(places)))
-    drawn_sums, drawn_counts = sums[:, drawn].sum(-1), counts[:, drawn].sum(-1)  # (kinds, resamples)
-    whole = drawn_counts.all(0)  # a resample may lack one kind
-    means = drawn_sums[:, whole] / drawn_counts[:, whole]
-    low, high = np.percentile(means[0] - means[1], [2.5, 97.5])
     of_more, of_less = _by_seed(more), _by_seed(less)
     by_seed = {s: of_more[s] - of_less[s] for s in sorted(of_more.keys() & of_less.keys())}
     mean = fmean(a.value for a in more) - fmean(a.value for a in less)
-    return Difference(mean, (float(low), float(high)), by_seed)
+    return _difference(mean, by_seed, resampled(more, less))
+
+
+def resampled(*groups: Sequence[Answer]) -> np.ndarray:
+    """The bootstrap's means of a group, or of the first less those of the second: (resamples,), float64.
+
+    Seeds and databases are drawn anew, each with replacement and independently: a question of a database
+    that is drawn twice, by a seed that is drawn three times, counts six times. So the interval says what
+    further seeds, each with its own imitated model, and further databases would give. A resample that lacks
+    a group is left out. With one seed it says nothing of others.
+    """
+    seeds = sorted({a.seed for group in groups for a in group})
+    databases = sorted({a.record["db_id"] for group in groups for a in group})
+    rng = np.random.default_rng(0)
+    drawn_seeds, drawn_databases = (
+        rng.multinomial(len(of), [1 / len(of)] * len(of), size=RESAMPLES).astype(float)
+        for of in (seeds, databases)
+    )  # (resamples, seeds), (resamples, databases): how often each is drawn
+    means = []
+    for group in groups:
+        sums, counts = np.zeros((2, len(seeds), len(databases)))
+        for answer in group:
+            at = seeds.index(answer.seed), databases.index(answer.record["db_id"])
+            sums[at] += answer.value
+            counts[at] += 1
+        total, count = (((drawn_seeds @ of) * drawn_databases).sum(-1) for of in (sums, counts))
+        means.append(np.divide(total, count, out=np.full(RESAMPLES, np.nan), where=count > 0))
+    found = means[0] - means[1] if len(means) == 2 else means[0]
+    return found[~np.isnan(found)]
+
+
+def _difference(mean: float, by_seed: dict[int, float], drawn: np.ndarray) -> Difference:
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    tail = min((drawn <= 0).sum(), (drawn >= 0).sum())
+    return Difference(mean, (float(low), float(high)), by_seed, min(1.0, 2 * (tail + 1) / (len(drawn) + 1)))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's adjusted p of a family of tests, in the order given (Holm, 1979).
+
+    The smallest counts as often as there are tests, the next once less, and none is below one before it.
+    """
+    adjusted, largest = [0.0] * len(ps), 0.0
+    for rank, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[at]))
+        adjusted[at] = largest
+    return adjusted
+
+
+def verdict(difference: Difference, adjusted: float | None) -> str:
+    """What the numbers say of a claim that this difference is above 0, by Holm's adjusted p."""
+    if adjusted is None or difference.mean == 0 or adjusted > 0.05:
+        return "not beyond chance"
+    return "holds" if difference.mean > 0 else "the contrary holds"
 
 
 def _by_seed(found: Sequence[Answer]) -> dict[int, float]:

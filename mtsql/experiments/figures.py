@@ -10,16 +10,25 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mtsql.experiments.arms import Arms, ability_keys, breakdown_keys, mean_over_seeds, read_logs
+from mtsql.experiments.arms import (
+    Arms,
+    ability_keys,
+    breakdown_keys,
+    elsewhere,
+    mean_over_seeds,
+    read_logs,
+)
 from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import HARDNESS, TURNS
 from mtsql.report.plots import save_figure
 
 DPI = 110
+AVERAGED = ("base_direct", "base", "short_sft", "short_rl", "round_3", "rl_outcome", "rl_process")
 MAIN_STAGES = ("base", "short_sft", "round_3", "rl_outcome", "rl_process")
 ABILITY_STAGES = ("base", "round_3", "rl_outcome", "rl_process")
 COLOURS = {
     "base": "#9a9a9a",
+    "base_direct": "#c4c4c4",
     "short_sft": "#e0a030",
     "short_rl": "#a0622d",
     "round_3": "#7fb8d8",
@@ -49,6 +58,7 @@ def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, na
     dev = {run: read_logs(runs, seeds, run, "dev.csv") for run in DEV_RUNS}
     dev_panels = {"ex": "EX, % (Fig. 11)", **{f"ex_{h}": f"EX, {h}, %" for h in HARDNESS}}
     figures = {
+        "averages": averages_figure(arms),
         "breakdown": breakdown_figure(arms),
         "abilities": abilities_figure(arms),
         "errors": errors_figure(arms),
@@ -60,6 +70,23 @@ def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, na
         for key, figure in figures.items()
         if figure is not None
     }
+
+
+def averages_figure(arms: Arms) -> Figure | None:
+    """EX of the main arms, the mean of in and out of domain (Figure 1)."""
+    away = elsewhere(arms)
+    shown = [arm for arm in AVERAGED if arm in arms and arm in away]
+    if not shown:
+        return None
+    figure = Figure(figsize=(1.4 * len(shown) + 1, 3.4), layout="constrained")
+    axes = figure.subplots()
+    sides = ([mean_over_seeds(of[arm], "ex", "mean", scale=100) for arm in shown] for of in (arms, away))
+    means = [(here + there) / 2 for here, there in zip(*sides, strict=True)]
+    bars = axes.bar(range(len(shown)), means, 0.6, color=[COLOURS[arm] for arm in shown])
+    axes.bar_label(bars, [f"{mean:.1f}" for mean in means])
+    axes.set_xticks(range(len(shown)), shown)
+    axes.set_ylabel("EX, mean of in and out of domain (%)")
+    return figure
 
 
 def breakdown_figure(arms: Arms) -> Figure | None:
@@ -128,7 +155,7 @@ def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str]) -> Figure |
     Dotted lines stand where a run's level of the curriculum changes.
     """
     logged = {c for seeds in logs.values() for rows in seeds.values() for row in rows for c in row}
-    shown = [column for column in columns if column in logged]
+    shown = [column for column in columns if column in logged and _varies(logs, column)]
     if not shown:
         return None
     width = len(shown) if len(shown) <= 5 else 4
@@ -152,6 +179,12 @@ def log_figure(logs: Mapping[str, Rows], columns: Mapping[str, str]) -> Figure |
         axes.grid(alpha=0.3)
     _legend(figure)
     return figure
+
+
+def _varies(logs: Mapping[str, Rows], column: str) -> bool:
+    """Whether a column is more than one number: a constant panel shows nothing."""
+    rows = [row for seeds in logs.values() for rows in seeds.values() for row in rows]
+    return len({row[column] for row in rows if column in row}) > 1
 
 
 def _mean_and_seeds(axes: Axes, curves: Sequence[Mapping[float, float]], run: str) -> None:

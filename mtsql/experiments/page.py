@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mtsql.experiments.arms import DESCRIPTIONS, Arms
+from mtsql.experiments.arms import DESCRIPTIONS, ELSEWHERE, Arms
 from mtsql.experiments.markdown import decimal, joined, listed, table, with_seed_placeholder
 from mtsql.experiments.suite import command_line
 from mtsql.files import write_atomically
@@ -45,13 +45,13 @@ def write_page(
 
 def heading(arms: Arms, seeds: Sequence[int], parts: Sequence[Part], made_with: str, notes: Path) -> str:
     """Where the numbers come from, what is missing, and a link to hand-written `notes` if they exist."""
-    shifted = [arm for arm in arms if arm.endswith("_shifted")]
-    questions = _counted(arms, arms.keys() - shifted)
+    away = [arm for arm in arms if arm.endswith(ELSEWHERE)]
+    questions = _counted(arms, arms.keys() - away)
     lines = [
         f"- Date: {datetime.now(UTC).date().isoformat()}",
         f"- Hardware: {hardware()}",
         f"- Seeds: {listed(seeds)}",
-        f"- Questions: {questions}" + (f"; out of domain {_counted(arms, shifted)}" if shifted else ""),
+        f"- Questions: {questions}" + (f"; elsewhere {_counted(arms, away)}" if away else ""),
         f"- `{made_with}` makes all numbers, tables and figures of this page.",
     ]
     unfinished = unfinished_arms(arms, parts)

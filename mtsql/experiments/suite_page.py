@@ -7,18 +7,25 @@ from pathlib import Path
 
 from mtsql.experiments import tables
 from mtsql.experiments.arms import command_of, read_arms, read_coverage
+from mtsql.experiments.cases import cases
 from mtsql.experiments.figures import write_figures
 from mtsql.experiments.markdown import joined, made_by
 from mtsql.experiments.page import write_page
 from mtsql.parts import Part
 
-FIGURES = {
-    "breakdown": "Figures 4 and 12: EX, tokens and interactions by hardness and by turn, means over seeds.",
-    "abilities": "Figures 5 and 6: the five abilities and EX over the stages, means over seeds.",
-    "errors": "Figure 7: questions with an error of each kind, means over seeds.",
+FIGURES = {  # what to see in each
+    "averages": "Figure 1: EX of the main arms, the mean of in and out of domain, means over seeds. See by "
+    "how much each stage of the long horizon is above the arms without tools.",
+    "breakdown": "Figures 4 and 12: EX, tokens and interactions by hardness and by turn, means over seeds. "
+    "See where the long horizon gains most over short-horizon SFT, and what its answers cost there.",
+    "abilities": "Figures 5 and 6: the abilities and EX over the stages, means over seeds. See which ability "
+    "still grows after the warm start, and whether EX follows.",
+    "errors": "Figure 7: questions with an error of each kind, means over seeds. See which kinds are left.",
     "training": "Figures 8, 9, 10 and 13: the course of RL. Thick: mean over seeds; thin: each seed; "
-    "dotted: the next level of the curriculum begins.",
-    "dev": "Figure 11: EX on the dev split during RL, in all and by hardness.",
+    "dotted: the next level of the curriculum begins. See that reward and EX of the batches fall where a "
+    "level begins, since its questions are harder, not since the policy gets worse.",
+    "dev": "Figure 11: EX on the dev split during RL, in all and by hardness. See what the policy itself "
+    "gains: these questions are the same at every step.",
 }
 
 
@@ -36,8 +43,10 @@ def write_suite_page(
 
     coverage_table = tables.coverage_table(coverage, seeds, command_of(runs, seeds, "sft"))
     sections = {
-        "Findings": tables.findings_table(arms, coverage, seeds),
-        "EX and EM (Tables 2 and 3)": tables.accuracy_table(arms, seeds),
+        "Findings": tables.findings_tables(arms, coverage, seeds),
+        "EX and EM (Table 2)": tables.accuracy_table(arms, seeds),
+        "In and out of domain (Table 3, Figure 1)": joined(tables.averages_table(arms), figure("averages")),
+        "Sizes of the embedded model": tables.sizes_table(arms),
         "The two tools (Table 4)": tables.ablation_table(arms, seeds),
         "Coverage of the self-taught rounds (Table 7)": coverage_table,
         "Latency and tokens (Table 8)": tables.latency_table(arms),
@@ -48,6 +57,7 @@ def write_suite_page(
         "Errors (Figure 7)": joined(tables.errors_table(arms), figure("errors")),
         "Gold against predicted history": tables.snowball_table(arms),
         "A cap on the response": tables.cap_table(arms),
+        "Cases (Finding 13)": cases(runs, seeds),
         "Training (Figures 8 to 11 and 13)": joined(figure("training"), figure("dev"), made),
     }
     return write_page(path, title, arms, seeds, parts, made_with, sections)

@@ -11,14 +11,17 @@ from mtsql.experiments import markdown as md
 from mtsql.experiments.arms import (
     DESCRIPTIONS,
     Arms,
+    Difference,
     ability_keys,
     breakdown_keys,
+    elsewhere,
     look_up,
     mean_over_seeds,
+    measure_of,
     paired_answers,
 )
 from mtsql.experiments.figures import MAIN_STAGES
-from mtsql.experiments.findings import findings
+from mtsql.experiments.findings import Finding, findings, judged
 from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import HARDNESS, TURNS, turn_name
 
@@ -26,7 +29,7 @@ Cell = Callable[[str], str]  # of an arm
 FINAL = "rl_process"  # its command stands below a table, where it is finished
 STAGES = tuple(arm for arm in DESCRIPTIONS if "_no_" not in arm)
 LONG_HORIZON = tuple(arm for arm in STAGES if arm != "base_direct" and not arm.startswith("short"))
-ABLATION = {  # arm: the same policy with both tools
+ABLATION = {  # arm: the same policy, or one of the same training, with both tools
     "base": "",
     "base_no_execution": "base",
     "base_no_memory": "base",
@@ -34,58 +37,134 @@ ABLATION = {  # arm: the same policy with both tools
     "rl_process": "",
     "rl_no_execution": "rl_process",
     "rl_no_memory": "rl_process",
+    "rl_no_execution_trained": "rl_process",
+    "rl_no_memory_trained": "rl_process",
 }
 SNOWBALL = ("base", "short_sft", "round_3", "rl_process")
 
 
-def findings_table(arms: Arms, coverage: Mapping[int, Sequence[dict]], seeds: Sequence[int]) -> str:
-    """One row a finding: the difference, its interval and the verdict."""
-    rows = []
-    for f in findings(arms, coverage):
-        scale, unit = (100, "") if f.unit == "points" else (1, f" {f.unit}")
-        d, places = f.difference, 2 if f.unit == "interactions" else 1
-        numbers = (d.mean, f.sampled, *(d.by_seed.get(seed) for seed in seeds))
-        mean, sampled, *each = (md.EMPTY if n is None else md.signed(scale * n, places) for n in numbers)
-        interval = md.interval_of(d, scale, places)
-        cells = [f.claim, f.source, f.compared, mean + unit, ", ".join(each), interval, sampled]
-        rows.append([*cells, f"**{f.verdict}**"])
-    header = ["The paper finds that", "where", "compared", "mean", f"seeds {md.listed(seeds)}"]
-    header += ["95 % interval", "at temperature 1", "verdict"]
+def findings_tables(arms: Arms, coverage: Mapping[int, Sequence[dict]], seeds: Sequence[int]) -> str:
+    """For the test split and for elsewhere, a row a finding: the difference, its interval and the verdict."""
+    found = {
+        "On the test split:": findings(arms, coverage),
+        "Elsewhere (unseen themes, or the other data set):": findings(elsewhere(arms), {}),
+    }
+    verdicts = judged(list(found.values()))
+    paragraphs = []
+    for (title, held), said in zip(found.items(), verdicts, strict=True):
+        rows = [_finding_row(*pair, seeds) for pair in zip(held, said, strict=True)]
+        header = ["The paper finds that", "where", "compared", "difference", f"seeds {md.listed(seeds)}"]
+        header += ["verdict", "in EM", f"EM, seeds {md.listed(seeds)}", "verdict on EM", "at temperature 1"]
+        paragraphs += [title, md.table(header, rows)] if rows else []
+    if not paragraphs:
+        return ""
+    tests = sum(v not in ("", "built in") for said in verdicts for pair in said for v in pair)
     note = (
-        "Differences on the same questions, in points (of EX, of the ability, of all training questions) "
-        "unless a unit is given. The interval resamples dialogues, with all seeds' answers to a dialogue "
-        "together; it says nothing of further seeds. *Holds*: the whole interval is above 0 (coverage: every "
-        "seed is). *Holds in the mean, not beyond chance*: the mean is above 0, the interval is not. *Does "
-        "not hold*: the mean is below 0. At temperature 1: the same mean of sampled answers."
+        "Differences on the same questions, in points (of EX, of EM, of the ability, of all training "
+        "questions) unless a unit is given, with 95 % intervals from a bootstrap over seeds and over "
+        "databases. *Holds*: above 0, and p is at most 0.05 after Holm's correction over all verdicts of "
+        f"these tables ({tests}). *The contrary holds*: below 0 likewise. *Not beyond chance*: neither. "
+        "*Built in*: the making of the benchmark decides it. At temperature 1: the same mean of sampled "
+        "answers."
     )
-    return md.table(header, rows, note, md.made_by_arm(arms, (FINAL, *arms)))
+    reasons = dict.fromkeys(f.built_in for held in found.values() for f in held if f.built_in)
+    built_in = "Built in: " + "; ".join(reasons) + "." if reasons else ""
+    return md.joined(*paragraphs, note, built_in, md.made_by_arm(arms, (FINAL, *arms)))
+
+
+def _finding_row(finding: Finding, said: tuple[str, str], seeds: Sequence[int]) -> list[str]:
+    scale, unit = (100, "") if finding.unit == "points" else (1, f" {finding.unit}")
+    places = 2 if finding.unit == "interactions" else 1
+
+    def number(value: float | None) -> str:
+        return md.EMPTY if value is None else md.signed(scale * value, places)
+
+    def cells(difference: Difference | None, said: str) -> list[str]:
+        if difference is None:
+            return [md.EMPTY] * 3
+        interval = "" if difference.interval is None else f" {md.interval_of(difference, scale, places)}"
+        each = ", ".join(number(difference.by_seed.get(seed)) for seed in seeds)
+        return [number(difference.mean) + unit + interval, each, f"**{said}**" if said else md.EMPTY]
+
+    of_ex, of_em = cells(finding.difference, said[0]), cells(finding.em, said[1])
+    return [finding.claim, finding.source, finding.compared, *of_ex, *of_em, number(finding.sampled)]
 
 
 def accuracy_table(arms: Arms, seeds: Sequence[int]) -> str:
-    """EX and EM in and out of domain: the mean over seeds, and each seed's."""
+    """EX and EM on the test split and elsewhere: the mean over seeds, and each seed's."""
+    away = elsewhere(arms)
 
-    def cell(metric: str, suffix: str = "") -> Cell:
-        return lambda arm: md.mean_and_seeds(arms.get(arm + suffix, {}), seeds, metric)
+    def cell(where: Arms, metric: str) -> Cell:
+        return lambda arm: md.mean_and_seeds(where.get(arm, {}), seeds, metric)
 
-    names = [arm for arm in STAGES if arm in arms or f"{arm}_shifted" in arms]
-    columns = {"EX": cell("ex"), "EM": cell("em")}
-    columns |= {"EX, out of domain": cell("ex", "_shifted"), "EM, out of domain": cell("em", "_shifted")}
+    names = [arm for arm in DESCRIPTIONS if arm in arms or arm in away]
+    columns = {"EX": cell(arms, "ex"), "EM": cell(arms, "em")}
+    columns |= {"EX elsewhere": cell(away, "ex"), "EM elsewhere": cell(away, "em")}
     note = f"In %: mean over seeds (seeds {md.listed(seeds)})."
     return _table_by_arm(names, columns, note, md.made_by_arm(arms, (FINAL, *STAGES)))
 
 
+def sizes_table(arms: Arms) -> str:
+    """EX and EM by the size of the embedded model, of the seeds that have other sizes."""
+    away = elsewhere(arms)
+    sized = {found[1]: arm for arm in arms if (found := re.fullmatch(r"layers_(\d+)_base", arm))}
+    if not sized:
+        return ""
+    seeds = sorted(set.intersection(*(set(arms[arm]) for arm in sized.values())))
+    rows = []
+    for layers in (*sorted(sized, key=int), ""):
+        for arm in ("base", "short_sft", "round_3", FINAL):
+            name = f"layers_{layers}_{arm}" if layers else arm
+            cells = [
+                md.percent(
+                    mean_over_seeds({s: of[name][s] for s in seeds if s in of.get(name, {})}, m, "mean")
+                )
+                for of in (arms, away)
+                for m in ("ex", "em")
+            ]
+            rows.append([f"{layers} layers" if layers else "this page's", f"`{arm}`", *cells])
+    note = f"In %, seed {md.listed(seeds)}: one seed, so that nothing is said of others."
+    return md.table(["Model", "arm", "EX", "EM", "EX elsewhere", "EM elsewhere"], rows, note)
+
+
+def averages_table(arms: Arms) -> str:
+    """Table 3 and Figure 1: EX and EM in domain, out of domain, and the mean of both."""
+    away = elsewhere(arms)
+
+    def cell(metric: str, *sides: Arms) -> Cell:
+        def mean(arm: str) -> str:
+            found = [mean_over_seeds(side[arm], metric, "mean") for side in sides]
+            return md.percent(fmean(found))
+
+        return mean
+
+    names = [arm for arm in STAGES if arm in arms and arm in away]
+    columns = {
+        f"{metric.upper()} {name}": cell(metric, *sides)
+        for name, sides in (("in domain", (arms,)), ("out of domain", (away,)), ("mean", (arms, away)))
+        for metric in ("ex", "em")
+    }
+    return _table_by_arm(names, columns, "In %, means over seeds.")
+
+
 def ablation_table(arms: Arms, seeds: Sequence[int]) -> str:
     """EX and EM with both tools, with one, and with none."""
+
+    def minus_both(metric: str) -> Cell:
+        return lambda arm: md.difference_of(
+            paired_answers(arms[arm], arms.get(ABLATION[arm], {}), measure_of(metric))
+        )
+
     columns = {
         "EX": lambda arm: md.mean_and_seeds(arms[arm], seeds, "ex"),
         "EM": lambda arm: md.mean_and_seeds(arms[arm], seeds, "em"),
-        "EX minus both tools": lambda arm: md.difference_of(
-            paired_answers(arms[arm], arms.get(ABLATION[arm], {}))
-        ),
+        "EX minus both tools": minus_both("ex"),
+        "EM minus both tools": minus_both("em"),
     }
     note = (
-        f"In %: mean over seeds (seeds {md.listed(seeds)}). Last column: the difference to the agent with "
-        "both tools, in points with 95 % interval."
+        f"In %: mean over seeds (seeds {md.listed(seeds)}). Last columns: the difference to the agent with "
+        "both tools, in points with 95 % interval. Taken away at the end, a tool's worth holds the habits "
+        "of an agent that was trained with it; trained without, it does not."
     )
     made = md.made_by_arm(arms, ("rl_no_memory", "rl_no_execution"))
     return _table_by_arm(_finished(arms, ABLATION), columns, note, made)
@@ -223,10 +302,12 @@ def cap_table(arms: Arms) -> str:
             *(md.percent(mean_over_seeds(arms[arm], metric, "mean")) for metric in ("ex", "em")),
             md.percent(mean_over_seeds(arms[arm], "status", Status.OUT_OF_TOKENS)),
             md.decimal(mean_over_seeds(arms[arm], "response_tokens")),
+            md.decimal(mean_over_seeds(arms[arm], "latency_seconds"), 2),
         ]
         for arm in (*_finished(arms, (FINAL,)), *reversed(names))
     ]
     header = ["Arm", "cap, tokens", "EX (%)", "EM (%)", "cut by a limit (%)", "response tokens an answer"]
+    header.append("latency, seconds an answer")
     return md.table(header, rows, "Means over seeds.", md.made_by_arm(arms, (*names, FINAL))) if caps else ""
 
 

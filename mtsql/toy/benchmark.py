@@ -3,10 +3,9 @@
 `python -m mtsql.toy.benchmark FOLDER` writes train.json, dev.json, test.json, test_themes.json, tables.json
 and database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). dev and test have new
-databases of the themes of train; test_themes has themes, names, words and ways of asking that no other
-split has. With --shifted it is smaller, over other databases and in another style of dialogue, for evaluation
-out of domain, and has no test_themes. With --single it is the first question of each of those dialogues, in
-Spider's format: train_spider.json, dev.json, ...
+databases of the themes of train. A part of train and dev is about invented words, new in each database
+(`mtsql.toy.invented`); test_themes has themes, names, words and ways of asking that no other split has. With
+--single it is the first question of each of those dialogues, in Spider's format: train_spider.json, ...
 """
 
 from __future__ import annotations
@@ -27,12 +26,17 @@ from mtsql.toy.asked_anew import asked_anew
 from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
 from mtsql.toy.dialogue import Asked, CannotAsk, Speaker
 from mtsql.toy.followup import ask_follow_up
+from mtsql.toy.invented import Inventor
 from mtsql.toy.query import Query, mistakes, render
-from mtsql.toy.style import DEFAULT, SHIFTED, UNSEEN, Style
 
-# Databases, dialogues in each.
-SPLITS = {"train": (1200, 10), "dev": (40, 5), "test": (80, 6), "test_themes": (60, 5)}
-SHIFTED_SPLITS = {"train": (60, 5), "dev": (20, 5), "test": (60, 5)}
+TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
+# For each split: whose words, databases, dialogues in each.
+SPLITS = {
+    "train": (("known", 1200, 10), ("invented", 600, 10)),
+    "dev": (("known", 40, 5), ("invented", 20, 5)),
+    "test": (("known", 80, 6),),
+    "test_themes": (("unseen", 60, 5),),
+}
 
 
 def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
@@ -58,14 +62,15 @@ def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) ->
 
 
 def make_dialogue(
-    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, style: Style
+    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, anew: bool
 ) -> list[tuple[Asked, list[tuple[str, str]]]]:
     """The turns of one dialogue, each with its mistakes (kind, SQL) that change the answer.
 
-    `connection` is to the database's file. After 60 tries the dialogue is left as short as it is.
+    `connection` is to the database's file. With `anew` all is asked in other ways. After 60 tries the
+    dialogue is left as short as it is.
     """
-    speaker = Speaker(database, rng, style)
-    length = rng.choice(style.turns)
+    speaker = Speaker(database, rng)
+    length = rng.choice(TURNS)
     turns: list[tuple[Asked, list[tuple[str, str]]]] = []
     previous, before = None, None  # query and its rows
     for _ in range(60):
@@ -79,31 +84,37 @@ def make_dialogue(
         if not _useful(rows) or rows == before or _tie(connection, asked.query, database):
             continue
         found = mistakes(asked.query, previous, database)
-        if style.unseen:
+        if anew:
             asked = replace(asked, question=asked_anew(asked.question))
         turns.append((asked, [(kind, sql) for kind, sql in found if _answer(connection, sql) != rows]))
         previous, before = asked.query, rows
     return turns
 
 
-def _write_split(
-    folder: Path, split: str, databases: int, dialogues_each: int, rng: random.Random, style: Style
+def _write_part(
+    folder: Path, split: str, whose: str, databases: int, dialogues_each: int, seed: int
 ) -> tuple[list[dict], list[dict], list[list[list[dict]]]]:
-    """Databases and dialogues of one split: tables entries, dialogues, mistakes turn by turn."""
-    names = list(words.themes(style.unseen))
+    """Databases and dialogues of one part of a split: tables entries, dialogues, mistakes turn by turn."""
+    rng = random.Random(f"{seed}/{split}/{whose}")
+    inventor = Inventor(rng)
+    themes = list(words.themes(whose == "unseen").items())
     entries, dialogues, wrong = [], [], []
     for number in range(databases):
-        theme = names[number % len(names)]
-        db_id = f"{theme}{style.suffix}_{split}_{number:03d}"
-        database = make_database(db_id, theme, rng, style)
+        theme, entities = themes[number % len(themes)]
+        db_id = (
+            f"{theme}_{split}_{number:03d}" if whose == "known" else f"{theme}_{whose}_{split}_{number:03d}"
+        )
+        if whose == "invented":
+            entities = inventor.theme(entities)
+        database = make_database(db_id, entities, rng)
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
         write_sqlite(database, path)
         entries.append(tables_entry(database))
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         for _ in range(dialogues_each):
-            turns = make_dialogue(database, connection, rng, style)
-            if len(turns) < min(style.turns):
+            turns = make_dialogue(database, connection, rng, whose == "unseen")
+            if not turns:
                 continue
             interaction = [
                 {
@@ -126,24 +137,22 @@ def _first_question(dialogue: dict) -> dict:
     return {"db_id": dialogue["database_id"], "question": first["utterance"], "query": first["query"]}
 
 
-def write_benchmark(folder: Path, seed: int, shifted: bool = False, single: bool = False) -> None:
+def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
     """Write the whole benchmark into `folder`, which appears only when it is complete.
 
-    `shifted` chooses the style and the sizes for evaluation out of domain. `single` keeps of each dialogue
-    the first question, the only one that surely stands alone.
-
-    The same `seed` gives the same bytes. Raises UserError if `folder` exists.
+    `single` keeps of each dialogue the first question, the only one that surely stands alone. The same
+    `seed` gives the same bytes. Raises UserError if `folder` exists.
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
     entries = []
-    style, splits = (SHIFTED, SHIFTED_SPLITS) if shifted else (DEFAULT, SPLITS)
     with folder_atomically(folder) as partial:
-        for split, (databases, dialogues_each) in splits.items():
-            spoken = UNSEEN if split == "test_themes" else style
-            rng = random.Random(f"{seed}/{split}{spoken.suffix}")
-            found, dialogues, wrong = _write_split(partial, split, databases, dialogues_each, rng, spoken)
-            entries += found
+        for split, parts in SPLITS.items():
+            dialogues, wrong = [], []
+            for whose, databases, dialogues_each in parts:
+                made = _write_part(partial, split, whose, databases, dialogues_each, seed)
+                for all_parts, part in zip((entries, dialogues, wrong), made, strict=True):
+                    all_parts += part
             if single:
                 dialogues, wrong = list(map(_first_question, dialogues)), [turns[:1] for turns in wrong]
             name = "train_spider.json" if single and split == "train" else f"{split}.json"
@@ -159,15 +168,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--shifted",
-        action="store_true",
-        help="other databases and style, smaller: for evaluation out of domain",
-    )
-    parser.add_argument(
         "--single", action="store_true", help="the first question of each dialogue alone, in Spider's format"
     )
     arguments = parser.parse_args()
-    write_benchmark(arguments.folder, arguments.seed, arguments.shifted, arguments.single)
+    write_benchmark(arguments.folder, arguments.seed, arguments.single)
 
 
 if __name__ == "__main__":

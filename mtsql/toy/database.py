@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtsql.toy import words
-from mtsql.toy.style import Style
+
+RENAMED = (
+    0.1  # share of columns whose name is drawn from all that they can have, most not the question's word
+)
 
 
 @dataclass(frozen=True)
 class Column:
     """A column of one database.
 
-    `phrase` is what questions call it, `other_names` are names that it could have had. `kind` is that of
-    `mtsql.toy.words`. `style` is the form of the stored values: "title", "lower", "code", or "" where they
-    are stored as they are (names, numbers).
+    `phrase` is what questions call it, `other_names` are names that it could have had. `kind` and `form` are
+    those of `mtsql.toy.words`; a key's form is "key". `style` says how values are stored: "title", "lower",
+    "code", or "" where they are as they are (names, numbers).
     """
 
     table: str
@@ -29,27 +33,28 @@ class Column:
     other_names: tuple[str, ...]
     phrase: str
     kind: str
+    form: str
     style: str
 
     @property
     def is_amount(self) -> bool:
         """Whether it holds amounts, whose average makes sense."""
-        return self.kind == "amount"
+        return self.form == "amount"
 
     @property
     def is_number(self) -> bool:
         """Whether it holds amounts or years."""
-        return self.is_amount or self.kind == "year"
+        return self.form in ("amount", "year")
 
     @property
     def is_proper(self) -> bool:
         """Whether people write its values with a capital."""
-        return self.kind in words.PROPER
+        return self.form == "proper"
 
     @property
     def is_category(self) -> bool:
         """Whether its values repeat, so that questions can ask for one of them."""
-        return self.is_proper or self.kind in words.COMMON
+        return self.form in ("proper", "common")
 
     def stored(self, word: str, style: str | None = None) -> str:
         """The form in which the database stores `word`, by the column's style or the given one."""
@@ -105,16 +110,14 @@ def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
     """`count` values of a column, in the words people use; labels are unique."""
     if column.bounds:
         return [rng.randint(*column.bounds) for _ in range(count)]
-    if column.kind in words.LABELS:
-        return rng.sample(words.LABELS[column.kind], count)
-    pool = words.PROPER.get(column.kind) or words.COMMON[column.kind]
-    pool = rng.sample(pool, min(len(pool), rng.randint(3, 5)))
+    if column.form == "label":
+        return rng.sample(column.values, count)
+    pool = rng.sample(column.values, min(len(column.values), rng.randint(3, 5)))
     return [rng.choice(pool) for _ in range(count)]
 
 
-def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> ToyDatabase:
-    """Draw a database: some linked entities of the theme, their columns, names, forms of values, and rows."""
-    entities = words.themes(style.unseen)[theme]
+def make_database(db_id: str, entities: Sequence[words.EntityWords], rng: random.Random) -> ToyDatabase:
+    """Draw a database: some linked entities of a theme, their columns, names, forms of values, and rows."""
     count = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
     chosen = [rng.choice([e for e in entities if e.parent])]
     chosen.insert(0, next(e for e in entities if e.singular == chosen[0].parent))
@@ -140,9 +143,9 @@ def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> T
         kept = rng.sample(others, rng.randint(min(3, len(others)), len(others)))
         columns, values = [], []
         for spec in (label, *sorted(kept, key=others.index)):
-            proper, common = spec.kind in words.PROPER, spec.kind in words.COMMON
+            proper, common = spec.form == "proper", spec.form == "common"
             styles = ("title", "title", "lower", "lower") if proper else (*("title", "lower") * 4, "code")
-            name = rng.choice(spec.names) if rng.random() < style.renamed else spec.names[0]
+            name = rng.choice(spec.names) if rng.random() < RENAMED else spec.names[0]
             others = [n for n in (*spec.names, spec.phrases[0]) if n != name and " " not in n]
             column = Column(
                 table,
@@ -150,6 +153,7 @@ def make_database(db_id: str, theme: str, rng: random.Random, style: Style) -> T
                 tuple(cased(other) for other in others),
                 rng.choice(spec.phrases),
                 spec.kind,
+                spec.form,
                 rng.choice(styles) if proper or common else "",
             )
             drawn = _values(spec, sizes[entity.singular], rng)

@@ -14,11 +14,10 @@ from typing import Any
 from mtsql.toy import words
 from mtsql.toy.database import Column, Table, ToyDatabase
 from mtsql.toy.query import Condition, Query
-from mtsql.toy.style import Style
 
 AGGREGATES = {"avg": "average", "max": "highest", "min": "lowest", "sum": "total"}
 Ask = Callable[..., "Asked"]
-Weights = Mapping[Ask, tuple[int, int]]  # how likely a kind of question is in the default and shifted style
+Weights = Mapping[Ask, int]  # how likely a kind of question is
 
 
 class CannotAsk(Exception):
@@ -57,18 +56,17 @@ def _a(column: Column) -> str:
 class Speaker:
     """Makes the questions of one dialogue over one database; what does not fit it raises CannotAsk."""
 
-    def __init__(self, database: ToyDatabase, rng: random.Random, style: Style) -> None:
+    def __init__(self, database: ToyDatabase, rng: random.Random) -> None:
         self.database = database
         self.rng = rng
-        self.style = style
 
     def pick(self, *options: str) -> str:
         """One of several wordings, at random."""
         return self.rng.choice(options)
 
     def draw(self, kinds: Weights) -> Ask:
-        """One of several kinds of question, at random by their weights in the speaker's style."""
-        return self.rng.choices(list(kinds), [weights[self.style.shifted] for weights in kinds.values()])[0]
+        """One of several kinds of question, at random by their weights."""
+        return self.rng.choices(list(kinds), list(kinds.values()))[0]
 
     # Columns and conditions
 
@@ -322,8 +320,8 @@ class Speaker:
     def ask_childless(self, table: Table) -> Asked:
         """Parents without children: NOT IN."""
         parent = self.database.parent(table.name)
-        key = Column(parent.name, parent.key, (), "id", "key", "")
-        link = Column(table.name, table.foreign_key[0], (), "id", "key", "")
+        key = Column(parent.name, parent.key, (), "id", "", "key", "")
+        link = Column(table.name, table.foreign_key[0], (), "id", "", "key", "")
         inner = Query(table.name, (("", link),))
         query = Query(parent.name, (("", parent.label),), (Condition(key, "NOT IN", inner),))
         question = self.pick(
@@ -359,18 +357,18 @@ class Speaker:
 
 
 FIRST_QUESTIONS: Weights = {
-    Speaker.ask_column: (20, 12),
-    Speaker.ask_two_columns: (9, 4),
-    Speaker.ask_count: (9, 16),
-    Speaker.ask_aggregate: (8, 5),
-    Speaker.ask_group: (4, 3),
-    Speaker.ask_having: (3, 3),
-    Speaker.ask_superlative: (6, 14),
-    Speaker.ask_parent_condition: (8, 18),
-    Speaker.ask_pair: (3, 2),
-    Speaker.ask_children: (8, 10),
-    Speaker.ask_above_average: (3, 8),
-    Speaker.ask_childless: (2, 4),
-    Speaker.ask_both: (3, 3),
+    Speaker.ask_column: 20,
+    Speaker.ask_two_columns: 9,
+    Speaker.ask_count: 9,
+    Speaker.ask_aggregate: 8,
+    Speaker.ask_group: 4,
+    Speaker.ask_having: 3,
+    Speaker.ask_superlative: 6,
+    Speaker.ask_parent_condition: 8,
+    Speaker.ask_pair: 3,
+    Speaker.ask_children: 8,
+    Speaker.ask_above_average: 3,
+    Speaker.ask_childless: 2,
+    Speaker.ask_both: 3,
 }
 OF_CHILDREN = (Speaker.ask_parent_condition, Speaker.ask_pair, Speaker.ask_children, Speaker.ask_childless)

@@ -205,25 +205,19 @@ def parents_of_those(speaker: Speaker, query: Query, table: Table) -> Asked:
     return Asked(question, replace(query, select=(("", column),)))
 
 
-def change_topic(speaker: Speaker, query: Query, table: Table) -> Asked:
-    """A question that stands on its own, whatever was asked before; only the shifted style asks it."""
-    return speaker.ask_first()
-
-
 FOLLOW_UPS: Weights = {
-    refine: (22, 16),
-    change_property: (13, 20),
-    change_value: (16, 26),
-    negate: (5, 10),
-    count_those: (8, 10),
-    list_those: (12, 16),
-    aggregate_those: (8, 6),
-    sort_those: (4, 3),
-    extreme_of_those: (5, 7),
-    group_those: (6, 2),
-    about_groups: (9, 4),
-    above_average: (2, 5),
-    combine: (3, 4),
-    parents_of_those: (6, 10),
-    change_topic: (0, 8),
+    refine: 22,
+    change_property: 13,
+    change_value: 16,
+    negate: 5,
+    count_those: 8,
+    list_those: 12,
+    aggregate_those: 8,
+    sort_those: 4,
+    extreme_of_those: 5,
+    group_those: 6,
+    about_groups: 9,
+    above_average: 2,
+    combine: 3,
+    parents_of_those: 6,
 }

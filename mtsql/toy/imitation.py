@@ -39,7 +39,6 @@ from mtsql.run import pick_device
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.muon import Muon
 from mtsql.toy.scripted_agent import Habits, demonstrations
-from mtsql.toy.style import UNSEEN
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
 
 # What the compact wording adds to a schema and a question, for the tokenizer.
@@ -192,8 +191,8 @@ def main(config: ImitationConfig) -> None:
     """Train the tokenizer and the model, and save them as a Hugging Face folder."""
     dataset = load_split(config, "train")
     asked = examples(dataset.dialogues)
-    # dev's and test's schemas are of the words of train's; those of test_themes must stay unseen.
-    schemas = [schema for name, schema in dataset.schemas.items() if UNSEEN.suffix not in name]
+    trained = {dialogue.db_id for dialogue in dataset.dialogues}  # the other splits must stay unseen
+    schemas = [schema for name, schema in dataset.schemas.items() if name in trained]
     tokenizer = make_tokenizer(config, schemas, asked)
     device = pick_device(config.device)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(device)

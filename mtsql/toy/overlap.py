@@ -28,9 +28,7 @@ def contents(folder: Path, split: str) -> dict[str, list]:
     """What a split holds of every kind. Raises UserError if the folder has no such split."""
     path = folder / f"{split}.json"
     if not path.is_file():
-        raise UserError(
-            f"{path} is not there; give what mtsql.toy.benchmark wrote without --shifted or --single"
-        )
+        raise UserError(f"{path} is not there; give what mtsql.toy.benchmark wrote without --single")
     dialogues = read_json(path)
     turns = [turn for dialogue in dialogues for turn in dialogue["interaction"]]
     databases = {dialogue["database_id"] for dialogue in dialogues}

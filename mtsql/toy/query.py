@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mtsql.toy import words
 from mtsql.toy.database import Column, ToyDatabase
 
 
@@ -157,7 +156,7 @@ def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> lis
     for column in columns:
         for table in database.tables.values():
             twin = next((c for c in table.columns if c.name == column.name), None)
-            repeats = twin and column.kind not in words.LABELS
+            repeats = twin and column.form != "label"
             if repeats and _link(database, column.table, twin.table):
                 found.append(("look_alike", _replace_column(query, column, twin)))
         own = {c.name for c in database.tables[column.table].columns}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,50 +14,76 @@ def _read(name: str) -> dict:
     return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
+_WORDS = re.compile(r"[a-z]+")
 _KNOWN, _UNSEEN = _read("words.toml"), _read("words_unseen.toml")
-_TITLES, _UNSEEN_TITLES = (
-    list(map(" ".join, product(of["titles"]["first"], of["titles"]["second"]))) for of in (_KNOWN, _UNSEEN)
-)
-LABELS: Mapping[str, Sequence[str]] = (
-    _KNOWN["labels"] | {"title": _TITLES} | _UNSEEN["labels"] | {"title_unseen": _UNSEEN_TITLES}
-)
-PROPER: Mapping[str, Sequence[str]] = _KNOWN["proper"] | _UNSEEN["proper"]
-COMMON: Mapping[str, Sequence[str]] = _KNOWN["common"] | _UNSEEN["common"]
 ADJECTIVES: Mapping[str, Sequence[str]] = _KNOWN["adjectives"] | _UNSEEN["adjectives"]
+PERSONS = ("person", "person_unseen")  # the kinds of label that people say "who" of
+
+
+def _pools(source: dict) -> dict[str, tuple[str, Sequence[str]]]:
+    """The lists of values in a file: kind -> form and values. A title is two words."""
+    titles = list(map(" ".join, product(source["titles"]["first"], source["titles"]["second"])))
+    pools = {("title_unseen" if source is _UNSEEN else "title"): ("label", titles)}
+    for section, form in (("labels", "label"), ("proper", "proper"), ("common", "common")):
+        pools |= {kind: (form, values) for kind, values in source[section].items()}
+    return pools
+
+
+_POOLS = _pools(_KNOWN) | _pools(_UNSEEN)
 
 
 @dataclass(frozen=True)
 class ColumnWords:
-    """A column before it is placed in a database: possible names, ways to say it, kind of value.
+    """A column before it is placed in a database: possible names, ways to say it, its values.
 
-    `bounds` are the least and the largest amount or year; other kinds have none.
+    `form` is "amount" or "year", whose values lie within `bounds`, "label" (values that occur once in a
+    table), "proper" (people write them with a capital) or "common"; the latter three are drawn from
+    `values`. `kind` is that of the word file, "" for invented words.
     """
 
     names: Sequence[str]
     phrases: Sequence[str]
     kind: str
+    form: str
     bounds: Sequence[int] = ()
+    values: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class EntityWords:
-    """An entity before it is placed in a database; its foreign key, if any, points to the entity `parent`."""
+    """An entity before it is placed in a database; its foreign key, if any, points to the entity `parent`.
+
+    `person` says whether people say "who" of it.
+    """
 
     singular: str
     plural: str
     columns: tuple[ColumnWords, ...]
     parent: str | None = None
+    person: bool = False
 
-    @property
-    def person(self) -> bool:
-        """Whether people say "who" of it."""
-        return self.columns[0].kind in ("person", "person_unseen")
+
+def _column(entry: dict) -> ColumnWords:
+    """A column as a file has it."""
+    form, values = _POOLS.get(entry["kind"], (entry["kind"], ()))
+    return ColumnWords(**entry, form=form, values=values)
 
 
 def _entity(entry: dict, shared: Mapping[str, dict]) -> EntityWords:
     """An entity as a file has it; a column may be the name of one of the `shared` columns."""
     columns = (shared[column] if isinstance(column, str) else column for column in entry["columns"])
-    return EntityWords(**entry | {"columns": tuple(ColumnWords(**column) for column in columns)})
+    made = tuple(map(_column, columns))
+    return EntityWords(**entry | {"columns": made}, person=made[0].kind in PERSONS)
+
+
+def all_words() -> frozenset[str]:
+    """Every word of both files, in lower case: what an invented word must not be."""
+    return frozenset(_WORDS.findall(f"{_KNOWN} {_UNSEEN}".lower()))
+
+
+def known_words() -> list[str]:
+    """The words of the known themes, in lower case, once each: what invented words are to look like."""
+    return sorted(set(_WORDS.findall(str(_KNOWN).lower())))
 
 
 def themes(unseen: bool = False) -> dict[str, list[EntityWords]]:
