@@ -1,4 +1,6 @@
-"""The table of docs/results/hostile.md: what the executor makes of the statements in tests/hostile.py.
+"""The table of docs/results/hostile.md: what the executor makes of hostile statements.
+
+Those of tests/hostile.py, which every test run tries, and those of bench/hostile_more.py.
 
 python bench/hostile.py [--seconds 0.5] > docs/results/hostile.md
 """
@@ -16,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from hostile import make_database, resident_bytes, run_all
+from hostile import STATEMENTS, make_database, resident_bytes, run_all
+from hostile_more import STATEMENTS as MORE
 
 from mtsql.sql.execute import Executor
 
@@ -32,7 +35,7 @@ def main() -> None:
         database = Path(folder) / "concerts.sqlite"
         make_database(database)
         before, start = hashlib.sha256(database.read_bytes()).digest(), resident_bytes()
-        outcomes = run_all(Executor(timeout_seconds=seconds), database)
+        outcomes = run_all(Executor(timeout_seconds=seconds), database, [*STATEMENTS, *MORE])
         unchanged = hashlib.sha256(database.read_bytes()).digest() == before
         files = len(list(Path(folder).iterdir()))
     grown = (max(o.resident for o in outcomes) - start) / 1e6
@@ -46,6 +49,9 @@ def main() -> None:
     print(f"- longest statement: {max(o.seconds for o in outcomes):.2f} s")
     print(f"- resident memory grew by {grown:.0f} MB at most")
     print(f"- the database file is {file} byte for byte, and {beside} appeared beside it\n")
+    for o in outcomes:
+        if o.status not in o.right:
+            print(f"- WRONG: {o.status} of {o.sql[:80]!r}")
     print("| kind | statements | outcomes | longest |\n|---|---|---|---|")
     for kind in dict.fromkeys(o.kind for o in outcomes):
         some = [o for o in outcomes if o.kind == kind]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -319,10 +320,12 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_all(executor: Executor, database: Path) -> list[Outcome]:
+def run_all(
+    executor: Executor, database: Path, statements: Sequence[tuple[str, str, frozenset[str]]] = STATEMENTS
+) -> list[Outcome]:
     """Every statement once, one after the other."""
     outcomes = []
-    for kind, sql, right in STATEMENTS:
+    for kind, sql, right in statements:
         start = time.monotonic()
         result = executor.execute(database, sql)
         seconds = time.monotonic() - start

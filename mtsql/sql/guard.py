@@ -27,7 +27,7 @@ ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
 ALLOWED_PRAGMAS = frozenset(
     "table_info table_xinfo table_list index_list index_info index_xinfo foreign_key_list".split()
 )
-DENIED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
+DENIED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "sqlite_log"})
 PREPARED_TABLES = (  # table-valued functions; their first use looks like a CREATE to the authorizer
     *(f"pragma_{name}" for name in sorted(ALLOWED_PRAGMAS)),
     "json_each",
