@@ -79,9 +79,6 @@ class QuestionOptions(CommonOptions):
 
     recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
     wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
-    earlier_sql: bool = option(
-        False, "compact: in the prompt with a memory tool too, as in the paper's wording"
-    )
     schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
     native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")

@@ -98,14 +98,10 @@ def make_environment(
 
 
 def prompt_options(config: QuestionOptions) -> PromptOptions:
-    """How the recipe puts its questions. Raises UserError for options that do not go together."""
+    """How the recipe puts its questions."""
     turns = config.max_interactions + 1  # the answer is one more message
     compact = config.wording == "compact"
-    if config.earlier_sql and not compact:
-        raise UserError("--earlier-sql needs --wording compact; the paper's wording always shows it")
-    return PromptOptions(
-        compact, config.result_characters, config.schema, turns, config.native_thinking, config.earlier_sql
-    )
+    return PromptOptions(compact, config.result_characters, config.schema, turns, config.native_thinking)
 
 
 def make_sampling(config: AgentOptions, environment: Environment, temperature: float) -> Sampling:

@@ -10,10 +10,7 @@ from conftest import QUESTION, make_episode, say
 from mtsql.agent.env import UNAVAILABLE, Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Tool, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Stop
-from mtsql.config import QuestionOptions
-from mtsql.errors import UserError
-from mtsql.questions import prompt_options
-from mtsql.recipes.mtsql_r1 import MtsqlR1, next_action
+from mtsql.recipes.mtsql_r1 import next_action
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.sql.text import same_query
 
@@ -258,21 +255,10 @@ def test_prompts_and_observations_name_the_tools_that_there_are(tiny, tools, his
 
 
 @pytest.mark.parametrize("tools", TOOL_SETS)
-def test_compact_prompt_shows_earlier_sql_where_no_memory_can_be_asked(tiny, tools):
+def test_compact_prompt_shows_earlier_questions_and_their_sql(tiny, tools):
     episode = make_episode(tiny, history=True, tools=tools)
     prompt = tiny.tokens.decode(episode.trajectory.segments[0].ids)
-    assert "1. How many singers are there?\n" in prompt
-    assert ("SELECT count(*) FROM singer" in prompt) is (MEMORY_RETRIEVE not in episode.tools)
-
-
-def test_compact_prompt_shows_earlier_sql_beside_a_memory_where_it_is_asked_for(tiny):
-    example = make_episode(tiny, history=True).example
-    for earlier_sql in (False, True):
-        options = prompt_options(QuestionOptions(wording="compact", earlier_sql=earlier_sql))
-        (message,), _ = MtsqlR1(options).prompt(example, tiny.schema, make_tools("both"))
-        assert ("SELECT count(*) FROM singer\nnow:" in message["content"]) is earlier_sql
-    with pytest.raises(UserError, match="--earlier-sql needs --wording compact"):
-        prompt_options(QuestionOptions(earlier_sql=True))
+    assert "1. How many singers are there?\nSELECT count(*) FROM singer\nnow:" in prompt
 
 
 def test_out_of_tokens_in_a_message_in_an_observation_and_in_the_prompt(tiny):

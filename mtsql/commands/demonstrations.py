@@ -3,8 +3,7 @@
     python -m mtsql.commands.demonstrations --config configs/real_smollm2.toml \\
         --model runs/real/short_sft/policy --data DATA --out OUT
 
-The model answers training questions without tools, --samples-per-question times each, and without the earlier
-SQL where the memory is a tool. A scripted agent then
+The model answers training questions without tools, --samples-per-question times each. A scripted agent then
 plays each question, mostly with both tools: it proposes a sampled answer, judges what it sees, and repairs
 what it found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). OUT/demonstrations.jsonl has one
 conversation a line, and `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
@@ -26,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mtsql.agent.env import Environment
-from mtsql.agent.tools import MEMORY_RETRIEVE, TOOL_SETS, make_tools
-from mtsql.data.datasets import Example, HistoryTurn
+from mtsql.agent.tools import TOOL_SETS, make_tools
+from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.demonstrations import (
@@ -83,13 +82,10 @@ def play_answers(
     """The demonstrations of a process's share of the questions; `environments` by their set of tools."""
     answering = replace(run, environment=environments["none"])
     tool_sets = {e.id: draw_tool_set(random.Random(f"{config.seed}/{e.id}")) for _, e in numbered}
-    hidden = config.wording == "compact" and not config.earlier_sql  # a memory tool holds the earlier SQL
-    asked = [(n, as_seen(e, tool_sets[e.id]) if hidden else e) for n, e in numbered]
-    examples = {example.id: example for _, example in numbered}
     found = []
     with weights_for_rollouts(config, run):
-        for seen, sampled in sample_questions(config, answering, asked, (config.seed,), "sample"):
-            example, tool_set = examples[seen.id], tool_sets[seen.id]
+        for example, sampled in sample_questions(config, answering, numbered, (config.seed,), "sample"):
+            tool_set = tool_sets[example.id]
             for trajectory in sampled:
                 answer = trajectory.answer_sql
                 if answer is None:
@@ -106,13 +102,6 @@ def play_answers(
                     first = GOLD if beside.trajectory is not None else CUT
                     found.append(replace(beside, tool_set=tool_set, first=first))
     return found
-
-
-def as_seen(example: Example, tool_set: str) -> Example:
-    """The question as an agent with these tools first sees it: a memory tool holds back the earlier SQL."""
-    if MEMORY_RETRIEVE not in TOOL_SETS[tool_set]:
-        return example
-    return replace(example, history=tuple(HistoryTurn(turn.question, None) for turn in example.history))
 
 
 def format_demonstrations(found: list[Demonstration], kept: list[Demonstration]) -> str:

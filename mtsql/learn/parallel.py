@@ -127,9 +127,13 @@ def watch_others(processes: Processes) -> None:
     def watch() -> None:
         beat = 0
         while not processes.left.wait(SILENCE / 10):
-            store.set(f"beat {processes.rank}", str(beat := beat + 1))
+            try:
+                store.set(f"beat {processes.rank}", str(beat := beat + 1))
+                said_by = {r: store.get(f"beat {r}") for r in heard if store.check([f"beat {r}"])}
+            except dist.DistError:  # the first process, which keeps the store, is gone: torchrun ends us
+                return
             for rank, (last, since) in heard.items():
-                said = store.get(f"beat {rank}") if store.check([f"beat {rank}"]) else last
+                said = said_by.get(rank, last)
                 if said != last:
                     heard[rank] = (said, time.monotonic())
                 elif time.monotonic() - since > SILENCE and not processes.left.is_set():

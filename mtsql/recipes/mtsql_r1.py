@@ -1,9 +1,8 @@
 """MTSQL-R1, the recipe: what it asks, reads and shows, Equation 1, and the presets of its rewards.
 
 Two wordings of the same prompts: `paper`, and `compact` for the tiny model, for which the paper's are ten times
-too long. The compact prompt names the earlier questions and leaves their SQL to the memory tool, where there is
-one (with --earlier-sql it shows that too, as the paper's does); its tool responses do not repeat the question and
-the SQL that stand right before them.
+too long. Both show the earlier questions with their SQL; the compact tool responses do not repeat the question
+and the SQL that stand right before them.
 
 The paper's "maximum interaction between agent and tools" of 4 are answered tool calls, and the message after
 them has to be the answer. The authors' code ends the episode at the fourth message, so that no query that was
@@ -103,8 +102,7 @@ class MtsqlR1(Recipe):
         """System and user message, and the tool schemas for the chat template."""
         if self.options.compact:
             named = f"tools: {' '.join(tools) or 'none'}"
-            with_sql = self.options.earlier_sql or MEMORY_RETRIEVE not in tools
-            return self.options.compact_prompt(example, schema, named, with_sql), None
+            return self.options.compact_prompt(example, schema, named), None
         schema_text = self.options.schema_text(schema)
         return [
             {"role": "system", "content": texts.system_text(tools)},

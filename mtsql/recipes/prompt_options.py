@@ -14,8 +14,7 @@ class PromptOptions:
     """`compact` for the tiny model, else the paper's; `result_characters` is MTSQL-R1's cut of results.
 
     `schema` is "full" or "names" (table names only); `turns` the model messages of an episode, its answer
-    included; `native_thinking` drops the instructions to think for a model that thinks by itself; `earlier_sql`
-    shows the earlier SQL in compact prompts with a memory tool too, as the paper's wording does.
+    included; `native_thinking` drops the instructions to think for a model that thinks by itself.
     """
 
     compact: bool = False
@@ -23,7 +22,6 @@ class PromptOptions:
     schema: str = "full"
     turns: int = 5
     native_thinking: bool = False
-    earlier_sql: bool = False
 
     def schema_text(self, schema: Schema) -> str:
         """The database as the prompt shows it."""
@@ -31,27 +29,22 @@ class PromptOptions:
             return ", ".join(table.name for table in schema.tables)
         return schema.text(self.compact)
 
-    def history_text(self, example: Example, with_sql: bool = True) -> str:
-        """The earlier questions of the dialogue, with their SQL where it is known; "" without any.
-
-        `with_sql` False leaves the SQL to a memory that the agent can ask.
-        """
+    def history_text(self, example: Example) -> str:
+        """The earlier questions of the dialogue, with their SQL where it is known; "" without any."""
         lines = []
         for number, turn in enumerate(example.history, 1):
             lines.append(f"{number}. {turn.question}")
-            if with_sql and turn.sql is not None:
+            if turn.sql is not None:
                 lines.append(turn.sql if self.compact else f"   SQL: {turn.sql}")
         heading = "" if self.compact or not lines else "Earlier questions of this dialogue:\n"
         return heading + "\n".join(lines)
 
-    def compact_prompt(
-        self, example: Example, schema: Schema, last_line: str, with_sql: bool = True
-    ) -> list[dict]:
-        """The compact wording's prompt, one message of the user; `with_sql` as for `history_text`.
+    def compact_prompt(self, example: Example, schema: Schema, last_line: str) -> list[dict]:
+        """The compact wording's prompt, one message of the user.
 
         The schema comes first, so that prompts over one database share it as a prefix.
         """
-        lines = [self.schema_text(schema), self.history_text(example, with_sql), example.knowledge]
+        lines = [self.schema_text(schema), self.history_text(example), example.knowledge]
         text = "\n".join(filter(None, [*lines, f"now: {example.question}", last_line]))
         return [{"role": "user", "content": text}]
 
