@@ -182,7 +182,12 @@ def work(tmp_path_factory, worker_id):
 def make_work(folder: Path) -> Path:
     """Write the benchmark and the model that `work` is."""
     splits = toy.SPLITS
-    toy.SPLITS = {"train": (2, 5), "dev": (3, 2), "test": (3, 2), "test_themes": (6, 2)}
+    toy.SPLITS = {
+        "train": {"known": (2, 5)},
+        "dev": {"known": (3, 2)},
+        "test": {"known": (3, 2)},
+        "test_themes": {"unseen": (6, 2)},
+    }
     try:
         toy.write_benchmark(folder / "benchmark", seed=0)
     finally:

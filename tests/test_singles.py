@@ -306,7 +306,9 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
 
 
 def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy, "SPLITS", {"train": (3, 4), "dev": (1, 2), "test": (1, 2)})
+    monkeypatch.setattr(
+        toy, "SPLITS", {"train": {"known": (3, 4)}, "dev": {"known": (1, 2)}, "test": {"known": (1, 2)}}
+    )
     for name in ("dialogues", "single"):
         toy.write_benchmark(tmp_path / name, seed=0, single=name == "single")
     dialogues, single = tmp_path / "dialogues", tmp_path / "single"

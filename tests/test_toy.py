@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import random
+import re
 import sqlite3
 from collections import Counter
 
@@ -52,8 +53,8 @@ def test_sizes(benchmark, train):
 
 
 def test_same_seed_same_bytes_other_seed_others(tmp_path, monkeypatch):
-    parts = {"train": (("known", 4, 5), ("invented", 2, 5)), "dev": (("known", 2, 2),)}
-    monkeypatch.setattr(toy, "SPLITS", parts | {"test_themes": (("unseen", 2, 2),)})
+    parts = {"train": {"known": (4, 5), "invented": (2, 5)}, "dev": {"known": (2, 2)}}
+    monkeypatch.setattr(toy, "SPLITS", parts | {"test_themes": {"unseen": (2, 2)}})
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         toy.write_benchmark(tmp_path / name, seed)
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
@@ -106,6 +107,9 @@ def test_invented_themes_are_the_known_ones_in_words_that_nobody_uses():
     years = [b for e, f in zip(known, first, strict=True) for a, b in zip(e.columns, f.columns, strict=True)
              if a.names == ["year"]]  # fmt: skip
     assert len({year.names[0] for year in years}) == 1  # one word becomes one word
+    said = [inventor.asked("How many are there?").lower() for _ in range(200)]
+    assert 70 < said.count("how many are there?") < 130
+    assert all(re.fullmatch(r"([a-z]+ ){0,3}how many are there( [a-z]+)?( [a-z]+)?\?", text) for text in said)
 
 
 def test_every_way_of_asking_has_another(train):

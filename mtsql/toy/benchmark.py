@@ -15,6 +15,7 @@ import json
 import random
 import re
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +31,12 @@ from mtsql.toy.invented import Inventor
 from mtsql.toy.query import Query, mistakes, render
 
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
-# For each split: whose words, databases, dialogues in each.
+# For each split, by whose words it is in: databases, dialogues in each.
 SPLITS = {
-    "train": (("known", 1200, 10), ("invented", 600, 10)),
-    "dev": (("known", 40, 5), ("invented", 20, 5)),
-    "test": (("known", 80, 6),),
-    "test_themes": (("unseen", 60, 5),),
+    "train": {"known": (1200, 10), "invented": (600, 10)},
+    "dev": {"known": (40, 5), "invented": (20, 5)},
+    "test": {"known": (80, 6)},
+    "test_themes": {"unseen": (60, 5)},
 }
 
 
@@ -62,12 +63,12 @@ def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) ->
 
 
 def make_dialogue(
-    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, anew: bool
+    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
 ) -> list[tuple[Asked, list[tuple[str, str]]]]:
     """The turns of one dialogue, each with its mistakes (kind, SQL) that change the answer.
 
-    `connection` is to the database's file. With `anew` all is asked in other ways. After 60 tries the
-    dialogue is left as short as it is.
+    `connection` is to the database's file. `said` is how a question is put that people usually put as it
+    is. After 60 tries the dialogue is left as short as it is.
     """
     speaker = Speaker(database, rng)
     length = rng.choice(TURNS)
@@ -84,8 +85,7 @@ def make_dialogue(
         if not _useful(rows) or rows == before or _tie(connection, asked.query, database):
             continue
         found = mistakes(asked.query, previous, database)
-        if anew:
-            asked = replace(asked, question=asked_anew(asked.question))
+        asked = replace(asked, question=said(asked.question))
         turns.append((asked, [(kind, sql) for kind, sql in found if _answer(connection, sql) != rows]))
         previous, before = asked.query, rows
     return turns
@@ -97,6 +97,7 @@ def _write_part(
     """Databases and dialogues of one part of a split: tables entries, dialogues, mistakes turn by turn."""
     rng = random.Random(f"{seed}/{split}/{whose}")
     inventor = Inventor(rng)
+    said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
     themes = list(words.themes(whose == "unseen").items())
     entries, dialogues, wrong = [], [], []
     for number in range(databases):
@@ -113,7 +114,7 @@ def _write_part(
         entries.append(tables_entry(database))
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         for _ in range(dialogues_each):
-            turns = make_dialogue(database, connection, rng, whose == "unseen")
+            turns = make_dialogue(database, connection, rng, said)
             if not turns:
                 continue
             interaction = [
@@ -149,7 +150,7 @@ def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
     with folder_atomically(folder) as partial:
         for split, parts in SPLITS.items():
             dialogues, wrong = [], []
-            for whose, databases, dialogues_each in parts:
+            for whose, (databases, dialogues_each) in parts.items():
                 made = _write_part(partial, split, whose, databases, dialogues_each, seed)
                 for all_parts, part in zip((entries, dialogues, wrong), made, strict=True):
                     all_parts += part

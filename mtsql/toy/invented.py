@@ -2,7 +2,7 @@
 
 A model that meets no other words than those of a dozen themes learns a list. With a part of its training
 databases about words like "pandor" and "chuble", new in each database, it has to find a question's word in
-the schema, and a value in the question, and copy both.
+the schema, and a value in the question, copy both, and pass over what it does not know.
 """
 
 from __future__ import annotations
@@ -74,6 +74,16 @@ class Inventor:
             )
             for entity in entities
         ]
+
+    def asked(self, question: str) -> str:
+        """A question with words around it that mean nothing, in half of the cases: not all words matter."""
+        if self.rng.random() < 0.5:
+            return question
+        before, behind = self.rng.choice(((1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (1, 1), (2, 1)))
+        words = [self.word() for _ in range(before)]
+        if words:
+            question = " ".join([words[0].capitalize(), *words[1:], question[0].lower() + question[1:]])
+        return " ".join([question[:-1], *(self.word() for _ in range(behind))]) + question[-1]
 
     def _pool(self, known: ColumnWords) -> list[str]:
         """Values in place of a column's: labels of as many words as its own, others of one."""
