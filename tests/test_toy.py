@@ -113,7 +113,8 @@ def test_invented_themes_are_the_known_ones_in_words_that_nobody_uses():
 
 
 def test_every_way_of_asking_has_another(train):
-    texts = [turn.question for dialogue in train.dialogues[::5] for turn in dialogue.turns]
+    known = [dialogue for dialogue in train.dialogues if "invented" not in dialogue.db_id]
+    texts = [turn.question for dialogue in known[::5] for turn in dialogue.turns]
     assert not {asked_anew(text) for text in texts} & set(texts)
     assert (
         asked_anew("Which clubs with a budget above 3 are there?")
