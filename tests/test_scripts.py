@@ -200,6 +200,7 @@ def test_quickstart_ends_with_its_table(work):
     results = json.loads((work / "quick" / "results.json").read_text())
     assert [r["arm"] for r in results] == [
         "imitation", "short_horizon", "warm_start", "rl", "rl_no_execution", "rl_no_memory",
+        "warm_start_themes", "rl_themes",
     ]  # fmt: skip
     for result in results:
         assert 0 <= result["ex_low"] <= result["ex"] <= result["ex_high"] <= 1

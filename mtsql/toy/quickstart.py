@@ -18,15 +18,19 @@ from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
 from mtsql.toy.arms_figure import plot_arms
 
-ARMS = {  # arm: (phase that made its policy, tools it is evaluated with)
-    "imitation": ("imitation", "both"),
-    "short_horizon": ("imitation", "none"),
-    "warm_start": ("sft", "both"),
-    "rl": ("grpo", "both"),
-    "rl_no_execution": ("grpo", "no_execution"),
-    "rl_no_memory": ("grpo", "no_memory"),
+ARMS = {  # arm: (phase that made its policy, tools it is evaluated with, split)
+    "imitation": ("imitation", "both", "test"),
+    "short_horizon": ("imitation", "none", "test"),
+    "warm_start": ("sft", "both", "test"),
+    "rl": ("grpo", "both", "test"),
+    "rl_no_execution": ("grpo", "no_execution", "test"),
+    "rl_no_memory": ("grpo", "no_memory", "test"),
+    "warm_start_themes": ("sft", "both", "test_themes"),
+    "rl_themes": ("grpo", "both", "test_themes"),
 }
-COMPARISONS = (("rl", "warm_start"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"))
+COMPARISONS = (
+    ("rl", "warm_start"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"), ("rl_themes", "warm_start_themes"),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -54,10 +58,10 @@ def main() -> None:
 
     train("warm start: self-taught fine-tuning on its own right trajectories", "sft", "imitation")
     train("GRPO: reinforcement learning on whole trajectories", "grpo", "sft")
-    for arm, (phase, tools) in ARMS.items():
+    for arm, (phase, tools, split) in ARMS.items():
         folder = out / "evaluation" / arm
         command = ["evaluate.py", *shared, "--model", str(policies[phase]), "--tools", tools]
-        command += ["--split", "test", "--dialogues", "240", "--out", str(folder), "--seed", seed]
+        command += ["--split", split, "--dialogues", "240", "--out", str(folder), "--seed", seed]
         run_part(f"evaluation: {arm}", command, folder / "summary.json")
     _report(out, policies, arguments.seed)
 
@@ -75,20 +79,21 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
             "minutes": round(minutes[phase], 2),
             "seed": seed,
         }
-        for arm, (phase, _) in ARMS.items()
+        for arm, (phase, *_) in ARMS.items()
     ]
     write_atomically(out / "results.json", json.dumps(results, indent=1))
     bars = [{"name": r["arm"], "mean": r["ex"], "low": r["ex_low"], "high": r["ex_high"]} for r in results]
     plot_arms(bars, out / "results.png")
-    print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over dialogues.")
+    print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over dialogues;")
+    print(f"..._themes: themes and ways of asking that training lacks, {results[-1]['questions']} questions.")
     print("sampled: EX at temperature 1; minutes: training until the policy was ready.\n")
-    print(f"{'arm':<16} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
+    print(f"{'arm':<18} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
     for r in results:
         ex, em = (
             f"{100 * r[k]:5.1f} [{100 * r[k + '_low']:.1f}, {100 * r[k + '_high']:.1f}]" for k in ("ex", "em")
         )
-        print(f"{r['arm']:<16} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
-    print("\npaired differences in EX, points with 95 % interval (greedy; sampled):")
+        print(f"{r['arm']:<18} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
+    print("\npaired differences in EX, points with 95 % interval over databases (greedy; sampled):")
     for better, worse in COMPARISONS:
         greedy, sampled = (
             difference_of(paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key)))
