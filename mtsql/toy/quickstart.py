@@ -29,8 +29,11 @@ ARMS = {  # arm: (phase that made its policy, tools it is evaluated with, split)
     "rl_themes": ("grpo", "both", "test_themes"),
 }
 COMPARISONS = (
-    ("rl", "warm_start"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"), ("rl_themes", "warm_start_themes"),
-)  # fmt: skip
+    ("rl", "warm_start"),
+    ("rl", "rl_no_execution"),
+    ("rl", "rl_no_memory"),
+    ("rl_themes", "warm_start_themes"),
+)
 
 
 def main() -> None:
