@@ -274,6 +274,19 @@ def test_ablation_by_hand(tmp_path: Path):
     assert cells(table, "`rl_process`: RL, outcome + process rewards (final agent)")[2] == "–"
 
 
+def test_sizes_are_compared_on_the_same_seed(tmp_path: Path):
+    for arm, verdicts in (("base", "100 000"), ("rl_process", "111 110")):
+        write_arm(tmp_path / "runs", 0, arm, verdicts)
+        write_arm(tmp_path / "runs", 1, arm, "000 000")  # has no other size
+        write_arm(tmp_path / "runs", 0, f"layers_8_{arm}", "111 111")
+    write_arm(tmp_path / "runs", 0, "layers_8_base_elsewhere", "100 100")
+    table = section(make_page(tmp_path / "runs", tmp_path), "Sizes of the embedded model")
+    assert cells(table, "8 layers", "`base`") == ["100.0", "0.0", "33.3", "0.0"]
+    assert cells(table, "8 layers", "`short_sft`") == ["–"] * 4
+    assert cells(table, "this page's", "`base`") == ["16.7", "0.0", "–", "–"]
+    assert cells(table, "this page's", "`rl_process`") == ["83.3", "0.0", "–", "–"]
+
+
 def test_correlation_of_abilities_by_hand(tmp_path: Path):
     for arm, verdicts, ability in (
         ("base", "000 000", 0),

@@ -35,8 +35,8 @@ TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
 SPLITS = {
     "train": {"known": (900, 10), "invented": (900, 10)},
     "dev": {"known": (40, 5), "invented": (20, 5)},
-    "test": {"known": (80, 6)},
-    "test_themes": {"unseen": (60, 5)},
+    "test": {"known": (60, 5)},
+    "test_themes": {"unseen": (48, 5)},
 }
 
 
