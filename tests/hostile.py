@@ -274,7 +274,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         "ATTACH '' AS t",
     ))  # fmt: skip
     add("file function", DENIED, *(f"SELECT {what}" for what in (
-        "load_extension('x')", "load_extension('x', 'y')", "readfile('/etc/passwd')", "writefile('x', 'y')", "edit('x')",
+        "load_extension('x')", "sqlite_log(1, 'x')", "load_extension('x', 'y')", "readfile('/etc/passwd')", "writefile('x', 'y')", "edit('x')",
         "fts3_tokenizer('simple')", "fts3_tokenizer('simple', x'00')", "system('true')", "shell('true')", "eval('DROP TABLE singer')",
     )))  # fmt: skip
     add("pragma", REFUSED, *(f"PRAGMA {what}" for what in (

@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import pytest
 from matplotlib.image import imread
 
-from mtsql.experiments.arms import (
-    answers,
-    contrast,
-    estimate,
-    holm,
-    paired_answers,
-    read_arms,
-    read_logs,
-    resampled,
-)
+from mtsql.experiments.arms import Answer, contrast, drawn_means, estimate, holm, read_arms, read_logs
 from mtsql.experiments.figures import level_starts
-from mtsql.experiments.findings import Difference, Finding, judged
+from mtsql.experiments.findings import EMBEDDED, Difference, Finding, findings, judged
 from mtsql.experiments.markdown import with_seed_placeholder
 from mtsql.experiments.suite_page import write_suite_page
 from mtsql.parts import Part
@@ -133,7 +124,8 @@ def make_parts(runs: Path) -> list[Part]:
 
 def make_page(runs: Path, folder: Path) -> str:
     path = folder / "suite.md"
-    assert write_suite_page(runs, path, "The suite", SEEDS, make_parts(runs), "python x") == path
+    parts = make_parts(runs)
+    assert write_suite_page(runs, path, "The suite", SEEDS, parts, "python x", EMBEDDED, "About it.") == path
     return path.read_text()
 
 
@@ -169,11 +161,10 @@ def test_findings_by_hand(suite: Suite):
     def finding(claim: str, source: str, compared: str, page: str = here) -> list[str]:
         return cells(page, claim, source, compared)
 
-    # The gains of dialogues a and b: 1/3 and 2/3 with seed 0, 2/3 and 1/3 with seed 1. A resample that draws
-    # one seed twice and one database twice, each of four by 1/16, has one of these; all others have 1/2.
+    # Each database gains 3 of 6 over the seeds, and each seed 3 of 6 over the databases: nothing varies.
     claim = "long-horizon RL beats short-horizon RL"
     assert finding(claim, "Finding 1", "`rl_process` - `short_rl`") == [
-        "+50.0 [+33.3, +66.7]",
+        "+50.0 [+50.0, +50.0]",
         "+50.0, +50.0",
         "**holds**",
         "+0.0 [+0.0, +0.0]",
@@ -181,13 +172,16 @@ def test_findings_by_hand(suite: Suite):
         "**not beyond chance**",
         "–",
     ]
-    # 1/6 - 2/6 and 1/6 - 3/6; seed 0 loses nothing in dialogue a.
+    # 1/6 - 2/6 and 1/6 - 3/6: two seeds that differ say little.
     warm = "the long-horizon warm start beats short-horizon SFT"
     worse = finding(warm, "Table 2", "`round_1` - `short_sft`")
     assert worse[0].startswith("-25.0 [") and worse[1:3] == ["-16.7, -33.3", "**not beyond chance**"]
     # Seed 0 alone: dialogue a gains 2 of 3, dialogue b loses 1 of 3.
     chance = finding("a second self-taught round helps", "Finding 7", "`round_2` - `round_1`")
-    assert chance[:3] == ["+16.7 [-33.3, +66.7]", "+16.7, –", "**not beyond chance**"]
+    assert chance[0].startswith("+16.7 [-54.0, +87.4]") and chance[1:3] == [
+        "+16.7, –",
+        "**not beyond chance**",
+    ]
     beats = "the agent beats short-horizon SFT"
     away = finding(beats, "Table 2, Finding 6", "`rl_process` - `short_sft`", elsewhere)
     assert away[:3] == ["+0.0 [+0.0, +0.0]", "+0.0, –", "**not beyond chance**"]
@@ -208,7 +202,7 @@ def test_findings_by_hand(suite: Suite):
     tokens = finding(
         "later turns take more tokens", "Finding 5", "`rl_process`: turns from 3 on against turn 1"
     )
-    assert tokens[:3] == ["+10.0 tokens [+10.0, +10.0]", "+10.0, +10.0", "**holds**"]
+    assert tokens[:3] == ["+10.0 tokens [+10.0, +10.0]", "+10.0, +10.0", "**built in**"]
     ability = finding("ability “generation, self-correction” grows", "Finding 11", "`round_3` - `base`")
     assert ability[0].startswith("+50.0 [")
     assert (ability[1], ability[2], ability[-1]) == ("+25.0, +75.0", "**built in**", "-10.0")
@@ -231,12 +225,14 @@ def test_tables_by_hand(suite: Suite):
     )
     history = section(page, "Gold against predicted history")
     label = "`rl_process`: RL, outcome + process rewards (final agent)"
-    assert cells(history, label, "gold") == ["91.7", "100.0", "100.0", "75.0", "–", "–"]
-    assert cells(history, label, "predicted") == ["58.3", "100.0", "75.0", "0.0", "–", "–"]
+    assert cells(history, label, "gold") == ["0.0", "91.7", "100.0", "100.0", "75.0", "–", "–"]
+    assert cells(history, label, "predicted") == ["0.0", "58.3", "100.0", "75.0", "0.0", "–", "–"]
     # Turn 2: dialogue a loses nothing, dialogue b one of its two seeds' answers.
     difference = cells(history, "", "difference")
-    assert difference[1:3] == ["+0.0 [+0.0, +0.0]", "-25.0 [-100.0, +0.0]"]
-    assert difference[0].startswith("-33.3 [") and difference[4] == "–"
+    assert difference[:1] == ["+0.0 [+0.0, +0.0]"] and difference[2] == "+0.0 [+0.0, +0.0]"
+    assert (
+        difference[1].startswith("-33.3 [") and difference[3].startswith("-25.0 [") and difference[5] == "–"
+    )
     covered = section(page, "Coverage")
     assert cells(covered, "all training questions") == ["10", "10", "10"]
     assert cells(covered, "with a trajectory after round 2") == ["6", "6", "5"]
@@ -251,7 +247,7 @@ def test_tables_by_hand(suite: Suite):
     )
     assert "| Arm | turn 1 (2) | turn 2 (2) | turn 3 (2) | easy (2) | medium (2) | hard (2) |" in tokens
     assert cells(tokens, label) == ["10.0", "15.0", "20.0", "10.0", "15.0", "20.0"]
-    able = section(page, "The five abilities")  # (0.25 + 0.75) / 2; the memory's two have no first turns
+    able = section(page, "The abilities")  # (0.25 + 0.75) / 2; the memory's two have no first turns
     assert cells(able, "`round_3`: warm start, round 3") == [
         "50.0",
         "50.0",
@@ -270,7 +266,7 @@ def test_ablation_by_hand(tmp_path: Path):
     write_arm(tmp_path / "runs", 1, "rl_no_memory", "111 111")  # has nothing to be compared with
     table = section(make_page(tmp_path / "runs", tmp_path), "The two tools (Table 4)")
     row = cells(table, "`rl_no_memory`: final agent, MEMORY-VERIFY taken away")
-    assert row == ["58.3 (16.7, 100.0)", "0.0 (0.0, 0.0)", "-50.0 [-66.7, -33.3]", "+0.0 [+0.0, +0.0]"]
+    assert row == ["58.3 (16.7, 100.0)", "0.0 (0.0, 0.0)", "-50.0 [-73.6, -26.4]", "+0.0 [+0.0, +0.0]"]
     assert cells(table, "`rl_process`: RL, outcome + process rewards (final agent)")[2] == "–"
 
 
@@ -376,32 +372,44 @@ def test_each_arm_may_be_alone_or_missing(tmp_path: Path, arm: str):
     assert f"| `{arm}`" not in page and "| `round_3`" in page
 
 
-def test_intervals_resample_seeds_and_databases(suite: Suite):
-    """Against the slow way: draw two seeds and two databases, and take the mean of what they hold."""
-    arms = read_arms(suite.runs, SEEDS)
-    found = paired_answers(arms["rl_process"], arms["round_1"], lambda record: record["ex"])
-    values = {(a.seed, a.record["example_id"]): a.value for a in found}
-    assert fmean(values.values()) == estimate(found).mean == pytest.approx(9 / 12)
-    assert estimate(found).by_seed == {0: pytest.approx(4 / 6), 1: pytest.approx(5 / 6)}
-    every = sorted(
-        fmean(a.value for s in seeds for d in drawn for a in found if (a.seed, a.record["db_id"]) == (s, d))
-        for seeds in product(SEEDS, repeat=2)
-        for drawn in product("ab", repeat=2)
+def answers_of(values: dict[tuple[int, str], list[float]]) -> list[Answer]:
+    """Answers by seed and database."""
+    return [Answer(s, {"db_id": d, "dialogue_id": d}, v) for (s, d), found in values.items() for v in found]
+
+
+def test_intervals_of_one_seed_resample_databases():
+    """Against the slow way: every draw of three databases out of three, in its share of 27."""
+    values = {"a": [1.0, 1.0, 0.0], "b": [0.0], "c": [1.0]}
+    found = answers_of({(7, d): of for d, of in values.items()})
+    mean = fmean(a.value for a in found)
+    assert (estimate(found).mean, estimate(found).by_seed) == (
+        pytest.approx(3 / 5),
+        {7: pytest.approx(3 / 5)},
     )
-    means = resampled(found)
-    assert set(means.round(9)) == {round(mean, 9) for mean in every}
-    shares = Counter(round(mean, 9) for mean in every)
-    for mean, count in shares.items():
-        assert (means.round(9) == mean).mean() == pytest.approx(count / 16, abs=0.02)
-    assert estimate(found).interval == (pytest.approx(every[0]), pytest.approx(every[-1]))
-    assert estimate(found).p == pytest.approx(2 / 10_001)  # no resample is 0 or less
-    few = [a for a in found if a.record["dialogue_id"] == "a"]
-    assert contrast(found, found).mean == 0 and contrast(found, []) is None and estimate([]) is None
-    assert contrast(found, found).p == 1
-    rest = [a for a in found if a not in few]
-    assert contrast(few, rest).mean == pytest.approx(5 / 6 - 4 / 6)
-    assert len(resampled(few, rest)) == pytest.approx(5_000, abs=300)  # half draw one database alone
-    assert not answers(arms["base"], lambda record: record.get("ex_sampled"))
+    every = [fmean(chain(*(values[d] for d in drawn))) for drawn in product("abc", repeat=3)]
+    wider = Counter(round(mean + (m - mean) * (3 / 2) ** 0.5, 6) for m in every)
+    means = drawn_means(mean, estimate(found).by_seed, [found]).round(6)
+    assert set(means) == set(wider)
+    for m, count in wider.items():
+        assert (means == m).mean() == pytest.approx(count / 27, abs=0.005)
+    assert contrast(found, found).mean == 0 and contrast(found, found).p == 1
+    assert contrast(found, []) is None and estimate([]) is None
+
+
+def test_intervals_of_seeds_alone_are_students_t():
+    """Databases that are all alike leave the seeds: t of 4 degrees of freedom has 2.776 at 97.5 %."""
+    of_seeds = (0.1, 0.2, 0.3, 0.4, 0.5)
+    found = answers_of({(s, d): [v] for s, v in enumerate(of_seeds) for d in "abc"})
+    error = stdev(of_seeds) / 5**0.5
+    low, high = estimate(found).interval
+    assert (low, high) == (
+        pytest.approx(0.3 - 2.776 * error, abs=5e-3),
+        pytest.approx(0.3 + 2.776 * error, abs=5e-3),
+    )
+    assert estimate(found).p == pytest.approx(0.0132, abs=2e-3)  # t = 4.243
+    # Five equal signs are no evidence by themselves: resampled seeds would claim p below 0.001.
+    wild = answers_of({(s, d): [v] for s, v in enumerate((0.01, 0.9, 0.02, 0.5, 0.03)) for d in "abc"})
+    assert estimate(wild).p > 0.1
 
 
 def test_verdicts_follow_holm():
@@ -420,18 +428,34 @@ def test_verdicts_follow_holm():
     ]
 
 
+def test_only_the_embedded_benchmark_has_its_findings_built_in(suite: Suite):
+    arms = read_arms(suite.runs, SEEDS)
+    reasons = [{(f.claim, f.compared): f.built_in for f in findings(arms, {}, of)} for of in (EMBEDDED, {})]
+    grows = "ability “generation, self-correction” grows", "`round_3` - `base`"
+    assert "scripted agent" in reasons[0][grows] and not reasons[1][grows]
+    tokens = "later turns take more tokens", "`rl_process`: turns from 3 on against turn 1"
+    assert "Equation 1" in reasons[1][tokens]
+
+
 def test_cases_are_found_by_their_rule(tmp_path: Path):
     folder = write_arm(tmp_path / "runs", 0, "rl_process", "111 110")
-    shown = ["error: no such column: x", "1 | 2", "empty", "empty", "1", "empty"]
+    kinds = [
+        ("error", "e_verify"),
+        ("ok", "e_verify"),
+        ("null", "e_verify"),
+        ("null", "e_verify"),
+        ("null", "m_verify"),
+    ]
     rows = [
         {
-            "actions": [{"type": "self_correct" if i != 3 else "propose", "message": 1, "passed": None}],
-            "segments": [
-                {"role": "model", "text": f"query {i}" + "<memory_verify>no_pass</memory_verify>" * (i == 4)},
-                {"role": "observation", "text": f"<tool_response>\n{text}\n</tool_response>"},
+            "actions": [
+                {"type": verdict, "message": 1, "passed": False},
+                {"type": "self_correct" if i != 3 else "propose", "message": 1, "passed": None},
             ],
+            "observations": [{"tool": "exec_sql", "outcome": outcome}],
+            "segments": [{"role": "model", "text": f"query {i}"}],
         }
-        for i, text in enumerate(shown)
+        for i, (outcome, verdict) in enumerate([*kinds, ("null", "e_verify")])
     ]
     (folder / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for record in (records := list(map(json.loads, (folder / "predictions.jsonl").read_text().splitlines()))):

@@ -19,7 +19,7 @@ from mtsql.toy import benchmark as toy
 from mtsql.toy.asked_anew import asked_anew
 from mtsql.toy.invented import KEPT, Inventor
 from mtsql.toy.overlap import SPLITS, contents, overlap, overlap_table
-from mtsql.toy.words import all_words, themes
+from mtsql.toy.words import taken_words, themes
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_invented_themes_are_the_known_ones_in_words_that_nobody_uses():
     first, again, second = inventor.theme(known), other.theme(known), inventor.theme(known)
     assert first == again and first != second
     heard = [set().union(*map(words_of, theme)) for theme in (first, second)]
-    assert not heard[0] & heard[1] and not (heard[0] | heard[1]) & all_words()
+    assert not heard[0] & heard[1] and not (heard[0] | heard[1]) & taken_words()
     assert [(len(e.columns), e.person) for e in first] == [(len(e.columns), e.person) for e in known]
     label, singer = first[0], first[1]
     assert singer.parent == label.singular and singer.plural == singer.singular + "s"
@@ -107,6 +107,10 @@ def test_invented_themes_are_the_known_ones_in_words_that_nobody_uses():
     years = [b for e, f in zip(known, first, strict=True) for a, b in zip(e.columns, f.columns, strict=True)
              if a.names == ["year"]]  # fmt: skip
     assert len({year.names[0] for year in years}) == 1  # one word becomes one word
+    assert {"create", "count", "where", "below", "many", "barley", "primary"} <= taken_words()
+    for theme in (first, second):
+        for column in (column for entity in theme for column in entity.columns if column.form == "common"):
+            assert len({value[0] for value in column.values}) == len(column.values)
     said = [inventor.asked("How many are there?").lower() for _ in range(200)]
     assert 70 < said.count("how many are there?") < 130
     assert all(re.fullmatch(r"([a-z]+ ){0,3}how many are there( [a-z]+)?( [a-z]+)?\?", text) for text in said)

@@ -196,12 +196,14 @@ def trajectory_record(
     names = ("example_id", "seed", "status", "interactions", "off_protocol", "answer_sql")
     record = {name: getattr(trajectory, name) for name in names}
     actions = [{"type": a.type, "message": a.message, "passed": a.passed} for a in trajectory.actions]
+    observations = [{"tool": o.tool, "outcome": o.outcome} for o in trajectory.observations]
     segments = [
         {"role": s.role, "text": decode(s.ids), "loss_mask_sum": sum(s.loss_mask), "ids": list(s.ids)}
         | (_tokens(s, decode) if s.role == "model" else {})
         for s in trajectory.segments
     ]
-    return {**record, "reward": reward, "actions": actions, "segments": segments}
+    parts = {"actions": actions, "observations": observations, "segments": segments}
+    return {**record, "reward": reward, **parts}
 
 
 def _tokens(segment: Segment, decode: Callable[[Sequence[int]], str]) -> dict:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,8 +30,8 @@ DESCRIPTIONS = {
     "rl_shuffled": "as `rl_process`, without the curriculum's order",
     "rl_no_execution": "final agent, EXECUTE taken away",
     "rl_no_memory": "final agent, MEMORY-VERIFY taken away",
-    "rl_no_execution_trained": "as `rl_process`, warm start and RL without EXECUTE",
-    "rl_no_memory_trained": "as `rl_process`, warm start and RL without MEMORY-VERIFY",
+    "rl_no_execution_trained": "as `rl_process`, but warm start and RL without EXECUTE",
+    "rl_no_memory_trained": "as `rl_process`, but warm start and RL without MEMORY-VERIFY",
 }
 
 
@@ -42,6 +42,7 @@ class Evaluation:
     summary: dict  # see mtsql.report.metrics.summarise
     records: list[dict]  # one a question, see mtsql.report.evaluation.score_records
     command: str
+    commit: str
     response_cap: int | None  # tokens
 
 
@@ -49,13 +50,21 @@ Seeds: TypeAlias = Mapping[int, Evaluation]  # the finished evaluations of an ar
 Arms: TypeAlias = Mapping[str, Seeds]
 Measure: TypeAlias = Callable[[dict], float | None]  # of a record
 
-RESAMPLES = 10_000
+RESAMPLES = 100_000
 ELSEWHERE = "_elsewhere"  # behind an arm's name: on unseen themes, or on the other data set
 
 
 def elsewhere(arms: Arms) -> Arms:
     """The arms as they were evaluated elsewhere, under their own names."""
     return {arm.removesuffix(ELSEWHERE): seeds for arm, seeds in arms.items() if arm.endswith(ELSEWHERE)}
+
+
+def both_sides(arms: Arms) -> tuple[Arms, Arms]:
+    """The arms that are finished here and elsewhere, as evaluated here and there, with the same seeds."""
+    away = elsewhere(arms)
+    seeds = {arm: sorted(arms[arm].keys() & away[arm].keys()) for arm in arms if arm in away}
+    here, there = ({arm: {s: of[arm][s] for s in both} for arm, both in seeds.items()} for of in (arms, away))
+    return here, there
 
 
 def read_arms(runs: Path, seeds: Sequence[int]) -> dict[str, dict[int, Evaluation]]:
@@ -75,7 +84,8 @@ def read_evaluation(folder: Path) -> Evaluation | None:
     records = read_json(folder / "predictions.jsonl", lambda text: list(map(json.loads, text.splitlines())))
     if not summary or len(records or []) != summary["questions"]:
         return None
-    return Evaluation(summary, records, _command(run), run.get("config", {}).get("max_response_tokens"))
+    cap = run.get("config", {}).get("max_response_tokens")
+    return Evaluation(summary, records, _command(run), run.get("commit") or "", cap)
 
 
 def read_coverage(runs: Path, seeds: Sequence[int]) -> dict[int, list[dict]]:
@@ -189,8 +199,8 @@ def paired_answers(better: Seeds, worse: Seeds, measure: Measure = OF_EX) -> lis
 
 
 def estimate(found: Sequence[Answer]) -> Difference | None:
-    """The mean over questions with its interval, see `resampled`; None without any."""
-    return _difference(fmean(a.value for a in found), _by_seed(found), resampled(found)) if found else None
+    """The mean over questions with its interval and p, see `drawn_means`; None without any."""
+    return _difference(fmean(a.value for a in found), _by_seed(found), [found]) if found else None
 
 
 def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | None:
@@ -200,38 +210,39 @@ def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | Non
     of_more, of_less = _by_seed(more), _by_seed(less)
     by_seed = {s: of_more[s] - of_less[s] for s in sorted(of_more.keys() & of_less.keys())}
     mean = fmean(a.value for a in more) - fmean(a.value for a in less)
-    return _difference(mean, by_seed, resampled(more, less))
+    return _difference(mean, by_seed, [more, less])
 
 
-def resampled(*groups: Sequence[Answer]) -> np.ndarray:
-    """The bootstrap's means of a group, or of the first less those of the second: (resamples,), float64.
+def drawn_means(mean: float, by_seed: Mapping[int, float], groups: Sequence[Sequence[Answer]]) -> np.ndarray:
+    """What other seeds and other databases would have given for `mean`: (RESAMPLES,), float64.
 
-    Seeds and databases are drawn anew, each with replacement and independently: a question of a database
-    that is drawn twice, by a seed that is drawn three times, counts six times. So the interval says what
-    further seeds, each with its own imitated model, and further databases would give. A resample that lacks
-    a group is left out. With one seed it says nothing of others.
+    `mean` is that of a group of answers, or of the first group less that of the second. Databases are drawn
+    anew with replacement, a database's answers of all seeds and groups together (a resample that lacks a
+    group is left out). Seeds are too few for that: five of the same sign, drawn with replacement, would
+    claim p below 0.001 in one of sixteen cases without any effect. So the spread of the seeds' own means is
+    added as Student's t with one degree of freedom less than seeds. With one seed nothing is said of others.
     """
-    seeds = sorted({a.seed for group in groups for a in group})
-    databases = sorted({a.record["db_id"] for group in groups for a in group})
     rng = np.random.default_rng(0)
-    drawn_seeds, drawn_databases = (
-        rng.multinomial(len(of), [1 / len(of)] * len(of), size=RESAMPLES).astype(float)
-        for of in (seeds, databases)
-    )  # (resamples, seeds), (resamples, databases): how often each is drawn
+    databases = sorted({a.record["db_id"] for group in groups for a in group})
+    places = {database: place for place, database in enumerate(databases)}
+    drawn = rng.multinomial(len(databases), [1 / len(databases)] * len(databases), size=RESAMPLES)
     means = []
     for group in groups:
-        sums, counts = np.zeros((2, len(seeds), len(databases)))
-        for answer in group:
-            at = seeds.index(answer.seed), databases.index(answer.record["db_id"])
-            sums[at] += answer.value
-            counts[at] += 1
-        total, count = (((drawn_seeds @ of) * drawn_databases).sum(-1) for of in (sums, counts))
+        sums, counts = np.zeros((2, len(databases)))
+        np.add.at(sums, at := [places[a.record["db_id"]] for a in group], [a.value for a in group])
+        np.add.at(counts, at, 1)
+        total, count = drawn @ sums, drawn @ counts  # (RESAMPLES,)
         means.append(np.divide(total, count, out=np.full(RESAMPLES, np.nan), where=count > 0))
     found = means[0] - means[1] if len(means) == 2 else means[0]
+    found = mean + (found - mean) * np.sqrt(len(databases) / max(1, len(databases) - 1))
+    if len(by_seed) > 1:
+        error = stdev(by_seed.values()) / len(by_seed) ** 0.5
+        found += error * rng.standard_t(len(by_seed) - 1, size=RESAMPLES)
     return found[~np.isnan(found)]
 
 
-def _difference(mean: float, by_seed: dict[int, float], drawn: np.ndarray) -> Difference:
+def _difference(mean: float, by_seed: dict[int, float], groups: Sequence[Sequence[Answer]]) -> Difference:
+    drawn = drawn_means(mean, by_seed, groups)
     low, high = np.percentile(drawn, [2.5, 97.5])
     tail = min((drawn <= 0).sum(), (drawn >= 0).sum())
     return Difference(mean, (float(low), float(high)), by_seed, min(1.0, 2 * (tail + 1) / (len(drawn) + 1)))

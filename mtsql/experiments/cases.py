@@ -11,16 +11,16 @@ from mtsql.experiments.markdown import joined
 from mtsql.experiments.real_trajectories import as_text, read_lines
 
 ARM, OF_EACH = "rl_process", 2
-SIGNS = {  # in a trajectory's text: what the tool showed, or the agent's verdict on what it showed
-    "execution failure": "<tool_response>\nerror: ",
-    "null result": "<tool_response>\nempty",
-    "coherence error": "<memory_verify>no_pass</memory_verify>",
+KINDS = {  # what the tool that revealed the fault answered, and which verdict said so
+    "execution failure": ("error", ActionType.E_VERIFY),
+    "null result": ("null", ActionType.E_VERIFY),
+    "coherence error": ("", ActionType.M_VERIFY),
 }
 RULE = (
-    f"Right answers of `{ARM}` that corrected themselves, greedy, the first seed that is finished. "
-    "*Execution failure*: a query was answered with an error; *null result*: with no row; *coherence "
-    f"error*: the agent said `no_pass` to what MEMORY-VERIFY returned. Shown are the first {OF_EACH} of each "
-    "kind in the order of the file, from different databases."
+    f"Right answers of `{ARM}`, greedy, the first seed that is finished, in which a verdict was `no_pass` "
+    "and the message that said so corrected the query. *Execution failure*: after an error of EXECUTE; "
+    "*null result*: after an empty result, or nothing but NULL; *coherence error*: after MEMORY-VERIFY. "
+    f"Shown are the first {OF_EACH} of each kind in the order of the file, from different databases."
 )
 
 
@@ -42,15 +42,25 @@ def cases(runs: Path, seeds: Sequence[int]) -> str:
 
 
 def repaired(records: Sequence[Mapping], played: Sequence[Mapping]) -> dict[str, list[tuple[str, str]]]:
-    """(database, trajectory as Markdown) of every right answer with a self-correction, by kind."""
-    found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in SIGNS}
+    """(database, trajectory as Markdown) of every right answer with such a repair, by kind."""
+    found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in KINDS}
     for record, trajectory in zip(records, played, strict=True):
-        corrected = any(action["type"] == ActionType.SELF_CORRECT for action in trajectory["actions"])
-        text = "".join(segment["text"] for segment in trajectory["segments"])
-        for kind, sign in SIGNS.items():
-            if record["ex"] and corrected and sign in text:
-                found[kind].append((record["db_id"], as_text(record, trajectory)))
+        for kind in repairs(trajectory) if record["ex"] else ():
+            found[kind].append((record["db_id"], as_text(record, trajectory)))
     return found
+
+
+def repairs(trajectory: Mapping) -> set[str]:
+    """The kinds of fault that a verdict named and the same message corrected."""
+    actions, seen = trajectory["actions"], trajectory["observations"]
+    corrected = {a["message"] for a in actions if a["type"] == ActionType.SELF_CORRECT}
+    failed = [a for a in actions if a["passed"] is False and a["message"] in corrected]
+    return {
+        kind
+        for kind, (outcome, verdict) in KINDS.items()
+        for a in failed
+        if a["type"] == verdict and outcome in ("", seen[a["message"] - 1]["outcome"])
+    }
 
 
 def _from_different_databases(found: Sequence[tuple[str, str]]) -> list[str]:

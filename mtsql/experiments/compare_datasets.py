@@ -13,11 +13,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from mtsql.config import DataOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset
 from mtsql.experiments.markdown import decimal, table
+from mtsql.files import write_atomically
 from mtsql.questions import load_split
 from mtsql.report.metrics import HARDNESS
 from mtsql.sql.execute import Executor
@@ -31,7 +33,7 @@ class DatasetsConfig(DataOptions):
     """Options of the comparison."""
 
     SECTION: ClassVar = "common"
-    out: str = option("", "not used")
+    out: str = option("", "file to write the table to as well")
     split: Literal["train", "dev", "test", "held_out"] = option("dev", "part of each, where it is a folder")
     allow_missing: bool = option(True, "skip dialogues whose database is missing, and count them")
 
@@ -81,7 +83,9 @@ def main(config: DatasetsConfig) -> None:
             for name, given in (("tables", config.tables), ("databases", config.databases))
         }
         described[source] = describe(load_split(replace(config, data=(source,), **own), config.split))
-    print(datasets_table(described))
+    print(shown := datasets_table(described))
+    if config.out:
+        write_atomically(Path(config.out), f"{shown}\n")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def seed_parts(out: Path, config: str, seed: int) -> list[Part]:
 
 def main() -> None:
     """Run what is missing, then write the page."""
-    parser = suite_parser(__doc__, "runs/recipes")
+    parser = suite_parser(__doc__, "runs/recipes", range(3))
     parser.add_argument("--config", default=CONFIG, help=f"settings [{CONFIG}]")
     chosen = parser.parse_args()
     parts = start_parts(chosen.out, chosen.config)

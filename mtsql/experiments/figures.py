@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from mtsql.experiments.arms import (
     Arms,
     ability_keys,
+    both_sides,
     breakdown_keys,
-    elsewhere,
     mean_over_seeds,
     read_logs,
 )
@@ -74,14 +74,15 @@ def write_figures(arms: Arms, runs: Path, seeds: Sequence[int], folder: Path, na
 
 def averages_figure(arms: Arms) -> Figure | None:
     """EX of the main arms, the mean of in and out of domain (Figure 1)."""
-    away = elsewhere(arms)
-    shown = [arm for arm in AVERAGED if arm in arms and arm in away]
+    here, there = both_sides(arms)
+    shown = [arm for arm in AVERAGED if here.get(arm)]
     if not shown:
         return None
     figure = Figure(figsize=(1.4 * len(shown) + 1, 3.4), layout="constrained")
     axes = figure.subplots()
-    sides = ([mean_over_seeds(of[arm], "ex", "mean", scale=100) for arm in shown] for of in (arms, away))
-    means = [(here + there) / 2 for here, there in zip(*sides, strict=True)]
+    means = [
+        fmean(mean_over_seeds(of[arm], "ex", "mean", scale=100) for of in (here, there)) for arm in shown
+    ]
     bars = axes.bar(range(len(shown)), means, 0.6, color=[COLOURS[arm] for arm in shown])
     axes.bar_label(bars, [f"{mean:.1f}" for mean in means])
     axes.set_xticks(range(len(shown)), shown)

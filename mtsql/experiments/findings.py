@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from statistics import fmean
 
@@ -39,11 +39,15 @@ COMPARISONS = (  # claim, where in the paper, better arm, worse arm
     ("the agent needs MEMORY-VERIFY: never had", "Finding 10", "rl_process", "rl_no_memory_trained"),
     ("RL needs the curriculum's order", "section 3.3.1", "rl_process", "rl_shuffled"),
 )
+PRESCRIBED = "Equation 1 asks for MEMORY-VERIFY from the second turn on"
+COVERED = "a question that has a trajectory keeps it, so that the set cannot shrink"
 SCRIPTED = "the scripted agent that the base imitates "
-BUILT_IN: dict[object, str] = {  # compared: why the benchmark's making decides it, so that it is no evidence
+HIDDEN = "first rows hide the form of most values, which only EXECUTE shows"
+EMBEDDED = {  # better and worse arm: why the embedded benchmark's making decides it
     ("base_direct", "base"): SCRIPTED + "answers with the gold SQL without tools, and errs first with them",
     ("round_3", "base"): SCRIPTED + "skips tools and overlooks faults, so that these abilities can grow",
-    "coverage": "a question that has a trajectory keeps it, so that the set cannot shrink",
+    ("rl_process", "rl_no_execution"): HIDDEN,
+    ("rl_process", "rl_no_execution_trained"): HIDDEN,
 }
 STAGES = ("base", "round_3", "rl_process")  # of the five abilities
 Where = Callable[[dict], bool]  # whether a record counts
@@ -63,8 +67,8 @@ CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
 class Finding:
     """One claim, and the difference that should be above 0; in fractions where `unit` is "points".
 
-    `em` is the same difference in exact match, where the claim is about EX. `built_in` says why the making of
-    the benchmark decides the claim, "" if it does not.
+    `em` is the same difference in exact match, where the claim is about EX. `built_in` says why the claim is
+    so by construction, "" if it is not.
     """
 
     claim: str
@@ -75,12 +79,22 @@ class Finding:
     sampled: float | None = None  # the same at temperature 1
     em: Difference | None = None
     built_in: str = ""
+    arms: tuple[str, str] = ("", "")  # better, worse; of a comparison of two
 
 
-def findings(arms: Arms, coverage: Mapping[int, Sequence[dict]]) -> list[Finding]:
-    """The findings whose arms are finished in at least one common seed, in the paper's order of themes."""
+def findings(
+    arms: Arms, coverage: Mapping[int, Sequence[dict]], built_in: Mapping[tuple[str, str], str]
+) -> list[Finding]:
+    """The findings whose arms are finished in at least one common seed, in the paper's order of themes.
+
+    `built_in` says which comparisons, better and worse arm, the benchmark's making decides: EMBEDDED or none.
+    """
     themes = (_accuracy, _correctness, _gains, _effort, _abilities)
-    return [*(finding for theme in themes for finding in theme(arms)), *_coverage(coverage)]
+    found = [*(finding for theme in themes for finding in theme(arms)), *_coverage(coverage)]
+    return [
+        replace(finding, built_in=built_in[pair]) if (pair := finding.arms) in built_in else finding
+        for finding in found
+    ]
 
 
 def judged(found: Sequence[Sequence[Finding]]) -> list[list[tuple[str, str]]]:
@@ -121,9 +135,8 @@ def _accuracy(arms: Arms) -> Iterator[Finding]:
             estimate(_gained(arms, better, worse, measure_of(key))) for key in ("ex", "em", "ex_sampled")
         )
         if ex:
-            built_in = BUILT_IN.get((better, worse), "")
             compared = f"`{better}` - `{worse}`"
-            yield Finding(claim, source, compared, ex, "points", _mean(sampled), em, built_in)
+            yield Finding(claim, source, compared, ex, "points", _mean(sampled), em, arms=(better, worse))
 
 
 def _correctness(arms: Arms) -> Iterator[Finding]:
@@ -140,15 +153,16 @@ def _correctness(arms: Arms) -> Iterator[Finding]:
 
 def _gains(arms: Arms) -> Iterator[Finding]:
     """Finding 4: the gain over short-horizon SFT is larger at later turns, and on harder questions."""
-    sides = [_gained(arms, "rl_process", "short_sft", measure_of(key)) for key in ("ex", "ex_sampled")]
+    keys = ("ex", "em", "ex_sampled")
+    sides = [_gained(arms, "rl_process", "short_sft", measure_of(key)) for key in keys]
     for what, ((more, is_more), (less, is_less)) in CONTRASTS.items():
-        gains, at_temperature_1 = ((_where(s, is_more), _where(s, is_less)) for s in sides)
-        difference, sampled = contrast(*gains), contrast(*at_temperature_1)
+        gains, in_em, at_temperature_1 = ((_where(s, is_more), _where(s, is_less)) for s in sides)
+        difference, em, sampled = contrast(*gains), contrast(*in_em), contrast(*at_temperature_1)
         if difference:
             of_more, of_less = (signed(100 * fmean(a.value for a in group)) for group in gains)
             compared = f"`rl_process` - `short_sft`: {more} ({of_more}) against {less} ({of_less})"
             claim = f"the gain over short-horizon SFT is larger on {what}"
-            yield Finding(claim, "Finding 4", compared, difference, sampled=_mean(sampled))
+            yield Finding(claim, "Finding 4", compared, difference, sampled=_mean(sampled), em=em)
 
 
 def _effort(arms: Arms) -> Iterator[Finding]:
@@ -158,8 +172,9 @@ def _effort(arms: Arms) -> Iterator[Finding]:
         for what, ((more, is_more), (less, is_less)) in CONTRASTS.items():
             difference = contrast(_where(asked, is_more), _where(asked, is_less))
             if difference:
-                compared = f"`rl_process`: {more} against {less}"
-                yield Finding(f"{what} take more {unit}", "Finding 5", compared, difference, unit)
+                claim, compared = f"{what} take more {unit}", f"`rl_process`: {more} against {less}"
+                built_in = PRESCRIBED if what == "later turns" else ""
+                yield Finding(claim, "Finding 5", compared, difference, unit, built_in=built_in)
 
 
 def _abilities(arms: Arms) -> Iterator[Finding]:
@@ -175,13 +190,9 @@ def _abilities(arms: Arms) -> Iterator[Finding]:
             ]
             sampled = [ours - theirs for ours, theirs in means if None not in (ours, theirs)]
             claim, compared = f"ability “{text}” grows", f"`{better}` - `{worse}`"
-            at_temperature_1, built_in = (
-                fmean(sampled) if sampled else None,
-                BUILT_IN.get((better, worse), ""),
-            )
-            yield Finding(
-                claim, "Finding 11", compared, difference, sampled=at_temperature_1, built_in=built_in
-            )
+            at_temperature_1 = fmean(sampled) if sampled else None
+            pair = (better, worse)
+            yield Finding(claim, "Finding 11", compared, difference, sampled=at_temperature_1, arms=pair)
 
 
 def _coverage(coverage: Mapping[int, Sequence[dict]]) -> Iterator[Finding]:
@@ -196,7 +207,7 @@ def _coverage(coverage: Mapping[int, Sequence[dict]]) -> Iterator[Finding]:
         last = max(rounds[-1]["round"] for rounds in coverage.values())
         difference = Difference(fmean(by_seed.values()), None, by_seed)
         claim, compared = "self-taught rounds cover more training questions", f"round {last} - round 1"
-        yield Finding(claim, "Finding 7, Table 7", compared, difference, built_in=BUILT_IN["coverage"])
+        yield Finding(claim, "Finding 7, Table 7", compared, difference, built_in=COVERED)
 
 
 def _ex_beyond_em(suffix: str) -> Measure:

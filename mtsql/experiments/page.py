@@ -47,10 +47,12 @@ def heading(arms: Arms, seeds: Sequence[int], parts: Sequence[Part], made_with: 
     """Where the numbers come from, what is missing, and a link to hand-written `notes` if they exist."""
     away = [arm for arm in arms if arm.endswith(ELSEWHERE)]
     questions = _counted(arms, arms.keys() - away)
+    commits = sorted({e.commit[:10] for of in arms.values() for e in of.values() if e.commit})
     lines = [
         f"- Date: {datetime.now(UTC).date().isoformat()}",
         f"- Hardware: {hardware()}",
         f"- Seeds: {listed(seeds)}",
+        *([f"- Commit: {', '.join(commits)}"] if commits else []),
         f"- Questions: {questions}" + (f"; elsewhere {_counted(arms, away)}" if away else ""),
         f"- `{made_with}` makes all numbers, tables and figures of this page.",
     ]
@@ -102,11 +104,14 @@ def minutes_table(parts: Sequence[Part], seeds: Sequence[int]) -> str:
 def command_list(parts: Sequence[Part], seeds: Sequence[int]) -> str:
     """The commands of the first seed, and those that all seeds share, with SEED for the seed."""
     groups: dict[str, list[str]] = {"# data and training": [], "# evaluation": []}
-    for part in parts:
-        seed, line = seed_of(part), command_line(part)
+    lines = [(part, seed_of(part), command_line(part)) for part in parts]
+    of_seed = {s: {with_seed_placeholder(line, s) for _, seed, line in lines if seed == s} for s in seeds}
+    of_all = set.intersection(*of_seed.values()) if of_seed else set()  # some are of one seed alone
+    for part, seed, line in lines:
         if seed in (None, *seeds[:1]):
             group = "# evaluation" if _evaluates(part) else "# data and training"
-            groups[group].append(line if seed is None else with_seed_placeholder(line, seed))
+            common = line if seed is None else with_seed_placeholder(line, seed)
+            groups[group].append(common if common in of_all else line)
     blocks = joined(*("\n".join([head, *lines]) for head, lines in groups.items() if lines))
     if not blocks:
         return ""

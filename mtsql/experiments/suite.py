@@ -14,13 +14,13 @@ def command_line(part: Part) -> str:
     return "python " + " ".join(part.command)
 
 
-def suite_parser(description: str, out: str) -> argparse.ArgumentParser:
-    """The options of every suite; `out` is the default run folder."""
+def suite_parser(description: str, out: str, seeds: Sequence[int]) -> argparse.ArgumentParser:
+    """The options of every suite; `out` is the default run folder, `seeds` are the default seeds."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--out", type=Path, default=Path(out), help=f"run folder [{out}]")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds [0 1 2]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help=f"seeds {list(seeds)}")
     parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
     parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
     return parser

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mtsql.experiments import tables
@@ -14,8 +14,8 @@ from mtsql.experiments.page import write_page
 from mtsql.parts import Part
 
 FIGURES = {  # what to see in each
-    "averages": "Figure 1: EX of the main arms, the mean of in and out of domain, means over seeds. See by "
-    "how much each stage of the long horizon is above the arms without tools.",
+    "averages": "Figure 1: EX of the main arms, the mean of in and out of domain, means over seeds. See "
+    "which stage overtakes the arms without tools.",
     "breakdown": "Figures 4 and 12: EX, tokens and interactions by hardness and by turn, means over seeds. "
     "See where the long horizon gains most over short-horizon SFT, and what its answers cost there.",
     "abilities": "Figures 5 and 6: the abilities and EX over the stages, means over seeds. See which ability "
@@ -30,9 +30,19 @@ FIGURES = {  # what to see in each
 
 
 def write_suite_page(
-    runs: Path, path: Path, title: str, seeds: Sequence[int], parts: Sequence[Part], made_with: str
+    runs: Path,
+    path: Path,
+    title: str,
+    seeds: Sequence[int],
+    parts: Sequence[Part],
+    made_with: str,
+    built_in: Mapping[tuple[str, str], str],
+    benchmark: str = "",
 ) -> Path:
-    """Write the page, its figures <name>_*.png and raw numbers <name>.json beside it; returns `path`."""
+    """Write the page, its figures <name>_*.png and raw numbers <name>.json beside it; returns `path`.
+
+    `built_in` is as for `findings`, `benchmark` a paragraph on the embedded benchmark.
+    """
     arms, coverage = read_arms(runs, seeds), read_coverage(runs, seeds)
     figures = write_figures(arms, runs, seeds, path.parent, path.stem)
     training = command_of(runs, seeds, "rl_process")
@@ -43,7 +53,8 @@ def write_suite_page(
 
     coverage_table = tables.coverage_table(coverage, seeds, command_of(runs, seeds, "sft"))
     sections = {
-        "Findings": tables.findings_tables(arms, coverage, seeds),
+        "The benchmark": benchmark,
+        "Findings": tables.findings_tables(arms, coverage, seeds, built_in),
         "EX and EM (Table 2)": tables.accuracy_table(arms, seeds),
         "In and out of domain (Table 3, Figure 1)": joined(tables.averages_table(arms), figure("averages")),
         "Sizes of the embedded model": tables.sizes_table(arms),
@@ -53,7 +64,7 @@ def write_suite_page(
         "By turn and by hardness (Figures 4 and 12)": joined(
             tables.breakdown_tables(arms), figure("breakdown")
         ),
-        "The five abilities (Figures 5 and 6)": joined(tables.abilities_table(arms), figure("abilities")),
+        "The abilities (Figures 5 and 6)": joined(tables.abilities_table(arms), figure("abilities")),
         "Errors (Figure 7)": joined(tables.errors_table(arms), figure("errors")),
         "Gold against predicted history": tables.snowball_table(arms),
         "A cap on the response": tables.cap_table(arms),

@@ -130,7 +130,9 @@ def watch_others(processes: Processes) -> None:
             try:
                 store.set(f"beat {processes.rank}", str(beat := beat + 1))
                 said_by = {r: store.get(f"beat {r}") for r in heard if store.check([f"beat {r}"])}
-            except dist.DistError:  # the first process, which keeps the store, is gone: torchrun ends us
+            except dist.DistError:
+                sentence = "the first process, which keeps the processes' signs of life, does not answer"
+                print(f"process {processes.rank}: {sentence}; torchrun ends the others", file=sys.stderr)
                 return
             for rank, (last, since) in heard.items():
                 said = said_by.get(rank, last)

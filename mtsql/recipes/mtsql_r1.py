@@ -1,8 +1,8 @@
 """MTSQL-R1, the recipe: what it asks, reads and shows, Equation 1, and the presets of its rewards.
 
-Two wordings of the same prompts: `paper`, and `compact` for the tiny model, for which the paper's are ten times
-too long. Both show the earlier questions with their SQL; the compact tool responses do not repeat the question
-and the SQL that stand right before them.
+Two wordings of the same prompts: `paper`, and `compact` for the tiny model, for which the paper's are ten
+times too long. Both show the earlier questions with their SQL; the compact tool responses do not repeat the
+question and the SQL that stand right before them.
 
 The paper's "maximum interaction between agent and tools" of 4 are answered tool calls, and the message after
 them has to be the answer. The authors' code ends the episode at the fourth message, so that no query that was

@@ -117,7 +117,7 @@ class Speaker:
         """An order by a number in one of the directions, and the word for what comes first."""
         column = self.column(table, lambda c: c.is_number)
         direction = self.pick(*directions)
-        extremes = ("latest", "earliest") if column.kind == "year" else ("highest", "lowest")
+        extremes = ("latest", "earliest") if column.form == "year" else ("highest", "lowest")
         return ("", column, direction), extremes[direction == "ASC"]
 
     def say(self, condition: Condition, main: Table) -> str:
@@ -140,7 +140,7 @@ class Speaker:
                 f"with {value} as {column.phrase}",
             )
         more = condition.op == ">"
-        if column.kind == "year":
+        if column.form == "year":
             when = "after" if more else "before"
             return f"from {when} {value}" if column.phrase == "year" else f"with {_a(column)} {when} {value}"
         average = isinstance(value, Query)

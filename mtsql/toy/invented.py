@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mtsql.toy.words import ColumnWords, EntityWords, all_words, known_words
+from mtsql.toy.words import ColumnWords, EntityWords, known_words, taken_words
 
 KEPT = ("number", "of", "id")  # words of grammar in the names and phrases of columns
 LENGTHS = range(4, 10)  # letters of an invented word
-POOL = 12  # values of an invented list; a table has up to 16 labels, each of two words
+POOL, LABELS = 12, 24  # values of an invented list; of one that names entities, of which a table has up to 16
 
 
 class Inventor:
@@ -28,16 +28,19 @@ class Inventor:
         for word in known_words():
             for at, letter in enumerate(f"{word}."):
                 self.following.setdefault(f"..{word}"[at : at + 2], []).append(letter)
-        self.taken = set(all_words())
+        self.taken = set(taken_words())
 
     def word(self) -> str:
-        """A new word, in lower case: none of the word files, and none that it has given before."""
+        """A new word, in lower case: none that means something, and none that it has given before.
+
+        It does not end in an s, so that another s makes its plural.
+        """
         while True:
             word = ".."
             while word == ".." or (word[-1] != "." and len(word) < LENGTHS.stop + 2):
                 word += self.rng.choice(self.following[word[-2:]])
             word = word.strip(".")
-            if len(word) in LENGTHS and word not in self.taken:
+            if len(word) in LENGTHS and word[-1] != "s" and not {word, f"{word}s"} & self.taken:
                 self.taken.add(word)
                 return word
 
@@ -86,9 +89,15 @@ class Inventor:
         return " ".join([question[:-1], *(self.word() for _ in range(behind))]) + question[-1]
 
     def _pool(self, known: ColumnWords) -> list[str]:
-        """Values in place of a column's: labels of as many words as its own, others of one."""
-        if known.form != "label":
-            values = [self.word() for _ in range(POOL)]
-            return list(map(str.capitalize, values)) if known.form == "proper" else values
-        count = len(known.values[0].split())
-        return [" ".join(self.word().capitalize() for _ in range(count)) for _ in range(24)]
+        """Values in place of a column's: labels of as many words as its own, others of one.
+
+        Others may be stored by their first letter, so no two of a pool share it.
+        """
+        if known.form == "label":
+            count = len(known.values[0].split())
+            return [" ".join(self.word().capitalize() for _ in range(count)) for _ in range(LABELS)]
+        values: dict[str, str] = {}
+        while len(values) < POOL:
+            word = self.word()
+            values.setdefault(word[0], word)
+        return [word.capitalize() if known.form == "proper" else word for word in values.values()]

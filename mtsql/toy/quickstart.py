@@ -12,7 +12,14 @@ from itertools import accumulate
 from pathlib import Path
 
 from mtsql.config import user_errors
-from mtsql.experiments.arms import measure_of, paired_answers, read_evaluation
+from mtsql.experiments.arms import (
+    Evaluation,
+    answers,
+    estimate,
+    measure_of,
+    paired_answers,
+    read_evaluation,
+)
 from mtsql.experiments.markdown import difference_of
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
@@ -69,14 +76,20 @@ def main() -> None:
     _report(out, policies, arguments.seed)
 
 
+def _accuracy(seed: int, evaluation: Evaluation, metric: str) -> dict[str, float]:
+    """The mean of a metric and the ends of its interval over databases."""
+    found = estimate(answers({seed: evaluation}, measure_of(metric)))
+    return {metric: found.mean, f"{metric}_low": found.interval[0], f"{metric}_high": found.interval[1]}
+
+
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     minutes = dict(zip(policies, accumulate(map(minutes_of, policies.values())), strict=True))
     arms = {arm: read_evaluation(out / "evaluation" / arm) for arm in ARMS}
     results = [
         {
             "arm": arm,
-            **{metric: arms[arm].summary[metric]["mean"] for metric in ("ex", "em")},
-            **{f"{m}_{end}": arms[arm].summary[m][end] for m in ("ex", "em") for end in ("low", "high")},
+            **_accuracy(seed, arms[arm], "ex"),
+            **_accuracy(seed, arms[arm], "em"),
             "ex_sampled": arms[arm].summary["ex_sampled"],
             "questions": arms[arm].summary["questions"],
             "minutes": round(minutes[phase], 2),
@@ -87,7 +100,7 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     write_atomically(out / "results.json", json.dumps(results, indent=1))
     bars = [{"name": r["arm"], "mean": r["ex"], "low": r["ex_low"], "high": r["ex_high"]} for r in results]
     plot_arms(bars, out / "results.png")
-    print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over dialogues;")
+    print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over databases;")
     print(f"..._themes: themes and ways of asking that training lacks, {results[-1]['questions']} questions.")
     print("sampled: EX at temperature 1; minutes: training until the policy was ready.\n")
     print(f"{'arm':<18} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
@@ -96,7 +109,7 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
             f"{100 * r[k]:5.1f} [{100 * r[k + '_low']:.1f}, {100 * r[k + '_high']:.1f}]" for k in ("ex", "em")
         )
         print(f"{r['arm']:<18} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
-    print("\npaired differences in EX, points with 95 % interval over databases (greedy; sampled):")
+    print("\npaired differences in EX, points with 95 % interval likewise (greedy; sampled):")
     for better, worse in COMPARISONS:
         greedy, sampled = (
             difference_of(paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key)))

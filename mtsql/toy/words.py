@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from sqlglot.dialects.sqlite import SQLite
+
 
 def _read(name: str) -> dict:
     return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
@@ -76,9 +78,16 @@ def _entity(entry: dict, shared: Mapping[str, dict]) -> EntityWords:
     return EntityWords(**entry | {"columns": made}, person=made[0].kind in PERSONS)
 
 
-def all_words() -> frozenset[str]:
-    """Every word of both files, in lower case: what an invented word must not be."""
-    return frozenset(_WORDS.findall(f"{_KNOWN} {_UNSEEN}".lower()))
+def taken_words() -> frozenset[str]:
+    """What an invented word must not be, in lower case.
+
+    Words of both files, those with which questions are asked and queries are written, and SQL's own.
+    """
+    asking = ("dialogue", "followup", "asked_anew", "query", "database")
+    code = " ".join((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in asking)
+    return frozenset(
+        _WORDS.findall(f"{_KNOWN} {_UNSEEN} {code} {' '.join(SQLite.Tokenizer.KEYWORDS)}".lower())
+    )
 
 
 def known_words() -> list[str]:
