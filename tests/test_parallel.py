@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -58,6 +59,21 @@ def test_alone_without_torchrun(monkeypatch):
     assert processes == Processes(0, 1)
     assert processes.gather(processes.share([1, 2, 3])) == [1, 2, 3]
     leave_processes(processes)
+
+
+def test_a_store_that_is_gone_ends_the_watch_with_a_sentence(monkeypatch, capsys):
+    class Gone:
+        def set(self, key, value):
+            raise dist.DistNetworkError("connection reset")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Gone)
+    monkeypatch.setattr(parallel, "SILENCE", 0.1)
+    before = set(threading.enumerate())
+    parallel.watch_others(Processes(1, 2))
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert "process 1: the first process" in capsys.readouterr().err
 
 
 def rows_of(path: Path) -> list[dict[str, float]]:
