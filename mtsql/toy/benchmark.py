@@ -33,7 +33,7 @@ from mtsql.toy.query import Query, mistakes, render
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
 # For each split, by whose words it is in: databases, dialogues in each.
 SPLITS = {
-    "train": {"known": (900, 10), "invented": (900, 10)},
+    "train": {"known": (1200, 10), "invented": (600, 10)},
     "dev": {"known": (40, 5), "invented": (20, 5)},
     "test": {"known": (60, 5)},
     "test_themes": {"unseen": (48, 5)},
