@@ -15,7 +15,7 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 - warm start: rounds 1 to 3 of Algorithm 1
 - RL: outcome rewards; outcome and process rewards; the latter without the curriculum's order. All RL runs,
   short-horizon RL among them, have the same questions, steps and samples
-- the final agent without a tool: taken away at the end, and never had (warm start and RL without it)
+- the final agent without a tool: taken away at the end, or trained without (in warm start and RL)
 - the final agent with its own answers in the history, and with a cap on the response
 - elsewhere: the split of unseen themes, or the other data set
 - half and twice the embedded model, with seed 0
@@ -100,11 +100,11 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
     process = train("rl_process", grpo, warm, *curriculum, "--rewards", "process", resume)
     shuffled = (*curriculum, "--rewards", "process", "--level-size", "0", resume)
     shuffled = train("rl_shuffled", grpo, warm, *shuffled)
-    never_had = {}
+    trained_without = {}
     for tools in ("no_execution", "no_memory"):
         without = train(f"sft_{tools}", sft, model, *suite.adapter, "--tools", tools, resume)
         options = ("--tools", tools, *curriculum, "--rewards", "process", resume)
-        never_had[tools] = train(f"rl_{tools}_trained", grpo, without, *options)
+        trained_without[tools] = train(f"rl_{tools}_trained", grpo, without, *options)
 
     timed = ("--latency-questions", str(suite.latency_questions), "--sampled-runs", "1")
 
@@ -131,7 +131,7 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
     for arm, policy in (("base", model), ("rl", process)):
         for tools in ("no_execution", "no_memory"):
             evaluate(f"{arm}_{tools}", policy, "--tools", tools)
-    for tools, policy in never_had.items():
+    for tools, policy in trained_without.items():
         evaluate(f"rl_{tools}_trained", policy, "--tools", tools)
     evaluate("base_predicted", model, *predicted, away=False)
     evaluate("short_sft_predicted", short_sft, *predicted, *no_tools, away=False)

@@ -34,9 +34,9 @@ COMPARISONS = (  # claim, where in the paper, better arm, worse arm
     ("long-horizon RL beats short-horizon RL", "Finding 1", "rl_process", "short_rl"),
     ("the agent beats short-horizon SFT", "Table 2, Finding 6", "rl_process", "short_sft"),
     ("the agent needs EXECUTE: taken away", "Finding 10", "rl_process", "rl_no_execution"),
-    ("the agent needs EXECUTE: never had", "Finding 10", "rl_process", "rl_no_execution_trained"),
+    ("the agent needs EXECUTE: trained without", "Finding 10", "rl_process", "rl_no_execution_trained"),
     ("the agent needs MEMORY-VERIFY: taken away", "Finding 10", "rl_process", "rl_no_memory"),
-    ("the agent needs MEMORY-VERIFY: never had", "Finding 10", "rl_process", "rl_no_memory_trained"),
+    ("the agent needs MEMORY-VERIFY: trained without", "Finding 10", "rl_process", "rl_no_memory_trained"),
     ("RL needs the curriculum's order", "section 3.3.1", "rl_process", "rl_shuffled"),
 )
 PRESCRIBED = "Equation 1 asks for MEMORY-VERIFY from the second turn on"
@@ -49,7 +49,7 @@ EMBEDDED = {  # better and worse arm: why the embedded benchmark's making decide
     ("rl_process", "rl_no_execution"): HIDDEN,
     ("rl_process", "rl_no_execution_trained"): HIDDEN,
 }
-STAGES = ("base", "round_3", "rl_process")  # of the five abilities
+STAGES = ("base", "round_3", "rl_process")  # of the abilities
 Where = Callable[[dict], bool]  # whether a record counts
 CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
     "later turns": (

@@ -80,8 +80,8 @@ def findings_tables(
         "come after three rounds."
     )
     reasons = dict.fromkeys(f.built_in for held in found.values() for f in held if f.built_in)
-    built_in = "Built in: " + "; ".join(reasons) + "." if reasons else ""
-    return md.joined(*paragraphs, note, built_in, md.made_by_arm(arms, (FINAL, *arms)))
+    why = "Built in: " + "; ".join(reasons) + "." if reasons else ""
+    return md.joined(*paragraphs, note, why, md.made_by_arm(arms, (FINAL, *arms)))
 
 
 def _finding_row(finding: Finding, said: tuple[str, str], seeds: Sequence[int]) -> list[str]:

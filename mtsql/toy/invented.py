@@ -37,7 +37,7 @@ class Inventor:
         """
         while True:
             word = ".."
-            while word == ".." or (word[-1] != "." and len(word) < LENGTHS.stop + 2):
+            while word == ".." or (word[-1] != "." and len(word) < LENGTHS.stop + 2):  # ".." and one too long
                 word += self.rng.choice(self.following[word[-2:]])
             word = word.strip(".")
             if len(word) in LENGTHS and word[-1] != "s" and not {word, f"{word}s"} & self.taken:
