@@ -16,8 +16,7 @@ Departures from the paper:
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
   is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs an estimate (--kl).
-- One update a batch, so that the importance ratio is 1 and the clip does nothing; the clipped loss is
-  the one that --updates-per-batch above 1 needs.
+- One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99; LoRA with --lora-rank.
 - Other papers' variants are in mtsql/learn/variants.py, loss.py and advantages.py, off by default.
 """
@@ -73,9 +72,10 @@ def main(config: GrpoConfig) -> None:
     check_options(config)
     run = begin_training(config, config.weights, reference=config.beta > 0, beta2=0.99)
     processes = run.processes
-    levels = [training_questions(config, run)]
+    counts = read_counts(Path(config.curriculum)) if config.curriculum else []
+    levels = [training_questions(config, run, counts)]
     if config.curriculum:
-        levels = curriculum_levels(levels[0], read_counts(Path(config.curriculum)), config.level_size)
+        levels = curriculum_levels(levels[0], counts, config.level_size)
     dev = load_dev(config, run) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, run.out)

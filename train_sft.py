@@ -91,8 +91,6 @@ def main(config: SftConfig) -> None:
     embed = make_embedder(run.policy, run.tokens, config.embedding)
     rng = random.Random(config.seed)
     pool = training_questions(config, run)  # D_0
-    if config.questions:
-        pool = rng.sample(pool, min(config.questions, len(pool)))
     progress = Progress.from_plain(run.state, pool, run.step) if run.state else Progress(pool)
     if progress.round >= config.rounds:
         raise UserError(f"{run.out} is in round {progress.round + 1}; give --rounds at least so many")

@@ -46,9 +46,10 @@ def main(config: CollectConfig) -> None:
     run = begin_answers(config, "train")
     if run.processes.count > 1:
         raise UserError("mtsql.collect runs in one process; a server answers many questions at once")
-    asked = scorable(examples(run.dataset.dialogues, config.history), run.scorer)
+    asked = examples(run.dataset.dialogues, config.history)
     if config.questions:
         asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
+    asked = scorable(asked, run.scorer)
     taught = play_questions(config, run, asked)
     answered = [(t, example) for t, example in taught if t.status is Status.ANSWERED]
     right = sum(run.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)

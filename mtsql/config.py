@@ -199,6 +199,7 @@ class GrpoConfig(TrainingOptions):
     prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
     samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
     temperature: float = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
+    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     learning_rate: float = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
     curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")

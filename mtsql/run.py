@@ -30,7 +30,6 @@ from mtsql.config import (
     DemonstrationsConfig,
     GrpoConfig,
     PolicyOptions,
-    RewardOptions,
     ServedOptions,
     SftConfig,
     TrainingOptions,
@@ -45,6 +44,7 @@ from mtsql.errors import UserError
 from mtsql.files import hold_folder, write_atomically
 from mtsql.http_client import Server, ServerError, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
+from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import DTYPES, Reference, load_policy, merged_adapter, restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, stepped_parameters
 from mtsql.learn.parallel import (
@@ -185,17 +185,19 @@ def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
     return ServedPolicy(server, config.api_model, protocol, tokens)
 
 
-def training_questions(config: RewardOptions, run: Run) -> list[Example]:
-    """The questions of the training split that can be scored."""
-    return scorable(examples(run.dataset.dialogues, config.history), run.scorer, config.drop_empty)
-
-
-def drawn_questions(config: CurriculumConfig | DemonstrationsConfig, run: Run) -> list[Example]:
-    """--questions of the training questions, drawn by the seed; 0 is all of them."""
-    asked = training_questions(config, run)
-    if not config.questions:
-        return asked
-    return random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
+def training_questions(
+    config: SftConfig | GrpoConfig | CurriculumConfig | DemonstrationsConfig,
+    run: Run,
+    counted: Sequence[SuccessCount] = (),
+) -> list[Example]:
+    """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
+    (0: all), less those that cannot be scored. They are drawn first, since the check executes every gold SQL.
+    """
+    asked, ids = examples(run.dataset.dialogues, config.history), {count.example_id for count in counted}
+    asked = [e for e in asked if e.id in ids] if counted else asked
+    if config.questions:
+        asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
+    return scorable(asked, run.scorer, config.drop_empty)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import re
+import random
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import train_sft
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, user_errors
+from mtsql.data.datasets import examples
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
@@ -184,14 +185,15 @@ def config_for(work, held_out=1):
 
 def test_quickstart_ends_with_its_table(work):
     small = (ROOT / "configs" / "toy.toml").read_text()
-    for option, value in (
-        ("questions", 20),
-        ("samples_per_question", 8),
-        ("steps", 1),
-        ("prompts_per_step", 4),
+    for setting, smaller in (
+        ("questions = 250", 20),
+        ("samples_per_question = 4", 8),
+        ("steps = 64", 1),
+        ("questions = 3072", 0),
+        ("prompts_per_step = 48", 4),
     ):
-        small, replaced = re.subn(rf"^{option} = \d+$", f"{option} = {value}", small, flags=re.MULTILINE)
-        assert replaced == 1
+        assert small.count(f"\n{setting}\n") == 1
+        small = small.replace(f"\n{setting}\n", f"\n{setting.split()[0]} = {smaller}\n")
     (work / "small.toml").write_text(small)
     out = run(
         "-m", "mtsql.toy.quickstart", "--config", work / "small.toml", "--base", work, "--out", work / "quick"
@@ -205,6 +207,17 @@ def test_quickstart_ends_with_its_table(work):
     for result in results:
         assert 0 <= result["ex_low"] <= result["ex"] <= result["ex_high"] <= 1
         assert result["questions"] > 0 and result["minutes"] >= 0 and "ex_sampled" in result
+
+
+def test_grpo_plays_the_questions_that_the_seed_draws(work):
+    run(
+        "train_grpo.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation", "--steps", 3,
+        "--questions", 2, "--prompts-per-step", 4, "--samples-per-prompt", 2, "--log-groups", 0,
+        "--out", work / "drawn",
+    )  # fmt: skip
+    played = [json.loads(line)["example_id"] for line in (work / "drawn" / "trajectories.jsonl").open()]
+    every = [e.id for e in examples(load_split(config_for(work, 0), "train").dialogues)]
+    assert len(played) == 3 * 2 * 2 and set(played) == set(random.Random(0).sample(every, 2))
 
 
 def test_grpo_with_lora_is_resumed_to_the_same_weights(work):

@@ -22,14 +22,14 @@ from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
 from mtsql.questions import reward_function
 from mtsql.recipes.rewards import is_right
-from mtsql.run import begin_run, drawn_questions, sample_questions, weights_for_rollouts
+from mtsql.run import begin_run, sample_questions, training_questions, weights_for_rollouts
 
 
 def main(config: CurriculumConfig) -> None:
     """Count."""
     run = begin_run(config, "train")
     reward = reward_function(config, run.tokens, run.scorer)
-    asked = drawn_questions(config, run)
+    asked = training_questions(config, run)
     share = run.processes.share(list(enumerate(asked)))
     counts = []
     with weights_for_rollouts(config, run):

@@ -42,8 +42,8 @@ from mtsql.report.chat import chat_record
 from mtsql.run import (
     Run,
     begin_run,
-    drawn_questions,
     sample_questions,
+    training_questions,
     weights_for_rollouts,
 )
 
@@ -55,7 +55,7 @@ def main(config: DemonstrationsConfig) -> None:
     if config.recipe != "mtsql_r1":
         raise UserError("demonstrations follow --recipe mtsql_r1 alone")
     run = begin_run(config, "train")
-    asked = drawn_questions(config, run)
+    asked = training_questions(config, run)
     environments = {name: replace(run.environment, tools=make_tools(name)) for name in TOOL_SETS}
     share = run.processes.share(list(enumerate(asked)))
     found = run.processes.gather(play_answers(config, run, environments, share))
