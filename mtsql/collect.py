@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     OPTIONS = read_options(CollectConfig, __doc__)
 
 import json
-import random
 
 from tqdm import tqdm
 
@@ -27,6 +26,7 @@ from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
+from mtsql.questions import draw_questions
 from mtsql.report.answer_log import AnswerLog, play_unanswered
 from mtsql.report.chat import chat_record
 from mtsql.run import (
@@ -47,9 +47,7 @@ def main(config: CollectConfig) -> None:
     if run.processes.count > 1:
         raise UserError("mtsql.collect runs in one process; a server answers many questions at once")
     asked = examples(run.dataset.dialogues, config.history)
-    if config.questions:
-        asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
-    asked = scorable(asked, run.scorer)
+    asked = scorable(draw_questions(asked, config.questions, config.seed), run.scorer)
     taught = play_questions(config, run, asked)
     answered = [(t, example) for t, example in taught if t.status is Status.ANSWERED]
     right = sum(run.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)
@@ -62,7 +60,7 @@ def main(config: CollectConfig) -> None:
         f"{run.out / 'teacher.jsonl'}"
     )
     if isinstance(run, ServedRun):
-        print(f"the server took {run.served.costs}")
+        print(f"the server took {run.served.costs.sentence()}")
 
 
 def play_questions(

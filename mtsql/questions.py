@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,13 +13,18 @@ from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
 from mtsql.config import AgentOptions, DataOptions, Paths, QuestionOptions, RewardOptions
-from mtsql.data.datasets import Dataset, beside, join_datasets, load_dataset, split_names
+from mtsql.data.datasets import Dataset, Example, beside, join_datasets, load_dataset, split_names
 from mtsql.errors import UserError
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
+
+
+def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Example]:
+    """--questions of the questions, drawn by the seed; 0 is all of them, in their order."""
+    return random.Random(seed).sample(asked, min(count, len(asked))) if count else list(asked)
 
 
 def find_split(data: str, split: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -56,7 +55,7 @@ from mtsql.learn.parallel import (
     whole_weights,
 )
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import load_split, make_environment, make_sampling, reward_function
+from mtsql.questions import draw_questions, load_split, make_environment, make_sampling, reward_function
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
@@ -195,9 +194,8 @@ def training_questions(
     """
     asked, ids = examples(run.dataset.dialogues, config.history), {count.example_id for count in counted}
     asked = [e for e in asked if e.id in ids] if counted else asked
-    if config.questions:
-        asked = random.Random(config.seed).sample(asked, min(config.questions, len(asked)))
-    return scorable(asked, run.scorer, config.drop_empty)
+    drawn = draw_questions(asked, config.questions, config.seed)
+    return scorable(drawn, run.scorer, config.drop_empty)
 
 
 @dataclass(frozen=True)

@@ -324,6 +324,8 @@ def test_rows_are_the_questions_that_can_be_trained_on(options, task, tmp_path):
         write_rows(replace(config, out=""))
     short = load_task(from_mapping(options | {"max_prompt_tokens": 40}))
     assert len(short.playable()) < len(rows)
+    drawn = load_task(replace(config, questions=3))
+    assert len(drawn.playable()) == 3 and set(drawn.playable()) < set(drawn.examples)
 
 
 @pytest.fixture

@@ -46,6 +46,13 @@ class Costs:
             self.prompt_tokens += usage.get("prompt_tokens") or 0
             self.completion_tokens += usage.get("completion_tokens") or 0
 
+    def sentence(self) -> str:
+        """The three in words."""
+        return (
+            f"{self.requests:,} requests, {self.prompt_tokens:,} tokens of prompts "
+            f"and {self.completion_tokens:,} of messages"
+        )
+
 
 @dataclass(frozen=True)
 class ServedPolicy:

@@ -14,11 +14,11 @@ from mtsql.agent.env import Environment, Episode
 from mtsql.agent.rollout import Sampling, stop_string_test
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import RewardOptions, option, read_options
+from mtsql.config import Count, RewardOptions, option, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import load_split, make_environment, make_sampling, reward_function
+from mtsql.questions import draw_questions, load_split, make_environment, make_sampling, reward_function
 from mtsql.recipes.rewards import RewardFunction, Rewards
 from mtsql.sql.score import Scorer, scorable
 
@@ -33,6 +33,7 @@ class BridgeConfig(RewardOptions):
     SECTION: ClassVar = "bridge"
     out: str = option("", "run folder of mtsql.bridges.trl, or file of mtsql.bridges.rows")
     weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
+    questions: Count = option(0, "questions in play, drawn at random; 0 is all of them")
 
 
 def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
@@ -62,7 +63,8 @@ class Task:
 
     tokens: ChatTokens
     environment: Environment
-    examples: dict[str, Example]
+    examples: dict[str, Example]  # all of the split, since an engine may name any
+    in_play: list[Example]  # those that become rows
     scorer: Scorer
     reward: RewardFunction
     sampling: Sampling  # limits and stop strings of a message; the engine has its own temperature
@@ -70,7 +72,7 @@ class Task:
 
     def playable(self) -> list[str]:
         """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset."""
-        asked = scorable(list(self.examples.values()), self.scorer, self.drop_empty)
+        asked = scorable(self.in_play, self.scorer, self.drop_empty)
         return [e.id for e in asked if self.episode(e.id, 0).trajectory.status is None]
 
     def episode(self, example_id: str, seed: int) -> Episode:
@@ -113,10 +115,12 @@ def load_task(config: BridgeConfig, split: str = "train") -> Task:
     dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
     scorer = Scorer(environment.schemas, environment.executor)
-    asked = {example.id: example for example in examples(dataset.dialogues, config.history)}
+    asked = examples(dataset.dialogues, config.history)
+    drawn = draw_questions(asked, config.questions, config.seed)
     reward = reward_function(config, tokens, scorer, config.weights)
     sampling = make_sampling(config, environment, 1.0)
-    return Task(tokens, environment, asked, scorer, reward, sampling, config.drop_empty)
+    by_id = {example.id: example for example in asked}
+    return Task(tokens, environment, by_id, drawn, scorer, reward, sampling, config.drop_empty)
 
 
 def play_in_lockstep(task: Task, episodes: Sequence[Episode], write: Write) -> None:
