@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from mtsql.files import write_atomically
 
 RATE, BETA2, WARMUP = 3e-4, 0.99, 2
+QUESTIONS = 3000  # in play
 
 
 def timed(command: Sequence[object]) -> float:
@@ -58,6 +59,7 @@ def train_here(chosen: argparse.Namespace, steps: int, out: Path, seed: int) -> 
         steps,
     ]
     command += ["--prompts-per-step", chosen.prompts, "--samples-per-prompt", chosen.samples]
+    command += ["--questions", QUESTIONS]
     memory = timed([*command, "--learning-rate", RATE])
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -73,7 +75,8 @@ def train_there(
     trl += ["--gradient_accumulation_steps", chosen.prompts * chosen.samples // micro_batch]
     trl += ["--adam_beta2", BETA2, "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", WARMUP]
     trl += ["--max_completion_length", chosen.turn_tokens, "--save_strategy", "no", "--disable_tqdm", "True"]
-    memory = timed([Path(__file__), "--trainer", *shared(chosen), "--seed", seed, "--out", out, "--", *trl])
+    own = [*shared(chosen), "--questions", QUESTIONS, "--seed", seed, "--out", out]
+    memory = timed([Path(__file__), "--trainer", *own, "--", *trl])
     return json.loads((out / "seconds.json").read_text()), memory
 
 
