@@ -124,9 +124,9 @@ def kills(options: argparse.Namespace) -> dict[str, object]:
                 "--resume",
             ]
             given += [*plain, "--lora-rank", str(lora)]
-            rows[f"{script}, {'LoRA' if lora else 'full weights'}"] = killed_runs(
-                context, script, given, options.kills, random.Random(options.seed)
-            )
+            name = f"{script}, {'LoRA' if lora else 'full weights'}"
+            rows[name] = killed_runs(context, script, given, options.kills, random.Random(options.seed))
+            print(name, rows[name], flush=True)
     return rows
 
 
