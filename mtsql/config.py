@@ -122,8 +122,9 @@ class PolicyOptions(AgentOptions, EpisodeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions(PolicyOptions):
-    """What counts as right in training."""
+    """The questions of training, and what counts as right."""
 
+    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     rewards: str = option(
         "", "preset of the recipe's rewards and of its EM; mtsql_r1: outcome, process, paper, authors"
@@ -148,7 +149,6 @@ class CurriculumConfig(RewardOptions):
     """Success counts (mtsql.commands.curriculum)."""
 
     SECTION: ClassVar = "curriculum"
-    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
     temperature: float = option(1.0, "of these trajectories")
     correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
@@ -159,7 +159,6 @@ class DemonstrationsConfig(RewardOptions):
     """Demonstrations with the model's own mistakes (mtsql.commands.demonstrations)."""
 
     SECTION: ClassVar = "demonstrations"
-    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: Positive = option(1, "answers of each question, each a first proposal")
     temperature: float = option(1.0, "of these answers")
 
@@ -175,7 +174,6 @@ class SftConfig(TrainingOptions):
     )
     teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
     teacher_kept: Count = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
-    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: Positive = option(20, "rollouts of each question in each round (paper: 20)")
     temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
     correct: Literal["ex_em", "ex"] = option("ex_em", "a rollout is right by (paper: ex_em)")
@@ -199,7 +197,6 @@ class GrpoConfig(TrainingOptions):
     prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
     samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
     temperature: float = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
-    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     learning_rate: float = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
     curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")

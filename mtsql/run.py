@@ -29,6 +29,7 @@ from mtsql.config import (
     DemonstrationsConfig,
     GrpoConfig,
     PolicyOptions,
+    RewardOptions,
     ServedOptions,
     SftConfig,
     TrainingOptions,
@@ -185,9 +186,7 @@ def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
 
 
 def training_questions(
-    config: SftConfig | GrpoConfig | CurriculumConfig | DemonstrationsConfig,
-    run: Run,
-    counted: Sequence[SuccessCount] = (),
+    config: RewardOptions, run: Run, counted: Sequence[SuccessCount] = ()
 ) -> list[Example]:
     """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
     (0: all), less those that cannot be scored. They are drawn first, since the check executes every gold SQL.

@@ -189,7 +189,7 @@ def test_quickstart_ends_with_its_table(work):
         ("questions = 250", 20),
         ("samples_per_question = 4", 8),
         ("steps = 64", 1),
-        ("questions = 3072", 0),
+        ("questions = 3072  # as many as the steps ask", 0),
         ("prompts_per_step = 48", 4),
     ):
         assert small.count(f"\n{setting}\n") == 1

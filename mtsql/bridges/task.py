@@ -14,7 +14,7 @@ from mtsql.agent.env import Environment, Episode
 from mtsql.agent.rollout import Sampling, stop_string_test
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import Count, RewardOptions, option, read_options
+from mtsql.config import RewardOptions, option, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.model_folder import load_tokenizer
@@ -33,7 +33,6 @@ class BridgeConfig(RewardOptions):
     SECTION: ClassVar = "bridge"
     out: str = option("", "run folder of mtsql.bridges.trl, or file of mtsql.bridges.rows")
     weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
-    questions: Count = option(0, "questions in play, drawn at random; 0 is all of them")
 
 
 def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
