@@ -87,23 +87,27 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
                 self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the question is too long")
             elif self.path not in ("/ask", "/undo"):
                 self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+            else:
+                self.go_on(self.rfile.read(int(length)))
+
+        def go_on(self, body: bytes) -> None:
+            question = read_question(body) if self.path == "/ask" else None
+            if question == "":
+                self.refuse(HTTPStatus.BAD_REQUEST, "the question is empty")
             elif not busy.acquire(blocking=False):
                 self.refuse(HTTPStatus.CONFLICT, "the agent is still answering")
             else:
                 try:
-                    self.go_on(self.rfile.read(int(length)))
+                    if question is None:
+                        conversation.undo()
+                    else:
+                        self.answer(question)
                 finally:
                     busy.release()
+                if question is None:  # told after the release: who reads it may ask at once
+                    self.send(HTTPStatus.OK, json.dumps(described(conversation)).encode())
 
-        def go_on(self, body: bytes) -> None:
-            if self.path == "/undo":
-                conversation.undo()
-                self.send(HTTPStatus.OK, json.dumps(described(conversation)).encode())
-                return
-            question = read_question(body)
-            if not question:
-                self.refuse(HTTPStatus.BAD_REQUEST, "the question is empty")
-                return
+        def answer(self, question: str) -> None:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/x-ndjson")
             self.send_header("Connection", "close")  # the end of the answer is the end of the connection
