@@ -17,7 +17,8 @@ def example(name: str) -> Example:
 
 def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
     questions = [example(name) for name in "abcdefg"]
-    counts = [SuccessCount(*c) for c in zip("gfedcba", (0, 20, 7, 19, 7, 12, 1), (20,) * 7, strict=True)]
+    right = dict(zip("gfedcba", (0, 20, 7, 19, 7, 12, 1), strict=True))
+    counts = [SuccessCount(name, of_20, 20, "music") for name, of_20 in right.items()]
     levels = curriculum_levels(questions, counts, 2)
     assert [[q.id for q in level] for level in levels] == [["d", "b"], ["e", "c"], ["a", "g"]]
     (one,) = curriculum_levels(questions, counts, 0)
@@ -25,7 +26,11 @@ def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
     uncounted = curriculum_levels([*questions, example("new")], counts[:1], 5)
     assert [[q.id for q in level] for level in uncounted] == [["g"]]
     with pytest.raises(ValueError, match="ever wrong"):
-        curriculum_levels(questions, [SuccessCount("a", 20, 20), SuccessCount("elsewhere", 1, 20)], 5)
+        curriculum_levels(
+            questions, [SuccessCount("a", 20, 20, "music"), SuccessCount("elsewhere", 1, 20, "zoo")], 5
+        )
+    with pytest.raises(ValueError, match="question a is over zoo in it, but over music in --data"):
+        curriculum_levels(questions, [SuccessCount("a", 3, 20, "zoo")], 5)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +57,14 @@ def test_an_epoch_of_a_level_asks_every_question_once():
 
 def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
     path = tmp_path / "counts.jsonl"
-    counts = [SuccessCount("00000/0", 3, 8), SuccessCount("00000/1", 8, 8)]
+    counts = [SuccessCount("00000/0", 3, 8, "zoo"), SuccessCount("00000/1", 8, 8, "zoo")]
     path.write_text("".join(json.dumps(vars(count)) + "\n" for count in counts))
     assert read_counts(path) == counts
     for line in (
         '{"example_id": "00000/2"}',
         "no JSON",
-        '{"example_id": "a", "right": 9, "sampled": 8}',
+        '{"example_id": "a", "right": 3, "sampled": 8}',
+        '{"example_id": "a", "right": 9, "sampled": 8, "db_id": "zoo"}',
         "3",
     ):
         path.write_text(json.dumps(vars(counts[0])) + "\n" + line + "\n")

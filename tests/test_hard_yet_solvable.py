@@ -21,15 +21,15 @@ from mtsql.toy import benchmark as toy
 
 def test_equation_13():
     rights = {0: 1.0, 1: 1 / 6, 2: 1 / 3, 5: 5 / 6, 6: 1.0}
-    assert {right: score(SuccessCount("q", right, 6)) for right in rights} == rights
-    assert score(SuccessCount("never sampled", 0, 0)) == 1.0
+    assert {right: score(SuccessCount("q", right, 6, "zoo")) for right in rights} == rights
+    assert score(SuccessCount("never sampled", 0, 0, "zoo")) == 1.0
 
 
 def test_the_hardest_that_can_be_solved_then_the_hardest_that_cannot():
     shares = {"a": (1, 6), "b": (5, 6), "c": (1, 12), "d": (3, 6), "all": (6, 6), "unsampled": (0, 0)}
     unsolved = {"u": "easy", "v": "extra", "w": "medium", "x": "hard", "y": "unread"}
-    counts = [SuccessCount(name, *share) for name, share in shares.items()] + [
-        SuccessCount(n, 0, 6) for n in unsolved
+    counts = [SuccessCount(name, *share, "zoo") for name, share in shares.items()] + [
+        SuccessCount(n, 0, 6, "zoo") for n in unsolved
     ]
     hardness = dict.fromkeys(shares, "medium") | unsolved
 
@@ -43,7 +43,7 @@ def test_the_hardest_that_can_be_solved_then_the_hardest_that_cannot():
 
 
 def test_ties_are_broken_by_the_seed():
-    counts = [SuccessCount(str(i), i % 2, 6) for i in range(40)]
+    counts = [SuccessCount(str(i), i % 2, 6, "zoo") for i in range(40)]
     hardness = {str(i): "extra" for i in range(40)}
     first, again, other = (choose(counts, hardness, 5, 5, random.Random(seed)) for seed in (0, 0, 1))
     assert first == again
@@ -62,10 +62,12 @@ def data(tmp_path_factory):
         toy.write_benchmark(folder / "benchmark", seed=0)
     dialogues = json.loads((folder / "benchmark" / "train.json").read_text())
     names = [
-        f"{i:05d}/{k}" for i, dialogue in enumerate(dialogues) for k in range(len(dialogue["interaction"]))
+        (f"{i:05d}/{k}", dialogue["database_id"])
+        for i, dialogue in enumerate(dialogues)
+        for k in range(len(dialogue["interaction"]))
     ]
-    counts = [SuccessCount(name, number % 7, 6) for number, name in enumerate(names[1:])]
-    counts += [SuccessCount("99999/0", 1, 6), SuccessCount(names[0], 0, 0)]
+    counts = [SuccessCount(name, number % 7, 6, db) for number, (name, db) in enumerate(names[1:])]
+    counts += [SuccessCount("99999/0", 1, 6, "zoo"), SuccessCount(names[0][0], 0, 0, names[0][1])]
     (folder / "counts.jsonl").write_text("".join(json.dumps(vars(c)) + "\n" for c in counts))
     return folder
 

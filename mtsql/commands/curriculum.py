@@ -35,7 +35,7 @@ def main(config: CurriculumConfig) -> None:
     with weights_for_rollouts(config, run):
         for example, sampled in sample_questions(config, run, share, (config.seed,), "count"):
             right = sum(is_right(reward(t, example), config.correct) for t in sampled)
-            counts += [SuccessCount(example.id, right, len(sampled))] if sampled else []
+            counts += [SuccessCount(example.id, right, len(sampled), example.db_id)] if sampled else []
     counts = run.processes.gather(counts)
     if run.processes.is_main:
         save_config(config, run.out)
