@@ -18,7 +18,8 @@ Departures from the paper:
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs an estimate (--kl).
 - One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99; LoRA with --lora-rank.
-- Other papers' variants are in mtsql/learn/variants.py, loss.py and advantages.py, off by default.
+- Other papers' variants (mtsql/learn/variants.py, loss.py, advantages.py) are off by default, but for one:
+  truncated importance sampling where sampler and trainer round apart, in half precision and on a GPU.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from mtsql.run import (
     Training,
     begin_training,
     dev_scores,
+    fitting_questions,
     load_dev,
     one_piece,
     raise_not_finite,
@@ -73,13 +75,13 @@ def main(config: GrpoConfig) -> None:
     run = begin_training(config, config.weights, reference=config.beta > 0, beta2=0.99)
     processes = run.processes
     counts = read_counts(Path(config.curriculum)) if config.curriculum else []
-    levels = [training_questions(config, run, counts)]
+    levels = [fitting_questions(config, run, training_questions(config, run, counts))]
     if config.curriculum:
         levels = curriculum_levels(levels[0], counts, config.level_size)
     dev = load_dev(config, run) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, run.out)
-        for sentence in idle_variants(config):
+        for sentence in idle_variants(config, truncation_cap(config, run.policy)):
             print(sentence)
         if config.curriculum:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
@@ -122,7 +124,7 @@ def main(config: GrpoConfig) -> None:
                 if processes.is_main:
                     dev_log.append(scores)
             stop = any(processes.all_gather(bool(interrupted)))
-            if stop or (step + 1) % config.save_every == 0:
+            if stop or step + 1 == config.steps or (step + 1) % config.save_every == 0:
                 save_checkpoint(config, run, run.optimizer, step + 1, {})
             if stop:
                 break
@@ -147,10 +149,7 @@ def check_options(config: GrpoConfig) -> None:
 def sample_groups(
     config: GrpoConfig, run: Training, levels: Sequence[Sequence[Example]], step: int
 ) -> tuple[list[list[Sample]], int]:
-    """G rewarded samples of each of a step's questions, and how many groups `dynamic_sampling` replaced.
-
-    Questions whose prompt is too long are left out. Raises UserError if no group is left.
-    """
+    """G rewarded samples of each of a step's questions, and how many groups `dynamic_sampling` replaced."""
     level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
     questions, size = levels[level], config.samples_per_prompt
     wanted = min(config.prompts_per_step, len(questions))
@@ -161,10 +160,8 @@ def sample_groups(
         episodes, asked = [], []
         for number, index in run.processes.share(numbered):
             seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
-            group = run.environment.episodes(questions[index], seeds)
-            if group[0].trajectory.status is None:
-                episodes += group
-                asked += [questions[index]] * size
+            episodes += run.environment.episodes(questions[index], seeds)
+            asked += [questions[index]] * size
         with one_piece(config, run):
             trajectories = rollout(
                 run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
@@ -179,12 +176,7 @@ def sample_groups(
     def order(attempt: int) -> list[int]:
         return question_order(config.seed, len(questions), wanted, level, step_in_level, attempt)
 
-    groups, replaced = dynamic_sampling(play, order, wanted, config.resample_rounds)
-    if not groups:
-        raise UserError(
-            f"every prompt of step {step} is longer than --max-prompt-tokens {config.max_prompt_tokens}"
-        )
-    return groups, replaced
+    return dynamic_sampling(play, order, wanted, config.resample_rounds)
 
 
 def set_advantages(config: GrpoConfig, groups: Sequence[Sequence[Sample]]) -> Tensor:
@@ -268,9 +260,9 @@ def clipped_step(
         totals.update(share)
     return {
         "entropy": totals["entropy"] / max(1, totals["trained_tokens"]),
-        "clip_fraction": totals["clip_fraction"],
-        "kl": totals["kl"] + mean_divergence(groups),
-        "tis_weight": float(totals["tis_weight"]),
+        "clip_fraction": totals["clip_fraction"] / (totals["weight"] or 1.0),
+        "kl": totals["kl"] / (totals["weight"] or 1.0) + mean_divergence(groups),
+        "tis_weight": totals["tis_weight"] / (totals["weight"] or 1.0),
         **logprob_gaps([gap for share in run.processes.all_gather(gaps) for gap in share]),
         "gradient_norm": norm,
     }

@@ -21,8 +21,10 @@ Departures from the paper, and how we read it:
   two, those that come nearest are kept, so that every solved question has a trajectory.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match (--rewards
   paper).
+- Clusters are of the policy's own hidden states; --embedding takes the paper's Qwen3-Embedding.
 - Fine-tuning makes --epochs passes a round over everything kept, --trajectories-per-step at a time;
-  the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs.
+  the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs. The cosine
+  begins anew in each round, after a warm-up over 3 % of its steps.
 - The loss is the mean over the trained tokens of a step, where the paper writes their sum.
 - LoRA with --lora-rank; the paper fine-tunes all parameters.
 """
@@ -72,6 +74,7 @@ from mtsql.report.records import question_record
 from mtsql.run import (
     Training,
     begin_training,
+    fitting_questions,
     raise_not_finite,
     sample_questions,
     save_checkpoint,
@@ -79,7 +82,6 @@ from mtsql.run import (
     training_questions,
     weights_for_rollouts,
 )
-from mtsql.sql.score import print_left_out
 
 
 def main(config: SftConfig) -> None:
@@ -91,6 +93,8 @@ def main(config: SftConfig) -> None:
     embed = make_embedder(run.policy, run.tokens, config.embedding)
     rng = random.Random(config.seed)
     pool = training_questions(config, run)  # D_0
+    if config.targets != "teacher":  # of whose lines each is accounted for
+        pool = fitting_questions(config, run, pool)
     progress = Progress.from_plain(run.state, pool, run.step) if run.state else Progress(pool)
     if progress.round >= config.rounds:
         raise UserError(f"{run.out} is in round {progress.round + 1}; give --rounds at least so many")
@@ -117,7 +121,7 @@ def main(config: SftConfig) -> None:
                 found = processes.gather(found)
                 progress.add(found, rng)
                 if processes.is_main:
-                    write_collected(config, run, progress, pool, found)
+                    write_collected(config, run, progress, pool)
                 if not progress.kept:
                     raise UserError(
                         f"no trajectory of {config.teacher or config.model} can be kept: "
@@ -153,6 +157,8 @@ def check_options(config: SftConfig) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
         raise UserError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
+    if config.targets == "self" and config.samples_per_question > 1 and config.temperature <= 0:
+        raise UserError("--temperature should be above 0: greedy rollouts of a question are all the same")
     if config.epochs <= 0:
         raise UserError(f"--epochs should be above 0, not {config.epochs:g}")
     if bool(config.teacher) != (config.targets == "teacher"):
@@ -168,10 +174,7 @@ def collect(
     numbered: Sequence[tuple[int, Example]],
     round_index: int,
 ) -> list[Collected]:
-    """S1 and S2 of Algorithm 1 for a process's share of the questions, given with their place in D_i.
-
-    Questions whose prompt is too long have no rollouts.
-    """
+    """S1 and S2 of Algorithm 1 for a process's share of the questions, given with their place in D_i."""
     found = []
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
@@ -293,16 +296,9 @@ def write_collected(
     run: Training,
     progress: Progress,
     pool: Sequence[Example],
-    found: Sequence[Collected],
 ) -> None:
-    """Print and save Table 7, and save T as chat messages; `found` is what this round collected."""
+    """Print and save Table 7, and save T as chat messages."""
     example_of = {example.id: example for example in pool}
-    asked = [example_of[question.example_id] for question in found if question.example_id in example_of]
-    too_long = {question.example_id for question in found if not question.sampled}
-    fitting = [example for example in asked if example.id not in too_long]
-    print_left_out(
-        asked, fitting, f"their prompt is longer than --max-prompt-tokens {config.max_prompt_tokens}"
-    )
     if config.targets == "self":
         print(format_coverage(len(pool), progress.coverage))
         rejected = progress.coverage[-1]["rejected"]

@@ -108,7 +108,9 @@ class AgentOptions(QuestionOptions):
     )
     merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
-    attention: Literal["sdpa", "flash_attention_2"] = option("sdpa", "where not installed, sdpa")
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = option(
+        "auto", "auto: flash-attn where it is installed and can run, else sdpa"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +192,7 @@ class SftConfig(TrainingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig(TrainingOptions):
-    """GRPO (train_grpo.py). What mtsql/learn/variants.py does is off by default."""
+    """GRPO (train_grpo.py)."""
 
     SECTION: ClassVar = "grpo"
     steps: Positive = option(100, "batches of questions")
@@ -212,7 +214,7 @@ class GrpoConfig(TrainingOptions):
         "group",
         "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
     )
-    beta: float = option(0.0, "weight of the KL penalty")
+    beta: Annotated[float, AtLeast(0)] = option(0.0, "weight of the KL penalty")
     kl: Literal["k1", "k2", "k3"] = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
     dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
     tis_cap: float = option(
@@ -295,7 +297,6 @@ SECTIONS = (
     "common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
     "bridge",
 )  # fmt: skip
-COMMON = (TrainingOptions,)  # and what it inherits: the options that [common] may set
 
 
 def read_options(cls: type[Config], description: str | None, argv: list[str] | None = None) -> Config:
@@ -376,7 +377,10 @@ def _plain(kind: Any) -> type:
 
 
 def from_toml(path: Path, cls: type) -> dict[str, Any]:
-    """What [common] and the table of the command `cls` set. Raises UserError for whatever is wrong."""
+    """What [common], which may set what `TrainingOptions` has, and the table of the command `cls` set.
+
+    Raises UserError for whatever is wrong.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

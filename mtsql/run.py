@@ -45,7 +45,15 @@ from mtsql.files import hold_folder, write_atomically
 from mtsql.http_client import Server, ServerError, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
 from mtsql.learn.curriculum import SuccessCount
-from mtsql.learn.model import DTYPES, Reference, load_policy, merged_adapter, restore_policy, save_policy
+from mtsql.learn.model import (
+    DTYPES,
+    Reference,
+    has_adapter,
+    load_policy,
+    merged_adapter,
+    restore_policy,
+    save_policy,
+)
 from mtsql.learn.optimizer import make_optimizer, stepped_parameters
 from mtsql.learn.parallel import (
     Processes,
@@ -61,7 +69,7 @@ from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import summarise
-from mtsql.sql.score import Scorer, scorable
+from mtsql.sql.score import Scorer, print_left_out, scorable
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -72,6 +80,7 @@ FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions"
 FIXED = (
     "model", "data", "tables", "databases", "held_out", "seed", "history", "drop_empty", "recipe", "tools",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
+    "trajectories_per_step", "lora_rank",
 )  # fmt: skip
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 
@@ -140,7 +149,10 @@ def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
     """The policy of --model, loaded as `how` says, and the questions of a split that it is to answer."""
     questions = begin_questions(config, split, config.model)
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    return Run(**vars(questions), policy=chosen_policy(config, **how))
+    policy = chosen_policy(config, **how)
+    if config.merge_adapter and not has_adapter(policy) and questions.processes.is_main:
+        print("--merge-adapter does nothing here: the policy has no adapter")
+    return Run(**vars(questions), policy=policy)
 
 
 def chosen_policy(config: AgentOptions, **how: Any) -> PreTrainedModel | PeftModel:
@@ -197,6 +209,21 @@ def training_questions(
     return scorable(drawn, run.scorer, config.drop_empty)
 
 
+def fitting_questions(config: RewardOptions, run: Run, asked: Sequence[Example]) -> list[Example]:
+    """The questions whose prompt is not too long; says how many others there are.
+
+    Raises UserError if there is none.
+    """
+    fits = [run.environment.episodes(e, [0])[0].trajectory.status is None for e in run.processes.share(asked)]
+    kept = [e for e, fit in zip(asked, run.processes.gather(fits), strict=True) if fit]
+    longer = f"longer than --max-prompt-tokens {config.max_prompt_tokens}"
+    if not kept:
+        raise UserError(f"the prompt of every question is {longer}")
+    if run.processes.is_main:
+        print_left_out(asked, kept, f"their prompt is {longer}")
+    return kept
+
+
 @dataclass(frozen=True)
 class Training(Run):
     """What a training script works with; `step` and `state` are those of the checkpoint it resumes."""
@@ -225,8 +252,10 @@ def begin_training(
     if config.dtype == "float16":
         raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
     kept = "float32" if config.shard else config.dtype  # sharded weights are cast when they are gathered
-    lora = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
-    run = begin_run(config, "train", dtype=kept, **lora)
+    how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
+    if config.layout == "shared" and config.attention == "auto":
+        how["attention"] = "sdpa"  # flash-attn has no kernel for this layout
+    run = begin_run(config, "train", dtype=kept, **how)
     if config.layout == "shared" and run.attention.startswith("flash"):
         raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     reward = reward_function(config, run.tokens, run.scorer, weights)
@@ -265,9 +294,10 @@ def changed_options(config: TrainingOptions, out: Path) -> list[str]:
     now = json.loads(json.dumps(asdict(config)))
     changed = {n: (before[n], now[n]) for n in now if n in before and before[n] != now[n] and n != "resume"}
     sentences = [f"--{n.replace('_', '-')} was {old}, is now {new}" for n, (old, new) in changed.items()]
-    fixed = [sentence for n, sentence in zip(changed, sentences, strict=True) if n in FIXED]
+    levels = ("steps",) if before.get("curriculum") and before.get("level_size") else ()  # which share them
+    fixed = [sentence for n, sentence in zip(changed, sentences, strict=True) if n in (*FIXED, *levels)]
     if fixed:
-        raise UserError(f"{out} goes on with the same questions only: {'; '.join(fixed)}")
+        raise UserError(f"{out} goes on with the same questions and policy only: {'; '.join(fixed)}")
     return sentences
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -21,7 +22,10 @@ from transformers import (
 
 from mtsql import files
 from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.config import GrpoConfig
+from mtsql.errors import UserError
 from mtsql.files import folder_atomically, recover_folder, write_atomically
+from mtsql.learn import model as learned
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.checkpoint import load_training_state, save_training_state
 from mtsql.learn.logprobs import (
@@ -32,8 +36,9 @@ from mtsql.learn.logprobs import (
     token_batch,
     token_logprobs,
 )
-from mtsql.learn.loss import grpo_loss, kl_estimate, loss_denominator, sft_loss
-from mtsql.learn.model import Reference, load_policy, save_policy
+from mtsql.learn.loss import grpo_loss, kl_estimate, loss_denominator, sft_loss, truncation_cap
+from mtsql.learn.model import Reference, load_policy, merged_adapter, save_policy
+from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 from mtsql.model_folder import load_tokenizer
 
@@ -144,6 +149,42 @@ def test_values_and_gradients_equal_naive_full_logits(model, layout, temperature
         assert difference([got, entropy], [logprobs, entropies]) <= 1e-5
         assert got.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
         assert difference(gradients(model, got.square().mean()), expected_gradient) <= 1e-5
+
+
+def test_trajectories_that_share_nothing_take_plain_causal_attention(monkeypatch):
+    model, calls = make_model("qwen3"), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, attn_mask=None, is_causal=False, **options):
+        calls.append((is_causal, attn_mask is None))
+        return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    token_logprobs(model, LAYOUTS["packed one by one"](make_groups()))
+    assert calls and set(calls) == {(True, True)}
+    token_logprobs(model, LAYOUTS["shared"](make_groups()))
+    assert (False, False) in calls  # responses to one prompt see it and themselves alone
+
+
+def test_flash_attention_gets_the_borders_of_the_sequences():
+    groups, seen = make_groups(), []
+    model, batch = make_model("qwen3"), LAYOUTS["packed for flash-attn"](groups)
+    # All before the last trained token, which predicts nothing; of one without any its prompt.
+    trained = [[i for i, bit in enumerate(t.loss_mask) if bit] for t in flatten(groups)]
+    lengths = [max(of, default=t.prompt_length) for of, t in zip(trained, flatten(groups), strict=True)]
+    expected = np.cumsum([0, *lengths]).tolist()
+    assert batch.layout is None and batch.borders.tolist() == expected and batch.borders.dtype == torch.int32
+
+    def look(module, args, kwargs):
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        seen.append([kwargs[name] for name in names])
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
+    token_logprobs(model, batch)
+    assert len(seen) == 2
+    for starts, ends, longest, most in seen:
+        assert starts.tolist() == ends.tolist() == expected and longest == most == max(lengths)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -362,7 +403,9 @@ def test_denominators_by_hand():
     assert loss.item() == pytest.approx(-(1 / 2 * 1 + 1 / 2 * -2))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, torch.tensor([-1 / 2, 1 / 3, 1 / 3, 1 / 3]))
-    assert statistics == {"clip_fraction": 0.0}
+    assert statistics == pytest.approx({"weight": 1.0, "clip_fraction": 0.0})
+    _, half = grpo_loss(logprobs, advantages, index, 4, old_logprobs=torch.tensor([-1.0, 0.0, 0.0, 0.0]))
+    assert half == pytest.approx({"weight": 0.5, "clip_fraction": 0.25})  # of what was trained on, a half
     loss, _ = grpo_loss(logprobs, advantages, index, 4, aggregate="token")
     assert loss.item() == pytest.approx(-(1 - 2 - 2 - 2) / 4)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -469,6 +512,64 @@ def test_truncated_importance_sampling_by_hand():
         grpo_loss(logprobs, torch.zeros(1), torch.tensor([0, 0]), 1, tis_cap=2.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "device", "cap"),
+    [
+        ({}, "cpu", 0.0),
+        ({}, "meta", 2.0),  # not a CPU
+        ({"dtype": "bfloat16"}, "cpu", 2.0),
+        ({"quantise": "nf4"}, "cpu", 2.0),
+        ({"tis_cap": 0.0, "dtype": "bfloat16"}, "meta", 0.0),
+        ({"tis_cap": 3.0}, "cpu", 3.0),
+    ],
+)
+def test_importance_is_truncated_where_sampler_and_trainer_round(options, device, cap):
+    config = GrpoConfig(model="m", data=("d",), out="o", **options)
+    assert truncation_cap(config, make_model("qwen3").to(device)) == cap
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(bad):
+    layer = torch.nn.Linear(2, 2)
+    before = [p.detach().clone() for p in layer.parameters()]
+    optimizer = make_optimizer(layer, 0.1)
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, bad)
+    with pytest.raises(UserError, match=r"the gradient's norm is (nan|inf); the weights are as before"):
+        optimizer_step(optimizer, stepped_parameters(optimizer), 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+
+
+def test_a_merged_adapter_is_taken_out_again_whatever_happens(monkeypatch):
+    model = make_model("lora")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def assert_as_before():
+        assert_same_weights(before, dict(model.named_parameters()))
+        assert not any(getattr(m, "merged", False) for m in model.modules())
+
+    with pytest.raises(KeyError), merged_adapter(model):
+        assert not torch.equal(
+            before["base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"],
+            model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight,
+        )
+        raise KeyError
+    assert_as_before()
+    layers, merge = [], LoraLinear.merge
+
+    def short(self, *args, **options):
+        if len(layers) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        layers.append(self)
+        return merge(self, *args, **options)
+
+    monkeypatch.setattr(LoraLinear, "merge", short)
+    with pytest.raises(torch.OutOfMemoryError), merged_adapter(model):
+        pass
+    assert len(layers) == 3
+    assert_as_before()
+
+
 def test_far_ratios_stay_finite():
     logprobs = torch.tensor([-1.0, -200.0], requires_grad=True)
     loss, _ = grpo_loss(
@@ -530,6 +631,20 @@ def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> Non
         assert torch.equal(value, other[name]), name
 
 
+def test_flash_attention_where_it_can_run_else_sdpa(tmp_path, tokenizer, monkeypatch, capsys):
+    save_policy(make_model("qwen3"), tokenizer, tmp_path)
+    capsys.readouterr()
+    assert load_policy(tmp_path, attention="flash_attention_2").config._attn_implementation == "sdpa"
+    assert capsys.readouterr().err == "--attention flash_attention_2 needs a GPU: it is sdpa\n"
+    assert load_policy(tmp_path, attention="auto").config._attn_implementation == "sdpa"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: False)
+    assert "requirements-gpu.txt" in learned._lacks_for_flash("bfloat16", on_cuda=True)
+    monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: True)
+    assert learned._lacks_for_flash("float32", on_cuda=True) == "needs --dtype bfloat16"
+    assert learned._lacks_for_flash("bfloat16", on_cuda=True) == ""
+
+
 def test_policy_folders_round_trip(tmp_path, tokenizer):
     base = tmp_path / "base"
     save_policy(make_model("qwen3"), tokenizer, base)
@@ -537,7 +652,7 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
     policy = load_policy(base)
     assert_same_weights(weights(policy), weights(make_model("qwen3")))
     assert all(p.requires_grad for p in policy.parameters())
-    assert load_policy(base, attention="flash_attention_2").config._attn_implementation == "sdpa"
+    assert load_policy(base).config._attn_implementation == "sdpa"
 
     lora = load_policy(base, "bfloat16", lora_rank=3)
     names = {name.split(".lora_")[0] for name in weights(lora) if ".lora_" in name}

@@ -18,9 +18,14 @@ from conftest import TOY, run
 from safetensors.torch import load_file
 from test_learn import SIZES
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.learn import parallel
+from mtsql.agent import generator
+from mtsql.agent.head import float32_logits
+from mtsql.gpu_check import gaps, random_qwen3, sample
+from mtsql.learn import logprobs, parallel
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import Processes, join_processes, leave_processes, shard_policy, whole_weights
 
@@ -84,8 +89,14 @@ def rows_of(path: Path) -> list[dict[str, float]]:
 def assert_trained_alike(start: Path, one: Path, other: Path) -> None:
     """Both are as far from where they started, to 2 % of the way, as rounding differs where gradients are
     nearly 0 and Adam moves a weight by its rate all the same."""
-    before, a, b = (load_file(folder / "model.safetensors") for folder in (start, one, other))
-    assert before.keys() == a.keys() == b.keys()
+    if (one / "adapter_model.safetensors").is_file():  # where B starts at 0, and A is small beside it
+        a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+        assert a.keys() == b.keys()
+        a, b = ({name: w for name, w in of.items() if "lora_B" in name} for of in (a, b))
+        before = {name: torch.zeros_like(weight) for name, weight in a.items()}
+    else:
+        before, a, b = (load_file(folder / "model.safetensors") for folder in (start, one, other))
+        assert before.keys() == a.keys() == b.keys()
     way = torch.cat([(a[name] - before[name]).flatten() for name in a])  # (parameters,)
     apart = torch.cat([(b[name] - a[name]).flatten() for name in a])  # (parameters,)
     assert way.norm() > 0 and apart.norm() <= 0.02 * way.norm()
@@ -107,7 +118,7 @@ def files_of(folder: Path) -> set[str]:
         (
             "train_sft.py",
             ["--questions", 8, "--samples-per-question", 4, "--rounds", 2, "--epochs", 1, "--tools", "none",
-             "--trajectories-per-step", 5, "--learning-rate", 3e-5],
+             "--trajectories-per-step", 5, "--learning-rate", 3e-5, "--lora-rank", 4],
         ),
     ],
 )  # fmt: skip
@@ -207,6 +218,71 @@ def test_a_process_that_hangs_ends_the_others_with_a_sentence(tmp_path):
     finally:
         second.kill()
         first.kill()
+
+
+def linger(rank: int, folder: str) -> None:
+    """The first of two processes has files to write when the second has nothing more to do."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29642"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "linger"
+    parallel.SILENCE = 1.0
+    processes = join_processes()
+    if rank == 0:
+        time.sleep(4)
+    leave_processes(processes)
+    Path(folder, f"left.{rank}").touch()
+
+
+def test_a_process_that_waits_at_the_end_is_no_silent_one(tmp_path):
+    torch.multiprocessing.spawn(linger, args=(str(tmp_path),), nprocs=2)
+    assert {p.name for p in tmp_path.glob("left.*")} == {"left.0", "left.1"}
+
+
+def sharded(rank: int, store: str) -> None:
+    """One of two processes: whole weights go back whatever happens, and logits are not rounded."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    processes = Processes(rank, 2)
+    model = random_qwen3(torch.device("cpu"), num_hidden_layers=2, initializer_range=0.2)
+    shard_policy(model, processes, torch.bfloat16)
+
+    def assert_sharded() -> None:
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+    with pytest.raises(KeyError), whole_weights(model):
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        raise KeyError
+    assert_sharded()
+    unshard, calls = FSDPModule.unshard, []
+
+    def short(self: FSDPModule) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        unshard(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "unshard", short)
+        with pytest.raises(torch.OutOfMemoryError), whole_weights(model):
+            pass
+    assert len(calls) == 2
+    assert_sharded()
+
+    apart = []
+    rounded = lambda hidden, weight: (hidden @ weight.t()).float()  # noqa: E731
+    for logits in (float32_logits, rounded):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (generator, logprobs):
+                patch.setattr(module, "float32_logits", logits)
+            with whole_weights(model):
+                played = sample(model, tokens=16)
+            apart.append(gaps(model, played).mean())
+    assert 0 < apart[0] < apart[1]
+    leave_processes(processes)
+    Path(f"{store}.{rank}").touch()
+
+
+def test_sharded_weights_go_back_and_their_logits_are_float32(tmp_path):
+    torch.multiprocessing.spawn(sharded, args=(str(tmp_path / "store"),), nprocs=2)
+    assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1"}
 
 
 def small_steps(rank: int, store: str) -> None:

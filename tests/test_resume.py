@@ -124,4 +124,14 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
     ]
     with pytest.raises(UserError, match=r"only: --seed was 0, is now 3; --data was \['d'\], is now"):
         changed_options(replace(other, data=("e",), seed=3), tmp_path)
+    with pytest.raises(UserError, match="--lora-rank was 0, is now 4"):
+        changed_options(replace(other, lora_rank=4), tmp_path)
     assert changed_options(other, tmp_path / "new") == []
+    levels = replace(config, curriculum="counts.jsonl", out=str(tmp_path / "levels"))
+    save_config(levels, tmp_path / "levels")
+    with pytest.raises(UserError, match="--steps was 5, is now 9"):  # another level would be due
+        changed_options(replace(levels, steps=9), tmp_path / "levels")
+    warm = SftConfig(model="m", data=("d",), out=str(tmp_path / "sft"))
+    save_config(warm, tmp_path / "sft")
+    with pytest.raises(UserError, match="--trajectories-per-step was 16, is now 8"):
+        changed_options(replace(warm, trajectories_per_step=8), tmp_path / "sft")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, us
 from mtsql.data.datasets import examples
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.model import load_policy
+from mtsql.learn.parallel import Processes
 from mtsql.model_folder import load_tokenizer
 from mtsql.questions import load_split, make_environment
 from mtsql.report.evaluation import answer_dialogues
+from mtsql.run import fitting_questions
 
 CONFIGS = {train_sft: SftConfig, train_grpo: GrpoConfig, evaluate: EvaluateConfig}
 SHARED = ROOT.parent / "shared" / "data"
@@ -149,8 +152,13 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
     run(
         "train_grpo.py", *data, "--out", work / "levels", "--curriculum", work / "counts" / "counts.jsonl",
         "--level-size", size, "--steps", 4, "--prompts-per-step", 2, "--samples-per-prompt", 2,
+        "--tis-cap", 2,
     )  # fmt: skip
-    levels = [int(row["level"]) for row in rows_of(work / "levels" / "metrics.csv")]
+    rows = rows_of(work / "levels" / "metrics.csv")
+    weights = [float(row["tis_weight"]) for row in rows if float(row["informative_groups"])]
+    assert weights == pytest.approx([1.0] * len(weights), abs=1e-3)  # over the tokens that were trained on
+    assert [p.name for p in (work / "levels" / "checkpoints").iterdir()] == ["step_00000004"]
+    levels = [int(row["level"]) for row in rows]
     count = -(-len(wrong) // size)
     assert levels == sorted(levels) and set(levels) == set(range(1, count + 1))
     place = {c.example_id: i // size + 1 for i, c in enumerate(wrong)}
@@ -207,6 +215,35 @@ def test_quickstart_ends_with_its_table(work):
     for result in results:
         assert 0 <= result["ex_low"] <= result["ex"] <= result["ex_high"] <= 1
         assert result["questions"] > 0 and result["minutes"] >= 0 and "ex_sampled" in result
+
+
+def test_questions_whose_prompt_is_too_long_are_left_out_at_the_start(work, capsys):
+    options = dict(model="", data=(str(work / "benchmark"),), out="", wording="compact")
+    tokens = ChatTokens(load_tokenizer(work / "imitation"))
+    dataset = load_split(GrpoConfig(**options), "train")
+
+    def fitting(longest):
+        config = GrpoConfig(**options, max_prompt_tokens=longest)
+        environment = make_environment(config, dataset, tokens, "both")
+        run = SimpleNamespace(environment=environment, processes=Processes(0, 1))
+        return fitting_questions(config, run, asked)
+
+    asked = examples(dataset.dialogues)
+    assert fitting(10_000) == asked and capsys.readouterr().out == ""
+    environment = make_environment(GrpoConfig(**options), dataset, tokens, "both")
+    lengths = {e.id: environment.episodes(e, [0])[0].trajectory.prompt_length for e in asked}
+    middle = sorted(lengths.values())[len(asked) // 2]
+    short = [e for e in asked if lengths[e.id] <= middle]
+    assert 0 < len(short) < len(asked) and fitting(middle) == short
+    assert capsys.readouterr().out == (
+        f"left out {len(asked) - len(short)} of {len(asked)} questions: "
+        f"their prompt is longer than --max-prompt-tokens {middle}\n"
+    )
+    said = run(
+        "train_grpo.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation", "--questions", 2,
+        "--out", work / "too_long", "--max-prompt-tokens", 5, expect=2,
+    )  # fmt: skip
+    assert "the prompt of every question is longer than --max-prompt-tokens 5" in said
 
 
 def test_grpo_plays_the_questions_that_the_seed_draws(work):

@@ -57,8 +57,9 @@ def grpo_loss(
     `kl_estimate` against `reference_logprobs`. `dual_clip` and `tis_cap`, 0 for none, are explained in
     `mtsql.learn.variants`; the second needs `sampling_logprobs`.
 
-    Statistics: clip_fraction, and kl and tis_weight where they apply. Raises ValueError for an unknown
-    `ratio` and for a `beta` or `tis_cap` without its log-probabilities.
+    Statistics: "weight", the sum of the tokens' weights, by which the weighted sums of clip_fraction, and of
+    kl and tis_weight where they apply, are to be divided. Raises ValueError for an unknown `ratio` and for a
+    `beta` or `tis_cap` without its log-probabilities.
     """
     if beta != 0 and reference_logprobs is None:
         raise ValueError("beta needs reference log-probabilities")
@@ -73,7 +74,7 @@ def grpo_loss(
     if dual_clip > 0:
         objective = dual_clip_bound(objective, advantage, dual_clip)
     bound = (objective != ratios * advantage).to(weights)
-    statistics = {"clip_fraction": float((weights * bound).sum())}
+    statistics = {"weight": float(weights.sum()), "clip_fraction": float((weights * bound).sum())}
     if tis_cap > 0:
         tis = truncated_importance_weights(old, sampling_logprobs, tis_cap)
         objective = objective * tis

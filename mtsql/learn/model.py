@@ -41,7 +41,7 @@ def load_policy(
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     *,
-    attention: str = "sdpa",
+    attention: str = "auto",
     quantise: str = "none",
     lora_rank: int = 0,
     gradient_checkpointing: bool = False,
@@ -52,8 +52,9 @@ def load_policy(
     LoRA adapters on all linear layers but the head, with alpha twice the rank; base weights are `dtype`,
     adapter weights always float32. `quantise` "nf4" keeps the base's linear layers, but not the head, in
     4-bit NormalFloat with doubly quantised constants (QLoRA, Dettmers et al. 2023); only adapters can be
-    trained then. "flash_attention_2" is "sdpa", with a sentence on stderr, where it is not installed, in
-    float32 and without CUDA; it cannot run shared-prompt batches. Raises UserError if nothing can be
+    trained then. "auto" is "flash_attention_2" where that is installed, on CUDA and in half precision, else
+    "sdpa"; asked for by name it is "sdpa" there too, with a sentence on stderr. flash-attn cannot run
+    shared-prompt batches. Raises UserError if nothing can be
     loaded under that name and for a `lora_rank` that would stack an adapter on an adapter, ValueError for
     an unknown dtype.
     """
@@ -66,9 +67,11 @@ def load_policy(
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # of PEFT's own look-up
     on_cuda = torch.device(device).type == "cuda"
-    if attention == "flash_attention_2" and (lack := _lacks_for_flash(dtype, on_cuda)):
-        print(f"--attention flash_attention_2 {lack}: it is sdpa", file=sys.stderr)
-        attention = "sdpa"
+    if attention != "sdpa":
+        lack = _lacks_for_flash(dtype, on_cuda)
+        if lack and attention == "flash_attention_2":
+            print(f"--attention flash_attention_2 {lack}: it is sdpa", file=sys.stderr)
+        attention = "sdpa" if lack else "flash_attention_2"
     source = name_or_path
     try:
         if adapter:
@@ -174,8 +177,8 @@ def merged_adapter(policy: PreTrainedModel | PeftModel) -> Iterator[None]:
     if any(isinstance(base, Linear4bit) for base in bases):
         raise UserError("--merge-adapter needs a base that is not quantised; leave out one of the two")
     kept = [base.weight.detach().clone() for base in bases]
-    policy.merge_adapter()
     try:
+        policy.merge_adapter()
         yield
     finally:
         policy.unmerge_adapter()

@@ -84,10 +84,17 @@ def optimizer_step(
 ) -> float:
     """One step on the gradients, clipped to the norm `largest`; returns the norm before clipping.
 
-    The gradients are dropped after it, so that they take no memory during rollouts.
+    The gradients are dropped after it, so that they take no memory during rollouts. Raises UserError for a
+    gradient that is not finite, before it reaches the weights.
     """
     set_learning_rate(optimizer, rate)
-    norm = nn.utils.clip_grad_norm_(parameters, largest)
+    clipped = nn.utils.clip_grad_norm_(parameters, largest)
+    norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+    if not math.isfinite(norm):
+        raise UserError(
+            f"the gradient's norm is {norm}; the weights are as before: lower --learning-rate, or compute in "
+            "--dtype float32, and go on from the last checkpoint with --resume"
+        )
     optimizer.step()
     optimizer.zero_grad()
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm

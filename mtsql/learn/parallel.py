@@ -35,7 +35,7 @@ from mtsql.errors import UserError
 from mtsql.learn.optimizer import stepped_parameters
 
 T = TypeVar("T")
-SILENCE = 180.0  # seconds after which a process that says nothing is dead or stuck
+SILENCE = 180.0  # seconds after which a process that says nothing is dead or stopped
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ def join_processes() -> Processes:
 def watch_others(processes: Processes) -> None:
     """Start a thread that ends this process with a sentence, exit code 3, if another is silent for SILENCE.
 
-    A process that died is ended by torchrun; one that hangs would let the others wait for a day.
+    A process that died is ended by torchrun; one that is stopped, or whose machine is, would let the others
+    wait for a day. One that lives is not silent, however long a rollout of it takes: nothing tells a slow
+    one from one that hangs inside an operation.
     """
     store = dist.distributed_c10d._get_default_store()
     heard = {rank: (b"", time.monotonic()) for rank in range(processes.count)}
@@ -140,7 +142,7 @@ def watch_others(processes: Processes) -> None:
                     heard[rank] = (said, time.monotonic())
                 elif time.monotonic() - since > SILENCE and not processes.left.is_set():
                     sentence = (
-                        f"process {rank} has been silent for {SILENCE:.0f} seconds: it is dead or stuck"
+                        f"process {rank} has been silent for {SILENCE:.0f} seconds: it is dead or stopped"
                     )
                     print(f"error: {sentence}; go on with --resume", file=sys.stderr, flush=True)
                     os._exit(3)
@@ -171,10 +173,10 @@ def whole_weights(policy: nn.Module) -> Iterator[None]:
     Rollouts need it: the processes make different numbers of forward passes.
     """
     sharded = [m for m in policy.modules() if isinstance(m, FSDPModule)]
-    for module in sharded:
-        module.unshard()
-        module.set_reshard_after_forward(False, recurse=False)
     try:
+        for module in sharded:
+            module.unshard()
+            module.set_reshard_after_forward(False, recurse=False)
         yield
     finally:
         for module in sharded:
@@ -223,7 +225,7 @@ def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state
 
 def leave_processes(processes: Processes) -> None:
     """Wait for all processes, then take them apart."""
-    processes.left.set()
     if processes.count > 1:
         dist.barrier()
+        processes.left.set()  # until here the others want signs of life: the first may have files to write
         dist.destroy_process_group()

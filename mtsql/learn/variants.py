@@ -1,4 +1,7 @@
-"""Variants of GRPO, each from another paper and off by default; the plain step is train_grpo.py's.
+"""Variants of GRPO, each from another paper; the plain step is train_grpo.py's.
+
+All are off by default but the last, which is on where sampler and trainer round apart
+(`mtsql.learn.loss.truncation_cap`).
 
 - dynamic sampling: DAPO (Yu et al. 2025), section 3.2
 - truncated trajectories excluded or penalised: DAPO, section 3.4 (overlong reward shaping)
@@ -81,14 +84,14 @@ def add_divergences(config: GrpoConfig, samples: Sequence[Sample], reference: Re
                 by_seed[part[index][0].seed].divergence += value
 
 
-def idle_variants(config: GrpoConfig) -> list[str]:
-    """A sentence for each option that was set but does nothing, given the others."""
+def idle_variants(config: GrpoConfig, cap: float) -> list[str]:
+    """A sentence for each option that was set but does nothing, given the others and the `truncation_cap`."""
     ratio = config.updates_per_batch == 1 and "the importance ratio is 1 at one update a batch"
     idle = {
         "clip_low": ratio,
         "clip_high": ratio,
         "dual_clip": ratio,
-        "ratio": ratio,
+        "ratio": cap == 0 and ratio,  # over a sequence it mixes its tokens' truncated weights
         "kl": config.beta == 0 and "there is no KL penalty (--beta 0)",
         "truncation_penalty": config.truncated != "penalise" and "--truncated is not penalise",
         "filter_threshold": not config.filter_rollouts and "--filter-rollouts is not set",

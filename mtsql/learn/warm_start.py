@@ -23,14 +23,15 @@ def idle_targets(config: SftConfig) -> list[str]:
     why = config.targets != "self" and f"--targets {config.targets} samples nothing"
     names = ("samples_per_question", "temperature", "embedding")
     gold = config.targets == "gold" and "--targets gold takes every answer"
-    return idle_options(config, dict.fromkeys(names, why) | {"correct": gold})
+    lines = config.targets != "teacher" and "--targets is not teacher"
+    return idle_options(config, dict.fromkeys(names, why) | {"correct": gold, "teacher_kept": lines})
 
 
 @dataclass(frozen=True)
 class Collected:
     """One question in one round: how many rollouts it had, which were kept, and why the others were not.
 
-    It has none if its prompt is too long. `right` counts those whose answer was right, kept or not;
+    `right` counts those whose answer was right, kept or not;
     `rejected` counts by reason.
     """
 
