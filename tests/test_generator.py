@@ -408,7 +408,14 @@ def test_the_decode_step_has_few_static_shapes(model):
 def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
     monkeypatch.setattr(cache, "LOWEST_TIER", 16)
     free = ids_by_seed(play(model, list(range(12)), 1.0))
-    need, most, again = [], [], []
+    need, most, again, youngest, playing = [], [], [], [], []
+    enter = Generator.__enter__
+
+    def entered(self):
+        playing.append(self)
+        return enter(self)
+
+    monkeypatch.setattr(Generator, "__enter__", entered)
     admit, lift, drop = RowCache.admit, RowCache.lift, RowCache.drop
 
     def watched(self, row, new):
@@ -424,6 +431,9 @@ def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
 
     def dropped(self, rows):
         need.append(sum(row.tier.capacity for tier in self.tiers.values() for row in tier.rows))
+        inside = [row for row in playing[-1].rows if row.tier is not None]
+        if len(rows) == 1 and rows[0].decoding:  # it gives its place back
+            youngest.append(rows[0] is inside[-1])
         drop(self, rows)
 
     monkeypatch.setattr(RowCache, "admit", watched)
@@ -437,6 +447,7 @@ def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
     assert ids_by_seed(play(model, list(range(12)), 1.0, cache_gib=gib)) == free
     assert max(most) <= third and max(need) > third // 2
     assert any(again)  # in the middle of a message
+    assert youngest and all(youngest)
     with pytest.raises(ValueError, match="raise --cache-gib"):
         play(model, [1], 1.0, cache_gib=gib / 30)
 
@@ -480,6 +491,47 @@ def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, 
         play(model, [0], 1.0)
 
 
+def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys):
+    """The cache is halved while rows are short; they grow beyond that half."""
+    monkeypatch.setattr(cache, "LOWEST_TIER", 16)
+    passes, original = [], Generator._compute
+
+    def messages() -> list[list[int]]:
+        with Generator(model, (), 1.0, longest=100) as generator:
+            rows = generator.start([[5, 6, 7], [8, 9]], [0, 1], [90, 90])
+            for _ in range(400):
+                generator.step()
+                if not any(row.decoding for row in rows):
+                    return [row.ids for row in rows]
+        pytest.fail("the rows never end")
+
+    free = messages()
+
+    def short(self, ids, positions, pieces):
+        passes.append(self.cache.reserved)
+        if len(passes) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, ids, positions, pieces)
+
+    monkeypatch.setattr(Generator, "_compute", short)
+    assert messages() == free
+    assert passes[2] <= 2 * 16 and max(passes) <= 100
+    assert "out of memory: the rollout goes on with" in capsys.readouterr().err
+
+
+def test_the_cache_takes_a_share_of_what_the_device_has_free(model, monkeypatch):
+    token = cache_bytes_per_token(model)
+    monkeypatch.setattr(cache, "free_memory", lambda device: 1000 * token)
+    assert cache.cache_positions(model, 0.0, 100) == int(cache.SHARE_OF_FREE * 1000)
+    monkeypatch.undo()
+    cuda = SimpleNamespace(
+        memory_reserved=lambda device: 7_000, memory_allocated=lambda device: 3_000,
+        mem_get_info=lambda device: (20_000, 90_000),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert cache.free_memory(torch.device("cuda")) == 20_000 + 4_000  # what torch keeps for itself is free
+
+
 def test_a_row_takes_the_positions_that_it_uses(model):
     with Generator(model, (), longest=12_000) as generator:
         rows = generator.start([[5] * 100, [6] * 100, [7] * 1000], range(3), [100] * 3)
@@ -510,9 +562,13 @@ class FakeCuda:
     def __init__(self) -> None:
         self.pools = self.streams = self.captures = 0
         self.alive: dict[int, weakref.WeakSet] = {}
+        self.used: set[int] = set()
         self.CUDAGraph = FakeGraph
 
-    def Stream(self) -> SimpleNamespace:
+    def current_device(self) -> int:
+        return 0
+
+    def Stream(self, device: int) -> SimpleNamespace:
         self.streams += 1
         return SimpleNamespace(wait_stream=lambda other: None)
 
@@ -528,9 +584,8 @@ class FakeCuda:
         return self.pools
 
     def graph(self, graph: FakeGraph, pool: int, stream: SimpleNamespace) -> nullcontext:
-        assert (
-            self.alive[pool] or pool == self.pools
-        )  # no pool is captured into again that lost all its graphs
+        assert self.alive[pool] or pool not in self.used, "a pool that lost all its graphs is used again"
+        self.used.add(pool)
         self.alive[pool].add(graph)
         self.captures += 1
         return nullcontext()
@@ -557,8 +612,13 @@ def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
         assert len(self.captured) <= 3
 
     monkeypatch.setattr(graphs.DecodeGraphs, "_capture", captured)
-    assert greedy(model, static_shapes=True, graphs=graphs.DecodeGraphs()) == plain
-    assert 1 < cuda.captures <= 6 and cuda.streams == 1
+    graphs.capture_stream.cache_clear()
+    try:
+        for _ in range(2):  # two rollouts
+            assert greedy(model, static_shapes=True, graphs=graphs.DecodeGraphs()) == plain
+    finally:
+        graphs.capture_stream.cache_clear()
+    assert 2 < cuda.captures <= 12 and cuda.pools >= 2 and cuda.streams == 1
 
 
 def test_the_decode_step_traces_as_one_graph(model):

@@ -9,8 +9,19 @@ import torch
 from conftest import run
 
 from mtsql import gpu_check
+from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.head import float32_logits
-from mtsql.gpu_check import GAP, check_gap, gaps, random_qwen3, sample
+from mtsql.gpu_check import (
+    GAP,
+    check_gap,
+    decode_speed,
+    gaps,
+    random_qwen3,
+    sample,
+    some_prompts,
+    without_tf32,
+)
+from mtsql.run import pick_device
 
 
 def test_on_a_cpu_all_rows_that_can_run_pass(tmp_path):
@@ -37,6 +48,42 @@ def test_what_is_wrong_fails_with_the_number(monkeypatch):
     monkeypatch.setattr(gpu_check, "all_checks", lambda: [("a kernel", "runs", broken)])
     (outcome,) = gpu_check.make_checks(cpu, lambda outcome: None)
     assert outcome.verdict == "fail" and outcome.measured == "RuntimeError: no kernel image is available"
+
+
+def test_decoding_speed_counts_the_rows_that_decode():
+    model = random_qwen3(torch.device("cpu"), num_hidden_layers=1).eval()
+    prompts = some_prompts([40] * 8)
+    gib = 3.4 * 512 * cache_bytes_per_token(model) / 2**30
+    few, every = (decode_speed(model, prompts, 4, True, cache_gib=size) for size in (gib, 0.0))
+    assert (few.rows, every.rows) == (3, 8)
+    assert min(few.share_of_floor, every.share_of_floor) > 0
+
+
+def test_tf32_is_off_where_ids_have_to_be_the_same():
+    found = []
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        without_tf32()(lambda: found.append(torch.get_float32_matmul_precision()))()
+        found.append(torch.get_float32_matmul_precision())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == ["highest", "high"]
+
+
+def test_a_gpu_gets_tf32_and_no_cudnn_attention(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert pick_device("auto") == torch.device("cuda", 1)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert pick_device("cpu") == torch.device("cpu")
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

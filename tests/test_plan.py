@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from dataclasses import replace
@@ -241,11 +242,26 @@ def test_the_cache_holds_rows_by_what_they_use(tiny):
         footprint.planned_positions(model, replace(config, cache_gib=0.4 * config.cache_gib))
 
 
+def test_graphs_attention_sums_and_holes_are_in_the_plan(tiny):
+    half = replace(tiny, dtype="bfloat16", lora_rank=4)
+    planned = plan.make_plan(half)
+    assert planned.phases["rollout"]["CUDA graphs"] == 32 * 25 * 2**20
+    positions = sum(len(t.ids) for group in footprint.largest_micro_batch(half) for t in group)
+    sums = planned.phases["training, layers"]["attention's sums"]
+    of_a_position = 3 * 4 * HEADS * HEAD_DIM  # gradients of queries, keys and values in float32
+    assert sums % of_a_position == 0 and 0 < sums <= positions * of_a_position
+    assert plan.make_plan(replace(half, dtype="float32")).phases["training, layers"]["attention's sums"] == 0
+    for items in planned.phases.values():
+        held = [size for name, size in items.items() if name not in ("fragmentation", "key/value cache")]
+        assert items["fragmentation"] == int(0.05 * sum(held))
+    assert "expandable_segments:True" in os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+
+
 DATA = ROOT.parent / "shared" / "data"
 
 
 @pytest.mark.skipif(not (DATA / "tokenizer_qwen3").is_dir(), reason="needs the real data beside the checkout")
-def test_thirty_two_real_trajectories_play_at_once_on_24_gib():
+def test_thirty_two_real_trajectories_are_let_in_at_once_on_24_gib():
     config = read_config(str(ROOT / "configs" / "sparc_qwen3_1.7b_lora_24gb.toml"), "grpo", {})
     held = footprint.planned_positions(footprint.build_model(config), config)
     tokens = ChatTokens(load_tokenizer(DATA / "tokenizer_qwen3"))

@@ -47,6 +47,10 @@ WIDEST = 1024  # tokens of one row in a forward pass,
 MASK_ELEMENTS = 2**25  # and elements of its attention mask
 STATIC_WIDTH = 64  # With static shapes a chunk is as wide as a multiple of this.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+TOO_SMALL = (
+    "the device's memory does not hold one trajectory; lower --max-prompt-tokens or --max-response-tokens, "
+    "or take a smaller model or --quantise nf4"
+)
 
 
 @dataclass(eq=False)
@@ -88,9 +92,10 @@ class Generator:
     `stops(ids)` says whether a message with the ids `ids` ends with a stop string. With `static_shapes`
     (the default on a GPU) the decode step has one of few shapes, and on a GPU each of them is captured
     as a CUDA graph. `longest` bounds the positions of a row. The cache has `cache_gib` GiB, or most of
-    what the device has free (0); if memory runs out it goes on with half of what it had. Raises
-    UserError for a model whose attention is neither SDPA nor flash-attn, or not full attention in every
-    layer, and for a cache that does not hold one row.
+    what the device has free (0); if memory runs out it goes on with half of what rows had taken, at least
+    with room for the longest. Raises UserError if that is no less than before, for a cache that does not
+    hold one row, and for a model whose attention is neither SDPA nor flash-attn, or not full attention in
+    every layer.
     """
 
     def __init__(
@@ -111,8 +116,7 @@ class Generator:
             raise UserError(f"The model has {sorted(layer_types)}, only full attention is known.")
         self.model = model
         self.inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-        # FSDP2 gathers the head for its own forward pass only.
-        self.head = None if isinstance(model, FSDPModule) else plain_head(self.inner)
+        self.head = plain_head(self.inner)
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature = temperature
         self.stops = stops
@@ -191,6 +195,8 @@ class Generator:
             self._catch_up([row for row in self.rows if row.tier is None and row.decoding])
         self._catch_up([row for row in self.in_cache if len(row.history) > row.tier.capacity])
         if not any(row.decoding for row in self.in_cache):
+            if stuck and any(row.decoding for row in self.rows):
+                raise UserError(TOO_SMALL)
             return []
         # Rows that wait for an observation go along: this writes their pending token in place.
         pieces = self.cache.decode_pieces()
@@ -254,12 +260,10 @@ class Generator:
         try:
             return act(*given)
         except OUT_OF_MEMORY:
-            half = self.cache.reserved // 2
-        if half < self.cache.capacity(max(len(row.history) for row in self.rows)):
-            raise UserError(
-                "the device's memory does not hold one trajectory; lower --max-prompt-tokens "
-                "or --max-response-tokens, or take a smaller model or --quantise nf4"
-            )
+            longest = self.cache.capacity(self.longest or max(len(row.history) for row in self.rows))
+            half = max(self.cache.reserved // 2, longest)
+        if self.cache.positions is not None and half >= self.cache.positions:
+            raise UserError(TOO_SMALL)
         self.cache.drop(self.rows)
         self._clear_cache(half)
         if self.model.device.type == "cuda":
@@ -327,6 +331,12 @@ class Generator:
             "use_cache": True,
             "aimed": self.cache.aim(pieces, positions, self.model.dtype),
         }
+        if isinstance(self.model, FSDPModule):  # it gathers the head for its own forward pass only
+            decoding = input_ids.shape[1] == 1  # else nobody reads the logits
+            outputs = self.model(**inputs, output_hidden_states=decoding, logits_to_keep=1)
+            if self.head is None or not decoding:
+                return outputs.logits[:, -1]
+            return float32_logits(outputs.hidden_states[-1][:, -1], plain_head(self.inner).weight)
         if self.head is None:
             return self.model(**inputs, logits_to_keep=1).logits[:, -1]
         hidden = self.inner.base_model(**inputs).last_hidden_state[:, -1]  # (rows, hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,12 @@ from torch import Tensor
 from mtsql.agent.cache import Piece
 
 MOST_GRAPHS = 32  # The one that was used the longest time ago is dropped for another.
+
+
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device: each stream that ever computed keeps its own workspaces."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeGraphs:
@@ -24,8 +31,8 @@ class DecodeGraphs:
     def __init__(self) -> None:
         self.captured: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
         self.logits: dict[int, Tensor] = {}  # by rows, outside the pool, so that nothing in it must last
-        self.stream: torch.cuda.Stream | None = None  # one for all captures: each has its own workspaces
         self.pool: tuple[int, int] | None = None
+        self.captures = 0  # so far
 
     def run(
         self,
@@ -58,15 +65,16 @@ class DecodeGraphs:
             del self.captured[old]
         if not self.captured:
             self.pool = torch.cuda.graph_pool_handle()
-        self.stream = self.stream or torch.cuda.Stream()
+        stream = capture_stream(torch.cuda.current_device())
         own_ids, own_positions = input_ids.clone(), positions.clone()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # one run outside the graph, as capturing asks for
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # one run outside the graph, as capturing asks for
             logits = compute(own_ids, own_positions, pieces)
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream().wait_stream(stream)
         if len(input_ids) not in self.logits:
             self.logits[len(input_ids)] = logits.clone()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
             self.logits[len(input_ids)].copy_(compute(own_ids, own_positions, pieces))
         self.captured[key] = (graph, own_ids, own_positions)
+        self.captures += 1
