@@ -98,7 +98,9 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
     short_rl = train("short_rl", grpo, model, *direct, *curriculum, "--rewards", "outcome", resume)
     outcome = train("rl_outcome", grpo, warm, *curriculum, "--rewards", "outcome", resume)
     process = train("rl_process", grpo, warm, *curriculum, "--rewards", "process", resume)
-    shuffled = (*curriculum, "--rewards", "process", "--level-size", "0", resume)
+    asking = ["-m", "mtsql.experiments.asked_questions"]
+    asked = train("asked", asking, warm, *curriculum, "--rewards", "process", done="counts.jsonl")
+    shuffled = ("--curriculum", asked, "--rewards", "process", "--level-size", "0", resume)
     shuffled = train("rl_shuffled", grpo, warm, *shuffled)
     trained_without = {}
     for tools in ("no_execution", "no_memory"):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TOY, run
 
-from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, read_options
+from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, from_toml, read_options
+from mtsql.data.datasets import examples
+from mtsql.experiments.asked_questions import asked_questions
+from mtsql.learn.curriculum import SuccessCount, question_order, read_counts
 from mtsql.parts import minutes_of, run_part
+from mtsql.questions import load_split
 from mtsql.toy.imitation import ImitationConfig
 from reproduce import SUITES, seed_parts
 
@@ -18,6 +23,7 @@ SCRIPTS = {
     "evaluate.py": EvaluateConfig,
     "mtsql.toy.imitation": ImitationConfig,
     "mtsql.commands.curriculum": CurriculumConfig,
+    "mtsql.experiments.asked_questions": GrpoConfig,
 }
 
 
@@ -51,8 +57,11 @@ def test_arms_differ_in_what_they_are_named_after(monkeypatch):
     rl = [
         f"rl_{arm}" for arm in ("outcome", "process", "shuffled", "no_execution_trained", "no_memory_trained")
     ]
-    asked = ("data", "curriculum", "steps", "prompts_per_step", "samples_per_prompt", "seed")
+    asked = ("data", "steps", "prompts_per_step", "samples_per_prompt", "seed")
     assert len({tuple(getattr(parts[arm], field) for field in asked) for arm in (*rl, "short_rl")}) == 1
+    ordered = {parts[arm].curriculum for arm in (*rl, "short_rl", "asked") if arm != "rl_shuffled"}
+    assert len(ordered) == 1  # and what they ask of it, the shuffled run asks in another order
+    assert parts["rl_shuffled"].curriculum == str(Path(parts["asked"].out) / "counts.jsonl")
     for tools in ("no_execution", "no_memory"):
         assert parts[f"sft_{tools}"].tools == parts[f"rl_{tools}_trained"].tools == tools
         assert parts[f"evaluate rl_{tools}_trained"].tools == tools
@@ -73,6 +82,40 @@ def test_arms_differ_in_what_they_are_named_after(monkeypatch):
         assert getattr(other, field) == value
         timed = {"sampled_runs", "latency_questions"} if arm != "rl_cap_60" else set()
         assert different - {"split"} == {field, "out", *timed}
+
+
+@pytest.mark.parametrize("sizes", [(250, 250, 250, 250, 248), (250, 250, 250, 250, 180), (30,), (7, 3)])
+def test_the_shuffled_run_asks_what_the_ordered_one_asks(sizes):
+    suite = from_toml(ROOT / SUITES["toy"].config, GrpoConfig)
+    config = GrpoConfig(**suite | {"model": "m", "data": ("d",), "out": "o", "seed": 3})
+    asked = asked_questions(config, sizes)
+    step_sizes = [min(config.prompts_per_step, size) for size in sizes]
+    assert all(0 <= index < sizes[level] for level, index in asked)
+    if sum(sizes) > config.steps * config.prompts_per_step:
+        assert len(asked) == config.steps * config.prompts_per_step < sum(sizes)
+        shuffled = [
+            index
+            for step in range(config.steps)
+            for index in question_order(config.seed, len(asked), config.prompts_per_step, 0, step)
+        ]
+        assert sorted(shuffled) == list(range(len(asked)))  # each once, as in the ordered run
+    else:
+        assert len(asked) >= max(step_sizes)
+
+
+def test_the_asked_questions_are_written_with_their_counts(work, tmp_path):
+    data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    dialogues = load_split(
+        EvaluateConfig(model="", data=(str(work / "benchmark"),), out=""), "train"
+    ).dialogues
+    counts = [SuccessCount(e.id, n % 3, 3, e.db_id) for n, e in enumerate(examples(dialogues))]
+    path = tmp_path / "counts.jsonl"
+    path.write_text("".join(json.dumps(vars(c)) + "\n" for c in counts))
+    steps = ["--curriculum", path, "--level-size", 8, "--steps", 4, "--prompts-per-step", 2]
+    said = run("-m", "mtsql.experiments.asked_questions", *data, *steps, "--out", tmp_path / "asked")
+    kept = read_counts(tmp_path / "asked" / "counts.jsonl")
+    assert len(kept) == 8 and set(kept) < set(counts) and f"8 of {len(counts)} questions are asked" in said
+    run("-m", "mtsql.experiments.asked_questions", *data, "--out", tmp_path / "none", expect=2)
 
 
 def test_a_part_runs_once_and_its_minutes_add_up(tmp_path, capsys):
