@@ -105,10 +105,9 @@ def test_the_shuffled_run_asks_what_the_ordered_one_asks(sizes):
 
 def test_the_asked_questions_are_written_with_their_counts(work, tmp_path):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
-    dialogues = load_split(
-        EvaluateConfig(model="", data=(str(work / "benchmark"),), out=""), "train"
-    ).dialogues
-    counts = [SuccessCount(e.id, n % 3, 3, e.db_id) for n, e in enumerate(examples(dialogues))]
+    options = EvaluateConfig(model="", data=(str(work / "benchmark"),), out="")
+    questions = examples(load_split(options, "train").dialogues)
+    counts = [SuccessCount(e.id, n % 3, 3, e.db_id) for n, e in enumerate(questions)]
     path = tmp_path / "counts.jsonl"
     path.write_text("".join(json.dumps(vars(c)) + "\n" for c in counts))
     steps = ["--curriculum", path, "--level-size", 8, "--steps", 4, "--prompts-per-step", 2]
