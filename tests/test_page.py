@@ -13,7 +13,16 @@ from typing import NamedTuple
 import pytest
 from matplotlib.image import imread
 
-from mtsql.experiments.arms import Answer, contrast, drawn_means, estimate, holm, read_arms, read_logs
+from mtsql.experiments.arms import (
+    Answer,
+    contrast,
+    drawn_means,
+    estimate,
+    holm,
+    least_effect,
+    read_arms,
+    read_logs,
+)
 from mtsql.experiments.figures import level_starts
 from mtsql.experiments.findings import EMBEDDED, Difference, Finding, findings, judged
 from mtsql.experiments.markdown import with_seed_placeholder
@@ -30,6 +39,7 @@ EX = {  # arm -> for each seed, EX of the three turns of dialogue a, then of dia
     "round_1": ("000 100", "000 100"),
     "round_2": ("110 000", None),
     "rl_process": ("110 111", "111 111"),
+    "rl_shuffled": ("100 100", "100 110"),
     "rl_process_predicted": ("110 100", "110 110"),
     "rl_process_elsewhere": ("111 111", None),
     "short_sft_elsewhere": ("111 111", None),
@@ -162,29 +172,27 @@ def test_findings_by_hand(suite: Suite):
         return cells(page, claim, source, compared)
 
     # Each database gains 3 of 6 over the seeds, and each seed 3 of 6 over the databases: nothing varies.
-    claim = "long-horizon RL beats short-horizon RL"
-    assert finding(claim, "Finding 1", "`rl_process` - `short_rl`") == [
+    claim = "RL needs the curriculum's order"
+    assert finding(claim, "section 3.3.1", "`rl_process` - `rl_shuffled`") == [
         "+50.0 [+50.0, +50.0]",
         "+50.0, +50.0",
-        "**holds**",
+        "**holds**, p 0.000",
         "+0.0 [+0.0, +0.0]",
         "+0.0, +0.0",
-        "**not beyond chance**",
+        "**not beyond chance**, p 1.000",
         "–",
     ]
     # 1/6 - 2/6 and 1/6 - 3/6: two seeds that differ say little.
     warm = "the long-horizon warm start beats short-horizon SFT"
     worse = finding(warm, "Table 2", "`round_1` - `short_sft`")
-    assert worse[0].startswith("-25.0 [") and worse[1:3] == ["-16.7, -33.3", "**not beyond chance**"]
+    assert worse[0].startswith("-25.0 [") and worse[1:3] == ["-16.7, -33.3", "**built in**"]
+    assert worse[5] == "**not beyond chance**, p 1.000"  # in EM, which does not look at values
     # Seed 0 alone: dialogue a gains 2 of 3, dialogue b loses 1 of 3.
     chance = finding("a second self-taught round helps", "Finding 7", "`round_2` - `round_1`")
-    assert chance[0].startswith("+16.7 [-54.0, +87.4]") and chance[1:3] == [
-        "+16.7, –",
-        "**not beyond chance**",
-    ]
+    assert chance[0].startswith("+16.7 [-54.0, +87.4]") and chance[1:3] == ["+16.7, –", "**unfinished**"]
     beats = "the agent beats short-horizon SFT"
     away = finding(beats, "Table 2, Finding 6", "`rl_process` - `short_sft`", elsewhere)
-    assert away[:3] == ["+0.0 [+0.0, +0.0]", "+0.0, –", "**not beyond chance**"]
+    assert away[:3] == ["+0.0 [+0.0, +0.0]", "+0.0, –", "**built in**"] and away[5] == "**unfinished**"
     # Turn 1: no gain; turn 3: 1 of 2 in seed 0, 2 of 2 in seed 1.
     gain = finding(
         "the gain over short-horizon SFT is larger on later turns",
@@ -209,8 +217,11 @@ def test_findings_by_hand(suite: Suite):
     covered = "self-taught rounds cover more training questions"
     coverage = finding(covered, "Finding 7, Table 7", "round 2 - round 1")
     assert coverage == ["+10.0", "+20.0, +0.0", "**built in**", "–", "–", "–", "–"]
-    tested = sum(suite.page.count(f"**{v}**") for v in ("holds", "the contrary holds", "not beyond chance"))
-    assert f"over all verdicts of these tables ({tested})" in suite.page.replace("\n", " ")
+    # On correctness here: one in EX, and in EM the two with EX built in and the two gains of Finding 4.
+    tested = sum(
+        suite.page.count(f"**{v}**, p") for v in ("holds", "the contrary holds", "not beyond chance")
+    )
+    assert f"in EM (5 tests), and all others ({tested - 5})" in suite.page.replace("\n", " ")
     assert "rl_outcome" not in here
 
 
@@ -315,11 +326,11 @@ def test_minutes_and_commands(suite: Suite):
     page = suite.page
     minutes = section(page, "Minutes")
     assert cells(minutes, "all seeds share") == ["0.0", "0.0", "0.0", "0 of 1"]
-    assert cells(minutes, "seed 0") == ["7.5", "1.2", "8.8", "10 of 11"]
-    assert cells(minutes, "seed 1") == ["9.0", "0.0", "9.0", "7 of 11"]
+    assert cells(minutes, "seed 0") == ["7.5", "1.2", "8.8", "11 of 12"]
+    assert cells(minutes, "seed 1") == ["9.0", "0.0", "9.0", "8 of 12"]
     commands = section(page, "Commands")
     assert commands.count("python train_sft.py --seed SEED --out runs/seedSEED/sft") == 1
-    assert commands.count("python ") == 12
+    assert commands.count("python ") == 13
     assert "# data and training\npython -m mtsql.toy.benchmark runs/benchmark" in commands
     assert with_seed_placeholder("x.py --seed=1 --steps 1 --out r/seed1/a", 1) == (
         "x.py --seed=SEED --steps 1 --out r/seedSEED/a"
@@ -392,6 +403,8 @@ def test_intervals_of_one_seed_resample_databases():
     assert set(means) == set(wider)
     for m, count in wider.items():
         assert (means == m).mean() == pytest.approx(count / 27, abs=0.005)
+    few = answers_of({(0, "a"): [1.0] * 9, (1, "a"): [0.0], (1, "b"): [0.0]})
+    assert estimate(few).mean == 0.5  # each seed counts once
     assert contrast(found, found).mean == 0 and contrast(found, found).p == 1
     assert contrast(found, []) is None and estimate([]) is None
 
@@ -416,16 +429,39 @@ def test_verdicts_follow_holm():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
-    def finding(mean: float, p: float, built_in: str = "", em: float | None = None) -> Finding:
-        in_em = None if em is None else Difference(em, (em, em), {0: em}, p)
-        return Finding("", "", "", Difference(mean, (mean, mean), {0: mean}, p), em=in_em, built_in=built_in)
+    def finding(mean: float, p: float, em: float | None = None, **more: object) -> Finding:
+        def of(value: float) -> Difference:
+            return Difference(value, (value, value), {0: value, 1: value}, p)
 
-    first = [finding(0.1, 0.001, em=-0.1), finding(0.1, 0.03), finding(0.2, 0.0001, "a reason")]
-    second = [finding(-0.1, 0.001), finding(0.0, 1.0)]
-    assert judged([first, second]) == [
-        [("holds", "the contrary holds"), ("not beyond chance", ""), ("built in", "")],  # 0.03 counts twice
-        [("the contrary holds", ""), ("not beyond chance", "")],
+        return Finding("", "", "", of(mean), em=None if em is None else of(em), **more)
+
+    made = {"built_in": "a reason"}
+    first = [
+        finding(0.1, 0.02, em=-0.1),  # EX in the first family, EM in the second
+        finding(0.1, 0.03, em=0.0, **made),  # EM stands for EX there
+        finding(0.1, 0.001, em=0.1, **made, em_built_in=True),
+        finding(0.1, 0.01),  # no claim on correctness
     ]
+    second = [finding(-0.1, 0.001, em=0.2), finding(0.0, 1.0)]
+    said, tests = judged([first, second], (0, 1))
+    assert tests == (2, 5)
+    holds, contrary, chance, built_in = "holds", "the contrary holds", "not beyond chance", "built in"
+    assert [[(of.difference.said, of.em.said) for of in group] for group in said] == [
+        [(holds, contrary), (built_in, chance), (built_in, built_in), (holds, "")],
+        [(contrary, holds), (chance, "")],
+    ]
+    assert said[0][0].difference.p == pytest.approx(0.04)  # 0.02 counts twice,
+    assert said[0][3].difference.p == pytest.approx(0.03)  # 0.01 three times: 0.02 and 1 are above it
+    of_three, _ = judged([first], (0, 1, 2))
+    assert {of.difference.said for of in of_three[0]} == {"unfinished", "built in"}
+    alone = Finding("", "", "", Difference(0.1, (0.1, 0.1), {0: 0.1}, 0.001))
+    assert judged([[alone]], (0,))[0][0][0].difference == ("one seed", None)
+
+
+def test_the_least_effect_that_can_hold():
+    """By tables of t: 4 degrees of freedom, p of 0.05 and of 0.005, over the root of five."""
+    assert least_effect(5, 1) == pytest.approx(2.776 / 5**0.5, rel=0.01)
+    assert least_effect(5, 10) == pytest.approx(5.598 / 5**0.5, rel=0.02)
 
 
 def test_only_the_embedded_benchmark_has_its_findings_built_in(suite: Suite):

@@ -74,8 +74,15 @@ def test_page_by_hand(tmp_path: Path):
     claim = "RL over several turns beats RL in a single turn"
     compared = "`skyrl_sql_rl` - `skyrl_sql_single_rl`"
     found = cells(page, claim, "SkyRL-SQL", compared)
-    assert found[:4] == ["66.7 (66.7, –)", "33.3 (33.3, –)", "+33.3 [+33.3, +33.3]", "holds"]
-    assert found[4:] == ["+0.0 [+0.0, +0.0]", "not beyond chance", "50.0, –"]
+    assert found[:4] == [
+        "66.7 (66.7, –)",
+        "33.3 (33.3, –)",
+        "+33.3 [+33.3, +33.3] (+33.3)",
+        "unfinished",  # the second seed
+    ]
+    assert found[4:] == ["+0.0 [+0.0, +0.0] (+0.0)", "unfinished", "50.0, –"]
+    alone = write_recipes_page(runs, tmp_path / "recipes.md", (0,), parts, "python x").read_text()
+    assert cells(alone, claim, "SkyRL-SQL", compared)[3] == "one seed"
     samples = section(page, "Several samples an answer")
     assert cells(samples, "SkyRL-SQL") == ["66.7", "50.0", "75.0", "60.0", "–", "100.0"]
     hardness = section(page, "By hardness")

@@ -144,7 +144,7 @@ def mean_over_seeds(seeds: Seeds, *keys: str, scale: float = 1) -> float | None:
 
 def breakdown_keys(quantity: str, by: str) -> tuple[str, ...]:
     """Where a summary has EX, tokens or interactions by "turn" or by "hardness"."""
-    return ("ex", f"by_{by}") if quantity == "ex" else (f"{quantity}_by_{by}",)
+    return (quantity, f"by_{by}") if quantity in ("ex", "em") else (f"{quantity}_by_{by}",)
 
 
 def ability_keys(sampled: bool) -> dict[str, tuple[str, ...]]:
@@ -199,28 +199,29 @@ def paired_answers(better: Seeds, worse: Seeds, measure: Measure = OF_EX) -> lis
 
 
 def estimate(found: Sequence[Answer]) -> Difference | None:
-    """The mean over questions with its interval and p, see `drawn_means`; None without any."""
-    return _difference(fmean(a.value for a in found), _by_seed(found), [found]) if found else None
+    """The mean of the seeds' means with its interval and p, see `drawn_means`; None without any."""
+    if not found:
+        return None
+    by_seed = _by_seed(found)
+    return _difference(fmean(by_seed.values()), by_seed, [found])
 
 
 def contrast(more: Sequence[Answer], less: Sequence[Answer]) -> Difference | None:
-    """Mean of `more` minus mean of `less`, of different questions; None if one is empty."""
-    if not more or not less:
-        return None
+    """Mean of `more` minus mean of `less`, of different questions, likewise; None if no seed has both."""
     of_more, of_less = _by_seed(more), _by_seed(less)
     by_seed = {s: of_more[s] - of_less[s] for s in sorted(of_more.keys() & of_less.keys())}
-    mean = fmean(a.value for a in more) - fmean(a.value for a in less)
-    return _difference(mean, by_seed, [more, less])
+    return _difference(fmean(by_seed.values()), by_seed, [more, less]) if by_seed else None
 
 
 def drawn_means(mean: float, by_seed: Mapping[int, float], groups: Sequence[Sequence[Answer]]) -> np.ndarray:
     """What other seeds and other databases would have given for `mean`: (RESAMPLES,), float64.
 
-    `mean` is that of a group of answers, or of the first group less that of the second. Databases are drawn
-    anew with replacement, a database's answers of all seeds and groups together (a resample that lacks a
-    group is left out). Seeds are too few for that: five of the same sign, drawn with replacement, would
-    claim p below 0.001 in one of sixteen cases without any effect. So the spread of the seeds' own means is
-    added as Student's t with one degree of freedom less than seeds. With one seed nothing is said of others.
+    `mean` is that over seeds of a group of answers, or of the first group less that of the second.
+    Databases are drawn anew with replacement, a database's answers of all seeds and groups together (a
+    resample that lacks a group is left out). Seeds are too few for that: five of the same sign, drawn with
+    replacement, would claim p below 0.001 in one of sixteen cases without any effect. So the spread of the
+    seeds' own means is added as Student's t with one degree of freedom less than seeds. With one seed nothing
+    is said of others.
     """
     rng = np.random.default_rng(0)
     databases = sorted({a.record["db_id"] for group in groups for a in group})
@@ -234,7 +235,9 @@ def drawn_means(mean: float, by_seed: Mapping[int, float], groups: Sequence[Sequ
         total, count = drawn @ sums, drawn @ counts  # (RESAMPLES,)
         means.append(np.divide(total, count, out=np.full(RESAMPLES, np.nan), where=count > 0))
     found = means[0] - means[1] if len(means) == 2 else means[0]
-    found = mean + (found - mean) * np.sqrt(len(databases) / max(1, len(databases) - 1))
+    pooled = [fmean(a.value for a in group) for group in groups]  # seeds by their numbers of questions
+    centre = pooled[0] - pooled[1] if len(pooled) == 2 else pooled[0]
+    found = mean + (found - centre) * np.sqrt(len(databases) / max(1, len(databases) - 1))
     if len(by_seed) > 1:
         error = stdev(by_seed.values()) / len(by_seed) ** 0.5
         found += error * rng.standard_t(len(by_seed) - 1, size=RESAMPLES)
@@ -260,11 +263,41 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def verdict(difference: Difference, adjusted: float | None) -> str:
-    """What the numbers say of a claim that this difference is above 0, by Holm's adjusted p."""
-    if adjusted is None or difference.mean == 0 or adjusted > 0.05:
-        return "not beyond chance"
-    return "holds" if difference.mean > 0 else "the contrary holds"
+class Verdict(NamedTuple):
+    """What is said of a claim, and Holm's adjusted p where it was tested."""
+
+    said: str = ""
+    p: float | None = None
+
+
+def verdicts(differences: Sequence[Difference], seeds: Sequence[int]) -> list[Verdict]:
+    """On the claim of each that it is above 0, where all are one family of tests (Holm).
+
+    Without all of the page's seeds nothing is tested, nor with one, which says nothing of others.
+    """
+    whole = [d for d in differences if len(seeds) > 1 and d.p is not None and d.by_seed.keys() >= set(seeds)]
+    adjusted = iter(holm([d.p for d in whole]))
+    found = []
+    for difference in differences:
+        if difference.p is None:
+            found.append(Verdict())
+        elif difference not in whole:
+            found.append(Verdict("unfinished" if len(seeds) > 1 else "one seed"))
+        else:
+            p = next(adjusted)
+            sure = difference.mean != 0 and p <= 0.05
+            said = "holds" if difference.mean > 0 else "the contrary holds"
+            found.append(Verdict(said if sure else "not beyond chance", p))
+    return found
+
+
+def least_effect(seeds: int, tests: int) -> float:
+    """The mean, in standard deviations of seeds, that the first of so many tests to hold needs at least.
+
+    It is that of seeds' spread alone; what databases spread comes on top.
+    """
+    t = np.abs(np.random.default_rng(0).standard_t(seeds - 1, size=2_000_000))
+    return float(np.quantile(t, 1 - 0.05 / tests)) / seeds**0.5
 
 
 def _by_seed(found: Sequence[Answer]) -> dict[int, float]:

@@ -211,7 +211,8 @@ def _bars(axes: Axes, series: Mapping[str, Sequence[float | None]]) -> None:
     width = 0.82 / len(series)
     for i, (arm, heights) in enumerate(series.items()):
         places = [g + (i - (len(series) - 1) / 2) * width for g in range(len(heights))]
-        axes.bar(places, [h or 0 for h in heights], width, color=COLOURS[arm], label=arm)
+        shown = [float("nan") if h is None else h for h in heights]  # no bar where nothing was measured
+        axes.bar(places, shown, width, color=COLOURS[arm], label=arm)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 from mtsql.experiments.arms import (
     Answer,
     Arms,
     Difference,
     Measure,
+    Verdict,
     answers,
     contrast,
     estimate,
-    holm,
     look_up,
     measure_of,
     paired_answers,
-    verdict,
+    verdicts,
 )
 from mtsql.experiments.markdown import signed
 from mtsql.report.abilities import ABILITIES
@@ -31,7 +32,7 @@ COMPARISONS = (  # claim, where in the paper, better arm, worse arm
     ("a third self-taught round helps", "Finding 7", "round_3", "round_2"),
     ("RL improves on the warm start", "Finding 8", "rl_outcome", "round_3"),
     ("process rewards help beside outcome rewards", "Finding 9", "rl_process", "rl_outcome"),
-    ("long-horizon RL beats short-horizon RL", "Finding 1", "rl_process", "short_rl"),
+    ("long-horizon RL beats short-horizon RL", "Finding 1", "rl_outcome", "short_rl"),
     ("the agent beats short-horizon SFT", "Table 2, Finding 6", "rl_process", "short_sft"),
     ("the agent needs EXECUTE: taken away", "Finding 10", "rl_process", "rl_no_execution"),
     ("the agent needs EXECUTE: trained without", "Finding 10", "rl_process", "rl_no_execution_trained"),
@@ -42,14 +43,37 @@ COMPARISONS = (  # claim, where in the paper, better arm, worse arm
 PRESCRIBED = "Equation 1 asks for MEMORY-VERIFY from the second turn on"
 COVERED = "a question that has a trajectory keeps it, so that the set cannot shrink"
 SCRIPTED = "the scripted agent that the base imitates "
-HIDDEN = "first rows hide the form of most values, which only EXECUTE shows"
-EMBEDDED = {  # better and worse arm: why the embedded benchmark's making decides it
-    ("base_direct", "base"): SCRIPTED + "answers with the gold SQL without tools, and errs first with them",
-    ("round_3", "base"): SCRIPTED + "skips tools and overlooks faults, so that these abilities can grow",
-    ("rl_process", "rl_no_execution"): HIDDEN,
+LONGER = "the gold SQL of harder questions is longer"
+
+
+class Making(NamedTuple):
+    """Why a benchmark's making decides a comparison, and whether that in EM too."""
+
+    reason: str
+    in_em: bool = True
+
+
+HIDDEN = Making(
+    "first rows hide the form of most values, which only EXECUTE shows and EM does not look at", False
+)
+HABIT = Making("an agent that was trained with a tool goes on calling it when it is gone")
+UNSEEN = Making(SCRIPTED + "makes mistakes that only the memory shows, and without it never repairs them")
+EMBEDDED = {  # by better and worse arm
+    ("base_direct", "base"): Making(
+        SCRIPTED + "answers with the gold SQL without tools, and errs first with them"
+    ),
+    ("round_3", "base"): Making(
+        SCRIPTED + "skips tools and overlooks faults, so that these abilities can grow"
+    ),
+    ("round_1", "short_sft"): HIDDEN,
+    ("rl_outcome", "short_rl"): HIDDEN,
+    ("rl_process", "short_sft"): HIDDEN,
+    ("rl_process", "rl_no_execution"): HABIT,
     ("rl_process", "rl_no_execution_trained"): HIDDEN,
+    ("rl_process", "rl_no_memory"): HABIT,
+    ("rl_process", "rl_no_memory_trained"): UNSEEN,
 }
-STAGES = ("base", "round_3", "rl_process")  # of the abilities
+STAGES = ("base", "round_3", "rl_outcome")  # of the abilities: process rewards would pay for them
 Where = Callable[[dict], bool]  # whether a record counts
 CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
     "later turns": (
@@ -68,7 +92,7 @@ class Finding:
     """One claim, and the difference that should be above 0; in fractions where `unit` is "points".
 
     `em` is the same difference in exact match, where the claim is about EX. `built_in` says why the claim is
-    so by construction, "" if it is not.
+    so by construction, "" if it is not, and `em_built_in` whether it is so in EM as well.
     """
 
     claim: str
@@ -79,11 +103,12 @@ class Finding:
     sampled: float | None = None  # the same at temperature 1
     em: Difference | None = None
     built_in: str = ""
+    em_built_in: bool = False
     arms: tuple[str, str] = ("", "")  # better, worse; of a comparison of two
 
 
 def findings(
-    arms: Arms, coverage: Mapping[int, Sequence[dict]], built_in: Mapping[tuple[str, str], str]
+    arms: Arms, coverage: Mapping[int, Sequence[dict]], built_in: Mapping[tuple[str, str], Making]
 ) -> list[Finding]:
     """The findings whose arms are finished in at least one common seed, in the paper's order of themes.
 
@@ -92,33 +117,60 @@ def findings(
     themes = (_accuracy, _correctness, _gains, _effort, _abilities)
     found = [*(finding for theme in themes for finding in theme(arms)), *_coverage(coverage)]
     return [
-        replace(finding, built_in=built_in[pair]) if (pair := finding.arms) in built_in else finding
+        replace(finding, built_in=making.reason, em_built_in=making.in_em)
+        if (making := built_in.get(finding.arms))
+        else finding
         for finding in found
     ]
 
 
-def judged(found: Sequence[Sequence[Finding]]) -> list[list[tuple[str, str]]]:
-    """The verdicts on each finding of each list, on its difference and on that in EM ("" without one).
+class Judged(NamedTuple):
+    """The verdicts on a finding's difference and on that in EM."""
 
-    Holm's correction is over all that are tested on the page: those that are built in are not.
+    difference: Verdict
+    em: Verdict
+
+
+def judged(
+    found: Sequence[Sequence[Finding]], seeds: Sequence[int]
+) -> tuple[list[list[Judged]], tuple[int, int]]:
+    """The verdicts on each finding of each list, and the numbers of tests in the two families.
+
+    Holm's correction is over each family by itself. The first, named before any run, has the claims on
+    correctness of the first list: in EX, or in EM where the making decides EX. The second has all the rest.
+    What is built in is not tested.
     """
-    tested = [
-        difference.p
-        for finding in chain(*found)
-        if not finding.built_in
-        for difference in (finding.difference, finding.em)
-        if difference and difference.p is not None
-    ]
-    adjusted = iter(holm(tested))
+    differences: list[Difference] = []
+    first: list[bool] = []
+    places: list[list[list[int | None]]] = []  # of each finding's two among the differences
+    for number, group in enumerate(found):
+        places.append([])
+        for finding in group:
+            at: list[int | None] = []
+            pairs = ((finding.difference, bool(finding.built_in)), (finding.em, finding.em_built_in))
+            correctness = number == 0 and finding.em is not None
+            for difference, made in pairs:
+                at.append(None if difference is None or made else len(differences))
+                if at[-1] is not None:
+                    differences.append(difference)
+                    first.append(correctness and (difference is finding.difference or bool(finding.built_in)))
+            places[-1].append(at)
+    said: dict[int, Verdict] = {}
+    for family in (True, False):
+        own = [place for place, is_first in enumerate(first) if is_first is family]
+        said |= dict(zip(own, verdicts([differences[place] for place in own], seeds), strict=True))
 
-    def of(finding: Finding, difference: Difference | None) -> str:
-        if difference is None:
-            return ""
-        if finding.built_in:
-            return "built in"
-        return "" if difference.p is None else verdict(difference, next(adjusted))
+    def of(difference: Difference | None, place: int | None) -> Verdict:
+        return Verdict() if difference is None else Verdict("built in") if place is None else said[place]
 
-    return [[(of(f, f.difference), of(f, f.em)) for f in group] for group in found]
+    tested = tuple(
+        sum(said[place].p is not None for place, is_first in enumerate(first) if is_first is family)
+        for family in (True, False)
+    )
+    return [
+        [Judged(of(f.difference, ex), of(f.em, em)) for f, (ex, em) in zip(group, at, strict=True)]
+        for group, at in zip(found, places, strict=True)
+    ], tested
 
 
 def _gained(arms: Arms, better: str, worse: str, measure: Measure) -> list[Answer]:
@@ -148,7 +200,8 @@ def _correctness(arms: Arms) -> Iterator[Finding]:
     if difference:
         compared = "`rl_process` - `short_sft`: in EX against in EM"
         claim = "the gain over short-horizon SFT is larger in EX than in EM"
-        yield Finding(claim, "Finding 3", compared, difference, sampled=_mean(sampled))
+        pair = ("rl_process", "short_sft")
+        yield Finding(claim, "Finding 3", compared, difference, sampled=_mean(sampled), arms=pair)
 
 
 def _gains(arms: Arms) -> Iterator[Finding]:
@@ -162,7 +215,8 @@ def _gains(arms: Arms) -> Iterator[Finding]:
             of_more, of_less = (signed(100 * fmean(a.value for a in group)) for group in gains)
             compared = f"`rl_process` - `short_sft`: {more} ({of_more}) against {less} ({of_less})"
             claim = f"the gain over short-horizon SFT is larger on {what}"
-            yield Finding(claim, "Finding 4", compared, difference, sampled=_mean(sampled), em=em)
+            pair = ("rl_process", "short_sft")
+            yield Finding(claim, "Finding 4", compared, difference, sampled=_mean(sampled), em=em, arms=pair)
 
 
 def _effort(arms: Arms) -> Iterator[Finding]:
@@ -173,15 +227,19 @@ def _effort(arms: Arms) -> Iterator[Finding]:
             difference = contrast(_where(asked, is_more), _where(asked, is_less))
             if difference:
                 claim, compared = f"{what} take more {unit}", f"`rl_process`: {more} against {less}"
-                built_in = PRESCRIBED if what == "later turns" else ""
+                built_in = PRESCRIBED if what == "later turns" else LONGER if unit == "tokens" else ""
                 yield Finding(claim, "Finding 5", compared, difference, unit, built_in=built_in)
 
 
 def _abilities(arms: Arms) -> Iterator[Finding]:
-    """Finding 11: each ability from stage to stage; at temperature 1 only its means are known."""
+    """Finding 11: each ability from stage to stage; at temperature 1 only its means are known.
+
+    An ability "where called" is compared on the questions where both stages called the tool.
+    """
     for ability, text in ABILITIES.items():
         for worse, better in pairwise(STAGES):
-            difference = estimate(_gained(arms, better, worse, lambda r, a=ability: r["abilities"][a]))
+            pairs = _gained(arms, better, worse, lambda r, a=ability: r["abilities"][a])
+            difference = estimate(pairs)
             if difference is None:
                 continue
             means = [
@@ -190,21 +248,22 @@ def _abilities(arms: Arms) -> Iterator[Finding]:
             ]
             sampled = [ours - theirs for ours, theirs in means if None not in (ours, theirs)]
             claim, compared = f"ability “{text}” grows", f"`{better}` - `{worse}`"
-            at_temperature_1 = fmean(sampled) if sampled else None
+            where_called = ability.endswith("_called")
+            at_temperature_1 = fmean(sampled) if sampled and not where_called else None
+            compared += f", {len(pairs)} pairs" if where_called else ""
             pair = (better, worse)
             yield Finding(claim, "Finding 11", compared, difference, sampled=at_temperature_1, arms=pair)
 
 
 def _coverage(coverage: Mapping[int, Sequence[dict]]) -> Iterator[Finding]:
     """Finding 7: the share of the training questions with a trajectory, last round minus first."""
-    by_seed = {
-        seed: (rounds[-1]["questions_covered"] - rounds[0]["questions_covered"])
-        / rounds[0]["questions_asked"]
-        for seed, rounds in coverage.items()
-        if len(rounds) > 1
-    }
-    if by_seed:
-        last = max(rounds[-1]["round"] for rounds in coverage.values())
+    last = min((len(rounds) for rounds in coverage.values()), default=0)  # that all seeds have
+    if last > 1:
+        by_seed = {
+            seed: (rounds[last - 1]["questions_covered"] - rounds[0]["questions_covered"])
+            / rounds[0]["questions_asked"]
+            for seed, rounds in coverage.items()
+        }
         difference = Difference(fmean(by_seed.values()), None, by_seed)
         claim, compared = "self-taught rounds cover more training questions", f"round {last} - round 1"
         yield Finding(claim, "Finding 7, Table 7", compared, difference, built_in=COVERED)

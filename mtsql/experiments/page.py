@@ -64,7 +64,7 @@ def heading(arms: Arms, seeds: Sequence[int], parts: Sequence[Part], made_with: 
         lines.append(f"- What was tried, and how to read some of these numbers: [{notes.name}]({notes.name})")
     reading = (
         "EX is execution accuracy, EM exact set match, both greedy and in % of questions. Differences are in "
-        "points of EX. A mean is over the seeds that are finished."
+        "points. A mean is over the seeds that are finished."
     )
     return joined("\n".join(lines), reading)
 

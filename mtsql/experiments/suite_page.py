@@ -9,6 +9,7 @@ from mtsql.experiments import tables
 from mtsql.experiments.arms import command_of, read_arms, read_coverage
 from mtsql.experiments.cases import cases
 from mtsql.experiments.figures import write_figures
+from mtsql.experiments.findings import Making
 from mtsql.experiments.markdown import joined, made_by
 from mtsql.experiments.page import write_page
 from mtsql.parts import Part
@@ -23,9 +24,11 @@ FIGURES = {  # what to see in each
     "errors": "Figure 7: questions with an error of each kind, means over seeds. See which kinds are left.",
     "training": "Figures 8, 9, 10 and 13: the course of RL. Thick: mean over seeds; thin: each seed; "
     "dotted: the next level of the curriculum begins. See that reward and EX of the batches fall where a "
-    "level begins, since its questions are harder, not since the policy gets worse.",
-    "dev": "Figure 11: EX on the dev split during RL, in all and by hardness. See what the policy itself "
-    "gains: these questions are the same at every step.",
+    "level begins; whether the policy got worse there only the next figure can say, whose questions stay "
+    "the same.",
+    "dev": "Figure 11: EX on the first dialogues of the dev split (--evaluate-dialogues) during RL, in all "
+    "and by hardness. See what the policy itself gains: these questions are the same at every step. Few of "
+    "them are hard or extra hard.",
 }
 
 
@@ -36,7 +39,7 @@ def write_suite_page(
     seeds: Sequence[int],
     parts: Sequence[Part],
     made_with: str,
-    built_in: Mapping[tuple[str, str], str],
+    built_in: Mapping[tuple[str, str], Making],
     benchmark: str = "",
 ) -> Path:
     """Write the page, its figures <name>_*.png and raw numbers <name>.json beside it; returns `path`.
