@@ -69,7 +69,7 @@ def test_page_by_hand(tmp_path: Path):
     # 4/6 - 1/6 of 500 questions: both dialogues gain, 1 and 2 of 3.
     before = cells(section(page, "Before and after RL"), "SkyRL-SQL")
     assert before[:3] == ["16.7 (16.7, –)", "66.7 (66.7, –)", "+50.0 [+26.4, +73.6]"]
-    assert before[3:5] == ["100.0", "2.0 → 2.0"]
+    assert before[3:5] == ["100.0", "2.0 → 2.0"] and before[-2:] == ["0.0 (0.0, –)", "0.0 (0.0, –)"]
     # 4/6 - 2/6, one of three in each dialogue.
     claim = "RL over several turns beats RL in a single turn"
     compared = "`skyrl_sql_rl` - `skyrl_sql_single_rl`"

@@ -84,11 +84,12 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
             efficiency = md.decimal(data_efficiency(before, after, asked[recipe]))
         accuracies = [md.mean_and_seeds(side, seeds) for side in sides]
         effort = [_before_after(sides, key) for key in ("interactions", "sampled_tokens")]
-        rows.append([PAPERS[recipe], *accuracies, md.difference_of(gained), efficiency, *effort])
+        in_em = [md.mean_and_seeds(side, seeds, "em") for side in sides]
+        rows.append([PAPERS[recipe], *accuracies, md.difference_of(gained), efficiency, *effort, *in_em])
     header = ["Recipe", "EX before", "EX after", "difference", "points for 1,000 questions"]
-    header += ["interactions an answer", "tokens written an answer"]
+    header += ["interactions an answer", "tokens written an answer", "EM before", "EM after"]
     note = (
-        f"EX in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with its "
+        f"EX and EM in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with its "
         "95 % interval, as below. Points for 1,000 questions are SQL-Trail's data "
         "efficiency (Equation 5)."
     )
@@ -105,6 +106,7 @@ def by_hardness(arms: Arms) -> str:
         for recipe, sides in _finished(arms).items()
         for name, quantity, scale in (
             ("EX in %", "ex", 100),
+            ("EM in %", "em", 100),
             ("interactions", "interactions", 1),
             ("tokens written", "sampled_tokens", 1),
         )
