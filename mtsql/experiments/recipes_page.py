@@ -89,8 +89,8 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
     header = ["Recipe", "EX before", "EX after", "difference", "points for 1,000 questions"]
     header += ["interactions an answer", "tokens written an answer", "EM before", "EM after"]
     note = (
-        f"EX and EM in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with its "
-        "95 % interval, as below. Points for 1,000 questions are SQL-Trail's data "
+        f"EX and EM in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with "
+        "its 95 % interval, as below. Points for 1,000 questions are SQL-Trail's data "
         "efficiency (Equation 5)."
     )
     return md.table(header, rows, note, md.made_by_arm(arms, ("skyrl_sql_rl", *arms)))
