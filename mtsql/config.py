@@ -30,7 +30,7 @@ from typing import (
     get_type_hints,
 )
 
-from mtsql.errors import MissingDatabase, UserError
+from mtsql.errors import MissingDatabase, UserError, printable
 from mtsql.files import write_atomically
 from mtsql.recipes import RECIPES, load_recipe
 
@@ -458,5 +458,5 @@ def user_errors(main: Callable[..., None], *arguments: Any) -> None:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not (full or isinstance(error, UserError | MissingDatabase)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

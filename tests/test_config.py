@@ -142,6 +142,9 @@ def test_only_our_own_errors_become_a_sentence(capsys):
     with pytest.raises(SystemExit) as stop:
         user_errors(mistake, UserError("give --data"))
     assert stop.value.code == 2 and capsys.readouterr().err == "error: give --data\n"
+    with pytest.raises(SystemExit):
+        user_errors(mistake, UserError("HTTP 400, \033[2J"))
+    assert capsys.readouterr().err == "error: HTTP 400, \\x1b[2J\n"  # a server's words
     for error in (ValueError("a student's own"), FileNotFoundError("a defect")):
         with pytest.raises(type(error)):
             user_errors(mistake, error)

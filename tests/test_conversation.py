@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.chat.conversation import Conversation, Event
 from mtsql.chat.server import make_server
-from mtsql.chat.terminal import format_result, run_command
+from mtsql.chat.terminal import converse, format_result, run_command
 from mtsql.data.introspect import read_schema
 from mtsql.errors import UserError
 from mtsql.recipes.mtsql_r1 import MtsqlR1
@@ -91,6 +92,32 @@ def test_a_file_that_is_gone_is_one_sentence(tiny, tmp_path):
     with pytest.raises(UserError, match="is gone"):
         conversation.ask("How many singers are there?", lambda _: None)
     assert conversation.answers == []
+
+
+def type_lines(monkeypatch, *lines: str | Exception) -> None:
+    """What `input` gives, line by line, and then the end."""
+    waiting = [*lines, EOFError()]
+
+    def type_one(prompt: str) -> str:
+        line = waiting.pop(0)
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", type_one)
+
+
+def test_an_error_cannot_steer_the_terminal(tiny, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "odd.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute('create table "a\033[2J" (id integer primary key)')
+    connection.close()
+    conversation = make_conversation(tiny, FIRST, max_prompt_tokens=60)
+    conversation.schema = read_schema(path)
+    type_lines(monkeypatch, QUESTION * 20)
+    converse(conversation)
+    out = capsys.readouterr().out
+    assert "error: the question is too long" in out and "a\\x1b[2J" in out and "\033" not in out
 
 
 def test_commands_and_tables(tiny, tmp_path):

@@ -271,6 +271,7 @@ def test_terminal_control_characters_are_shown_not_obeyed():
     record = trajectory_record(make_trajectory(), lambda ids: "a\033[2Jb\n\tc\r", None)
     text = render(record, colour=False)
     assert "a\\x1b[2Jb\n\tc\\x0d" in text and "\033" not in text and "reward -" in text
+    assert "\033" not in render(record | {"example_id": "\033[2J", "status": "\033[2J"}, colour=False)
 
 
 @pytest.fixture

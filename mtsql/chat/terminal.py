@@ -8,9 +8,8 @@ from pathlib import Path
 from textwrap import shorten
 
 from mtsql.chat.conversation import Answer, Conversation, Event
-from mtsql.errors import UserError
+from mtsql.errors import UserError, printable
 from mtsql.files import write_atomically
-from mtsql.report.viewer import printable
 from mtsql.sql.execute import ExecutionResult
 
 COMMANDS = """:schema            the database as the agent reads it
@@ -51,7 +50,7 @@ def converse(conversation: Conversation) -> None:
             elif line:
                 print(format_answer(conversation.ask(line, show_event)))
         except UserError as error:
-            print(f"error: {error}")
+            print(f"error: {printable(str(error))}")
         except KeyboardInterrupt:
             print("\nstopped; the question is forgotten")
 

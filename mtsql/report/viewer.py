@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mtsql.errors import UserError
+from mtsql.errors import UserError, printable
 from mtsql.files import write_atomically
 from mtsql.report.viewer_page import make_page
 
@@ -69,19 +69,13 @@ def render(record: dict, colour: bool) -> str:
         f"{record['example_id']}   status {record['status']}   reward {reward}   "
         f"{trained} of {total} tokens trained"
     )
-    lines = [RULE, paint(title, BOLD), RULE]
+    lines = [RULE, paint(printable(title), BOLD), RULE]
     for segment in record["segments"]:
         trained, count = segment["loss_mask_sum"], len(segment["ids"])
         lines.append(paint(f"[{segment['role']}: {count} tokens, {trained} trained]", BOLD))
         lines.append(paint(printable(segment["text"]), COLOURS[segment["role"]]))
     lines.append(paint(f"[answer] {printable(str(record.get('answer_sql') or '-'))}", BOLD))
     return "\n".join(lines)
-
-
-def printable(text: str) -> str:
-    """The text with control characters made visible, so that a database cannot steer the terminal."""
-    keep = "\n\t"
-    return "".join(c if c in keep or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def write_page(path: Path, out: Path, beside: Path | None) -> None:
