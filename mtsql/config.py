@@ -385,7 +385,9 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML ({error})") from None
     unknown = set(content) - set(SECTIONS)
     if unknown:

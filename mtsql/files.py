@@ -15,27 +15,51 @@ from mtsql.errors import UserError
 FULL_DISK = 2**24  # bytes; with less free a library may have failed to write its next piece
 
 
+@contextmanager
+def writing_errors(path: Path) -> Iterator[None]:
+    """While the block writes `path`, what stands in its way becomes a UserError that names it."""
+    try:
+        yield
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; name a file") from None
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(
+            f"{path} cannot be written, since a file stands where it needs a folder; name another place"
+        ) from None
+    except PermissionError:
+        raise UserError(f"{path} cannot be written without permission; name a place that is yours") from None
+
+
 def hold_folder(folder: Path) -> FileLock:
     """Keep other processes from writing a folder as long as this one holds what is returned.
 
     The lock is a file beside it, so that wrong input leaves no folder. Raises UserError if another process
-    holds it.
+    holds it, and if no folder can be there.
     """
     folder = folder.resolve()  # "." has no name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.lock")
-    lock = FileLock(beside, is_singleton=True)  # one object a file, which may be taken again
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"another run writes to {folder}; wait for it, or take another --out") from None
+    with writing_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.is_file():
+            raise NotADirectoryError
+        beside = folder.with_name(f".{folder.name}.lock")
+        lock = FileLock(beside, is_singleton=True)  # one object a file, which may be taken again
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another run writes to {folder}; wait for it, or take another --out") from None
     return lock
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name and rename it; an error leaves the old file as it was."""
+    """Write a file under a temporary name and rename it; an error leaves the old file as it was.
+
+    Raises UserError if `path` is a folder, stands below a file or may not be written.
+    """
     data = content.encode() if isinstance(content, str) else content
-    with temporary_sibling(path) as temporary:
+    with writing_errors(path):
+        if path.is_dir():  # "." has no sibling
+            raise IsADirectoryError
+    with writing_errors(path), temporary_sibling(path) as temporary:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
@@ -49,11 +73,14 @@ def folder_atomically(folder: Path) -> Iterator[Path]:
 
     An error, or Ctrl-C, leaves the old folder as it was. The exchange is two renames: a process
     killed between them leaves the old folder beside it, which `recover_folder` brings back. Raises UserError
-    if the disk is full.
+    if the disk is full, and if `folder` stands below a file or may not be written.
     """
     recover_folder(folder)
     with temporary_sibling(folder) as temporary:
-        temporary.mkdir(parents=True)
+        with writing_errors(folder):
+            if folder.is_file():
+                raise NotADirectoryError
+            temporary.mkdir(parents=True)
         try:
             yield temporary
         except Exception as error:  # each library has its own for this
@@ -81,8 +108,12 @@ def _retired(folder: Path) -> Path:
 
 @contextmanager
 def temporary_sibling(path: Path) -> Iterator[Path]:
-    """A name beside `path`; what is still there at the end is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A name beside `path`; what is still there at the end is removed.
+
+    Raises UserError if its folder cannot be made.
+    """
+    with writing_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

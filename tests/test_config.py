@@ -79,13 +79,20 @@ def test_wrong_options_are_one_sentence_and_exit_code_2(tmp_path, capsys, toml, 
     assert message in capsys.readouterr().err
 
 
-def test_missing_options_and_file(capsys):
+def test_missing_options_and_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         read_options(Small, "test", ["--out", "o"])
     assert "give --data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         load("--config", "nowhere.toml")
     assert "nowhere.toml does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        load("--config", str(tmp_path))
+    assert f"{tmp_path} cannot be read (Is a directory); give a TOML file" in capsys.readouterr().err
+    (tmp_path / "latin.toml").write_bytes(b"# caf\xe9\n")
+    with pytest.raises(SystemExit):
+        load("--config", str(tmp_path / "latin.toml"))
+    assert "latin.toml is not valid TOML" in capsys.readouterr().err
 
 
 def test_saved_config_says_what_ran(tmp_path):

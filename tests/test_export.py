@@ -10,6 +10,7 @@ from conftest import GOLD, Tiny, make_episode
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Stop, trajectory_record
+from mtsql.config import user_errors
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
@@ -44,7 +45,13 @@ def exported(tiny: Tiny, tmp_path, capsys):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def export(name: str, form: str, out: str, expect: int = 0):
-        assert main([str(tmp_path / name), "--format", form, "--out", str(tmp_path / out)]) == expect
+        arguments = [str(tmp_path / name), "--format", form, "--out", str(tmp_path / out)]
+        if expect:
+            with pytest.raises(SystemExit) as stop:
+                user_errors(main, arguments)
+            assert stop.value.code == expect
+        else:
+            main(arguments)
         said = capsys.readouterr()
         path = tmp_path / out
         rows = [json.loads(x) for x in path.read_text().splitlines()] if path.is_file() else []
@@ -71,6 +78,8 @@ def test_what_a_form_cannot_say_is_refused(exported):
     assert "is no file" in export("none.jsonl", "messages", "m.jsonl", 2)[1]
     assert "not a conversation" in export("trajectories.jsonl", "llamafactory", "m", 2)[1]
     assert not (folder / "m").exists()
+    assert f"{folder} is a folder; name a file" in export("trajectories.jsonl", "ids", ".", 2)[1]
+    assert "stands where it needs a folder" in export("trajectories.jsonl", "ids", "chat.jsonl/ids", 2)[1]
 
 
 def test_messages_and_llamafactory(exported):

@@ -15,6 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_record
+from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.errors import ERRORS
@@ -284,30 +285,49 @@ def records(tmp_path) -> Path:
 
 def test_viewer_options(records, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert main([str(records)]) == 0
+    main([str(records)])
     out = capsys.readouterr().out
     assert "0.250" in out and "0.750" in out and "\033" not in out  # no terminal
-    assert main([str(records), "--index", "1", "--color", "always"]) == 0
+    main([str(records), "--index", "1", "--color", "always"])
     out = capsys.readouterr().out
     assert "0.250" not in out and GREEN in out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main([str(records)]) == 0
+    main([str(records)])
     assert GREEN in capsys.readouterr().out
-    assert main([str(records), "--no-color"]) == 0
+    main([str(records), "--no-color"])
     assert "\033" not in capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")
-    assert main([str(records)]) == 0
+    main([str(records)])
     assert "\033" not in capsys.readouterr().out
+
+
+def refuse(arguments: list[str]) -> None:
+    """The viewer ends with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        user_errors(main, arguments)
+    assert stop.value.code == 2
 
 
 def test_viewer_errors_are_one_sentence(records, tmp_path, capsys):
-    assert main([str(records), "--index", "2"]) == 2
+    refuse([str(records), "--index", "2"])
     assert capsys.readouterr().err == f"error: --index 2: {records} has 2 trajectories, from 0\n"
-    assert main([str(tmp_path / "none")]) == 2
+    refuse([str(tmp_path / "none")])
     assert "none is no file" in capsys.readouterr().err
-    records.write_text('{"a": 1}\n')
-    assert main([str(records)]) == 2
-    assert capsys.readouterr().err == f"error: {records}, line 1: not a trajectory\n"
+    refuse([str(records), "--html", str(tmp_path)])
+    assert capsys.readouterr().err == f"error: {tmp_path} is a folder; name a file\n"
+    refuse([str(records), "--html", str(records / "page.html")])
+    assert "a file stands where it needs a folder" in capsys.readouterr().err
+    whole = json.loads(records.read_text().splitlines()[0])
+    for broken in (
+        {"a": 1},
+        {"segments": []},
+        whole | {"reward": "high"},
+        whole | {"segments": [whole["segments"][0] | {"role": "nobody"}]},
+        whole | {"segments": [{"role": "model", "text": "x"}]},
+    ):
+        records.write_text(json.dumps(broken) + "\n")
+        refuse([str(records)])
+        assert capsys.readouterr().err == f"error: {records}, line 1: not a trajectory\n"
 
 
 def page_data(page: Path) -> dict:
@@ -322,7 +342,7 @@ def test_the_page_holds_every_record_and_is_safe_from_what_they_say(records, tmp
     rows[1]["segments"][2]["text"] = hostile
     records.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = tmp_path / "new" / "page.html"
-    assert main([str(records), "--html", str(page), "--beside", str(records)]) == 0
+    main([str(records), "--html", str(page), "--beside", str(records)])
     assert f"2 trajectories in {page}" in capsys.readouterr().out
     assert "alert(1)" not in page.read_text() and "http" not in page.read_text().replace("http-equiv", "")
     data = page_data(page)
@@ -332,7 +352,7 @@ def test_the_page_holds_every_record_and_is_safe_from_what_they_say(records, tmp
     assert second["question"] == hostile.replace("\ud800", "?")
     assert [s["learned"] for s in first["segments"]] == [False, True, False]
     assert first["segments"][1]["logprobs"] == [-0.1, -0.2, -0.3]
-    assert main([str(records), "--beside", str(records)]) == 2
+    refuse([str(records), "--beside", str(records)])
     assert "--beside needs --html" in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import multiprocessing
 import os
 import random
@@ -18,7 +19,7 @@ from conftest import ROOT, TOY, run
 
 from mtsql.config import GrpoConfig, SftConfig, read_options, save_config
 from mtsql.errors import UserError
-from mtsql.files import hold_folder
+from mtsql.files import folder_atomically, hold_folder, write_atomically
 from mtsql.run import changed_options
 
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
@@ -111,6 +112,34 @@ def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [".run.lock"]
     lock.release()
     hold_folder(out).release()
+
+
+def test_what_stands_in_the_way_of_a_file_or_folder_is_one_sentence(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for write in (hold_folder, lambda path: write_atomically(path, ""), enter_folder):
+        with pytest.raises(UserError, match="file/out cannot be written, since a file stands"):
+            write(file / "out")
+    for write in (hold_folder, enter_folder):
+        with pytest.raises(UserError, match="file cannot be written, since a file stands"):
+            write(file)
+    for folder in (tmp_path, Path(".")):
+        with pytest.raises(UserError, match="is a folder; name a file"):
+            write_atomically(folder, "")
+    assert file.read_text() == "kept" and list(tmp_path.iterdir()) == [file]
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", forbidden)  # who runs the tests may be allowed everything
+    for write in (hold_folder, lambda path: write_atomically(path, ""), enter_folder):
+        with pytest.raises(UserError, match="out cannot be written without permission"):
+            write(tmp_path / "out")
+
+
+def enter_folder(path: Path) -> None:
+    with folder_atomically(path):
+        raise AssertionError("it cannot be there")
 
 
 def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.report.viewer import read_records
@@ -82,8 +82,8 @@ def for_llamafactory(record: dict[str, Any]) -> dict[str, Any]:
     return {"messages": record["messages"], "tools": json.dumps(record["tools"]) if record["tools"] else ""}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """The command. Raises UserError for wrong input."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -91,27 +91,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=("ids", "messages", "llamafactory"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="file to write; for llamafactory a folder")
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.format == "ids":
-            rows = [with_ids(record) for record in read_records(arguments.path)]
-        else:
-            rows = list(read_conversations(arguments.path))
-        if arguments.format == "messages":
-            rows = [row if row["tools"] else {"messages": row["messages"]} for row in rows]
-        out = arguments.out
-        if arguments.format == "llamafactory":
-            rows = [for_llamafactory(row) for row in rows]
-            if (out / "dataset_info.json").exists():
-                raise UserError(f"{out} has a dataset_info.json already; give a folder of its own")
-            write_atomically(out / "dataset_info.json", json.dumps(DATASET_INFO, indent=1))
-            out = out / DATASET_INFO["mtsql"]["file_name"]
-        write_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.format == "ids":
+        rows = [with_ids(record) for record in read_records(arguments.path)]
+    else:
+        rows = list(read_conversations(arguments.path))
+    if arguments.format == "messages":
+        rows = [row if row["tools"] else {"messages": row["messages"]} for row in rows]
+    out = arguments.out
+    if arguments.format == "llamafactory":
+        rows = [for_llamafactory(row) for row in rows]
+        if (out / "dataset_info.json").exists():
+            raise UserError(f"{out} has a dataset_info.json already; give a folder of its own")
+        write_atomically(out / "dataset_info.json", json.dumps(DATASET_INFO, indent=1))
+        out = out / DATASET_INFO["mtsql"]["file_name"]
+    write_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"{len(rows):,} conversations in {out}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    user_errors(main)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mtsql.config import user_errors
 from mtsql.errors import UserError, printable
 from mtsql.files import write_atomically
 from mtsql.report.viewer_page import make_page
@@ -43,14 +44,20 @@ def drop_later_records(path: Path, step: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict]:
-    """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory."""
+    """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory.
+
+    Checked is what `render` needs.
+    """
     if not path.exists() or path.is_dir():
         raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line, parse_constant=lambda _: None)  # NaN is no JSON
-                record["segments"]
+                record["example_id"], record["status"], (record.get("reward") or 0) + 0.0
+                for segment in record["segments"]:
+                    COLOURS[segment["role"]], segment["text"] + "", segment["loss_mask_sum"] + 0
+                    len(segment["ids"])
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{path}, line {number}: not a trajectory") from None
             yield record
@@ -87,8 +94,8 @@ def write_page(path: Path, out: Path, beside: Path | None) -> None:
     print(f"{len(records):,} trajectories in {out} ({len(page) / 1e6:.1f} MB)")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def main(argv: list[str] | None = None) -> None:
+    """The command. Raises UserError for wrong input."""
     parser = argparse.ArgumentParser(description="Show trajectories with their loss mask in colour.")
     parser.add_argument("path", type=Path, help="trajectories.jsonl")
     parser.add_argument("--index", type=int, help="print only this trajectory, counted from 0")
@@ -107,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("--beside needs --html OUT.html")
         if arguments.html:
             write_page(arguments.path, arguments.html, arguments.beside)
-            return 0
+            return
         count = 0
         for index, record in enumerate(read_records(arguments.path)):
             if arguments.index in (None, index):
@@ -117,11 +124,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--index {arguments.index}: {arguments.path} has {count} trajectories, from 0")
     except BrokenPipeError:
         sys.stdout = None
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    user_errors(main)
