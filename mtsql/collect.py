@@ -7,7 +7,8 @@
 It answers training questions in the environment of the options, with the teacher's own calls of the tools,
 and writes each answered conversation as chat messages to OUT/teacher.jsonl. What is wrong or off the protocol
 is left to train_sft.py, which plays every conversation again and counts what it drops. The same command goes
-on after an interruption. So the prompted baselines of Table 2 and SQL-Trail's warm start have a command.
+on after an interruption; a finished OUT/teacher.jsonl is not replaced. So the prompted baselines of Table 2
+and SQL-Trail's warm start have a command.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     OPTIONS = read_options(CollectConfig, __doc__)
 
 import json
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -42,7 +44,10 @@ from mtsql.sql.score import scorable
 
 
 def main(config: CollectConfig) -> None:
-    """Ask, keep, write."""
+    """Ask, keep, write. Raises UserError if --out holds the trajectories of a collect that has ended."""
+    taught, answers = Path(config.out) / "teacher.jsonl", Path(config.out) / ".answers.jsonl"
+    if taught.exists() and not answers.exists():
+        raise UserError(f"{taught} exists already; take another --out")
     run = begin_answers(config, "train")
     if run.processes.count > 1:
         raise UserError("mtsql.collect runs in one process; a server answers many questions at once")

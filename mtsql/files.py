@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,6 +65,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+
+
+def refuse_filled(folder: Path, known: Collection[str] = ()) -> None:
+    """Raise UserError for a folder that a command must not replace: one that holds more than `known` files.
+
+    Neither may it replace a file, or the folder that it runs in.
+    """
+    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if held - set(known) or folder.is_file() or folder.resolve() == Path.cwd():
+        raise UserError(f"{folder} exists already; remove it or name another folder")
 
 
 @contextmanager

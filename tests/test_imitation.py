@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.config import DataOptions
+from mtsql.errors import UserError
 from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.toy.exercises import copying_exercise, repair_exercise
+from mtsql.toy.imitation import ImitationConfig, main
 from mtsql.toy.muon import Muon, orthogonalised
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
@@ -32,6 +35,18 @@ def test_the_tokenizer_has_no_word_of_the_unseen_themes(work):
     tables = [asked.schemas[dialogue.db_id].tables[0].name for dialogue in asked.dialogues]
     assert all(len(tokenizer.tokenize(f" {name.lower()}")) > 1 for name in tables)
     assert len(tokenizer.tokenize(" name")) == 1  # as words of train's schemas are
+
+
+def test_only_an_unfinished_folder_is_made_again(work, tmp_path):
+    config = ImitationConfig(data=(str(tmp_path / "nowhere"),), out=str(tmp_path / "out"))
+    assert (work / "imitation" / "run.json").is_file()
+    for folder in (work / "imitation", tmp_path.parent):
+        with pytest.raises(UserError, match="exists already; remove it or name another folder"):
+            main(replace(config, out=str(folder)))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json.minutes").touch()  # as an interrupted part leaves it
+    with pytest.raises(UserError, match="nowhere has no train split"):
+        main(config)
 
 
 def test_copying_exercise_marks_what_its_context_foretells():

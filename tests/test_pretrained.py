@@ -29,13 +29,19 @@ def no_index(monkeypatch) -> pytest.MonkeyPatch:
 
 
 def check_refused(folder: Path, reason: str, *arguments: str) -> None:
-    """The command says one sentence with `reason`, and leaves the folder as it was."""
-    folder.mkdir()
-    (folder / "kept").touch()
+    """The command says one sentence with `reason`, and leaves nothing."""
     out = run(*COMMAND, "smollm2-135m", folder, *arguments, expect=2)
     (sentence,) = [line for line in out.splitlines() if line.startswith("error: ")]
     assert reason in sentence and "Traceback" not in out
-    assert [path.name for path in folder.parent.rglob("*") if path.is_file()] == ["kept"]
+    assert not list(folder.parent.iterdir())
+
+
+def test_no_folder_is_replaced(tmp_path):
+    (tmp_path / "kept").touch()
+    for folder in (tmp_path, tmp_path / "kept", "."):
+        out = run(*COMMAND, "smollm2-135m", folder, expect=2)
+        assert f"error: {folder} exists already; remove it or name another folder" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_other_weights_are_refused(no_index, tmp_path_factory):

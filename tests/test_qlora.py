@@ -278,6 +278,13 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
     assert "holds no LoRA adapter" in out and not (tmp_path / "again").exists()
 
 
+def test_merge_replaces_no_folder(tmp_path):
+    (tmp_path / "kept").touch()
+    out = run("-m", "mtsql.commands.merge", tmp_path / "policy", tmp_path, expect=2)
+    assert f"error: {tmp_path} exists already; remove it or name another folder" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
 def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(base, tmp_path, tiny, monkeypatch):
     policy = randomise_adapters(load_policy(base, lora_rank=4)).eval()
     save_policy(policy, tiny.tokens.tokenizer, tmp_path / "policy")

@@ -21,6 +21,8 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Segment, Status
 from mtsql.chat.conversation import Conversation
+from mtsql.collect import main as collect
+from mtsql.config import CollectConfig
 from mtsql.data.datasets import Dialogue, Turn
 from mtsql.errors import UserError
 from mtsql.http_client import Server, ServerError
@@ -371,6 +373,8 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     lines = (tmp_path / "taught" / "teacher.jsonl").read_text().splitlines()
     assert f"{len(lines)} of 4 trajectories have an answer" in out and lines
     assert all("weight" not in m for line in lines for m in json.loads(line)["messages"])
+    with pytest.raises(UserError, match="exists already; take another --out"):
+        collect(CollectConfig(data=("other",), out=str(tmp_path / "taught")))
     for wrong, problem in (
         ([], "give --model FOLDER"),
         (["--address", "localhost"], "should be like"),

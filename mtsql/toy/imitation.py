@@ -28,6 +28,7 @@ from mtsql.config import EpisodeOptions, option, read_options, save_config, user
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
+from mtsql.files import folder_atomically, refuse_filled
 from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
@@ -188,7 +189,11 @@ def training_groups(
 
 
 def main(config: ImitationConfig) -> None:
-    """Train the tokenizer and the model, and save them as a Hugging Face folder."""
+    """Train the tokenizer and the model, and save them as a Hugging Face folder with its run.json.
+
+    Raises UserError if --out exists; the minutes of an attempt that was interrupted may stand in it.
+    """
+    refuse_filled(Path(config.out), ["run.json.minutes"])
     dataset = load_split(config, "train")
     asked = examples(dataset.dialogues)
     trained = {dialogue.db_id for dialogue in dataset.dialogues}  # the other splits must stay unseen
@@ -220,8 +225,9 @@ def main(config: ImitationConfig) -> None:
         for optimizer in optimizers:
             optimizer.step()
         bar.set_postfix_str(f"{phase}, loss {total:.3f}", refresh=False)
-    save_policy(model, tokenizer, Path(config.out))
-    save_config(config, Path(config.out))
+    with folder_atomically(Path(config.out)) as whole:
+        save_policy(model, tokenizer, whole)
+        save_config(config, whole)
 
 
 if __name__ == "__main__":
