@@ -120,12 +120,21 @@ def test_chat_echoes_the_servers_message_and_answers_its_call(tiny, serve):
     assert (costs.requests, costs.prompt_tokens, costs.completion_tokens) == (2, 10, 4)
 
 
-@pytest.mark.parametrize("arguments", ["", '{"code": "SELECT'])
+UNREADABLE = ["", '{"code": "SELECT', '{"code": "\\ud800"}', "\ud800", '{"code": ' + "[" * 2_000]
+
+
+@pytest.mark.parametrize("arguments", UNREADABLE, ids=["none", "cut", "escaped", "surrogate", "deep"])
 def test_a_call_that_nobody_can_read_is_the_policys_mistake(tiny, serve, arguments):
+    long = Sampling(0.0, max_turn_tokens=4_000)
     call = {"id": "1", "type": "function", "function": {"name": EXEC_SQL, "arguments": arguments}}
     server, _ = serve(in_turn(choice({"role": "assistant", "content": None, "tool_calls": [call]})))
-    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], long, 1)
     assert trajectory.status is Status.MALFORMED_CALL and trajectory.sampled_length > 0
+    called = choice({"role": "assistant", "content": "\ud800", "tool_calls": [CALL, call]})
+    server, _ = serve(in_turn(called, said(final_answer(GOLD))))
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], long, 1)
+    assert trajectory.status is Status.ANSWERED  # the first call counts, as in process
+    assert "Bruno" in trajectory.observations[0].text
 
 
 def test_a_dialogue_with_a_served_policy_shows_each_step(tiny, serve):

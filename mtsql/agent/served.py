@@ -18,7 +18,7 @@ from typing import Any
 
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
-from mtsql.agent.tokens import ChatTokens, message_text
+from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.http_client import Server, ServerError
 
@@ -151,12 +151,20 @@ def _before_calls(said: dict[str, Any]) -> dict[str, Any]:
 def _with_thoughts(said: dict[str, Any]) -> str:
     """A server's message as text, its thoughts first, which servers return apart."""
     thoughts = said.get("reasoning_content") or said.get("reasoning") or ""
+    content = message_text({"content": said.get("content")})
+    texts = ([content] if content else []) + [_readable_call(call) for call in said.get("tool_calls") or ()]
+    text = (f"<think>\n{thoughts.strip()}\n</think>\n\n" if thoughts else "") + "\n".join(texts)
+    return text.encode(errors="replace").decode()  # half a surrogate pair is no text
+
+
+def _readable_call(call: dict[str, Any]) -> str:
+    """One call as text. What the policy wrote is left as it is where nobody can read it: its mistake."""
     try:
-        text = message_text(said)
-    except ValueError:  # arguments that are no JSON are the policy's mistake: a call that nobody can read
-        raw = said["tool_calls"][0]["function"]["arguments"]
-        text = f"{said.get('content') or ''}<tool_call>\n{raw}\n</tool_call>"
-    return (f"<think>\n{thoughts.strip()}\n</think>\n\n" if thoughts else "") + text
+        text = call_text(call)
+        text.encode()
+        return text
+    except (ValueError, RecursionError):  # no JSON, no text, or too deep
+        return f"<tool_call>\n{call['function']['arguments']}\n</tool_call>"
 
 
 def _put_back_stop(

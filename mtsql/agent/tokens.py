@@ -230,14 +230,17 @@ def message_text(message: dict) -> str:
     """
     content = message.get("content") or []
     texts = [piece["text"] for piece in content] if isinstance(content, list) else [content]
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        rendered = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-        texts.append(f"<tool_call>\n{rendered}\n</tool_call>")
-    return "\n".join(texts)
+    return "\n".join(texts + [call_text(call) for call in message.get("tool_calls") or ()])
+
+
+def call_text(call: dict) -> str:
+    """One of a message's `tool_calls` as Qwen3's chat template writes it; raises as `message_text`."""
+    function = call.get("function", call)
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    rendered = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{rendered}\n</tool_call>"
 
 
 def _absent_character(text: str) -> str:
