@@ -199,6 +199,21 @@ def test_a_server_that_does_not_answer_is_one_sentence(tiny, serve, answer, prob
     assert "sk-123" not in str(error.value) + repr(server)
 
 
+def test_a_server_that_wants_the_limits_newer_name_gets_it(tiny, serve):
+    def reply(path: str, body: dict) -> tuple[int, dict]:
+        if "max_tokens" in body:
+            problem = "Unsupported parameter: 'max_tokens' is not supported with this model. "
+            return 400, {"error": {"message": problem + "Use 'max_completion_tokens' instead."}}
+        return 200, said(final_answer(GOLD))
+
+    server, requests = serve(reply)
+    played = play_served(policy_of(tiny, server), [make_episode(tiny) for _ in range(3)], GREEDY, 1)
+    assert [t.status for t in played] == [Status.ANSWERED] * 3
+    names = [next(name for name in body if name.startswith("max_")) for body in requests]
+    assert names == ["max_tokens"] + ["max_completion_tokens"] * 3
+    assert [body[name] for body, name in zip(requests, names, strict=True)] == [120] * 4
+
+
 def test_no_question_waits_for_anothers_slow_answer(tiny, serve):
     def reply(path: str, body: dict) -> tuple[int, dict]:
         if body["messages"][-1]["content"] == "slow":

@@ -26,6 +26,7 @@ SEEDS = 2**31  # servers take so many
 SECONDS = 600.0  # for one message, which may be long
 # Servers take a model's own settings where none are given; ours are those of the rollout here.
 PLAIN = {"tokens": {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}, "chat": {"top_p": 1.0}}
+LIMITS = ("max_tokens", "max_completion_tokens")  # names of a message's limit: the usual, OpenAI's newer one
 CANNOT = (400, 404, 405, 422)  # what a server answers that has no such address or option
 
 
@@ -54,15 +55,19 @@ class Costs:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServedPolicy:
-    """The model named `model` at `server`; `protocol` is "tokens" or "chat"."""
+    """The model named `model` at `server`; `protocol` is "tokens" or "chat".
+
+    `limit_name` becomes the newer one of LIMITS once the server has asked for it.
+    """
 
     server: Server
     model: str
     protocol: str
     tokens: ChatTokens
     costs: Costs = field(default_factory=Costs)
+    limit_name: str = LIMITS[0]
 
     def play(self, episode: Episode, sampling: Sampling) -> None:
         """Play an episode to its end. Raises ServerError for no answer, or one in another form."""
@@ -75,17 +80,28 @@ class ServedPolicy:
         """The first choice of the server's answer, and the most tokens that its message may have."""
         limit = min(sampling.max_turn_tokens, episode.remaining_tokens())
         seed = (episode.trajectory.seed + episode.trajectory.messages) % SEEDS
-        asked = {"model": self.model, "max_tokens": limit, "temperature": sampling.temperature, "seed": seed}
+        asked = {"model": self.model, "temperature": sampling.temperature, "seed": seed}
         asked |= PLAIN[self.protocol]
         if sampling.stop_strings:
             asked["stop"] = list(sampling.stop_strings)
-        answer = self.server.post(path, asked | content)
+        answer = self._post(path, asked | content, limit)
         self.costs.add(answer)
         try:
             choice = answer["choices"][0]
             return dict(choice), limit
         except (LookupError, TypeError, ValueError):
             raise ServerError(f"the answer of {self.server.address}{path} holds no choices[0]") from None
+
+    def _post(self, path: str, content: dict[str, Any], limit: int) -> dict[str, Any]:
+        """The server's answer; asked again with the other name of the limit if the server wants that."""
+        name = self.limit_name
+        try:
+            return self.server.post(path, content | {name: limit})
+        except ServerError as error:
+            if error.status != 400 or name != LIMITS[0] or LIMITS[1] not in str(error):
+                raise
+        self.limit_name = LIMITS[1]
+        return self.server.post(path, content | {self.limit_name: limit})
 
     def _play_tokens(self, episode: Episode, sampling: Sampling) -> None:
         exact = {
