@@ -120,6 +120,16 @@ def test_an_error_cannot_steer_the_terminal(tiny, tmp_path, monkeypatch, capsys)
     assert "error: the question is too long" in out and "a\\x1b[2J" in out and "\033" not in out
 
 
+def test_a_line_that_is_not_utf_8_is_one_sentence(tiny, monkeypatch, capsys):
+    undecoded = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    type_lines(monkeypatch, "caf\udce9?", ":save caf\udce9.jsonl", undecoded, "How many?")
+    conversation = make_conversation(tiny, FIRST)
+    converse(conversation)
+    out = capsys.readouterr().out
+    assert out.count("error: the line holds a byte that is not UTF-8; write it again") == 3
+    assert COUNT in out and len(conversation.answers) == 1
+
+
 def test_commands_and_tables(tiny, tmp_path):
     conversation = make_conversation(tiny, FIRST, ["I do not know."])
     assert run_command(conversation, ":history") == "nothing was asked yet"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -162,6 +163,29 @@ def test_what_waits_is_not_asked_after_ctrl_c(tiny, serve):
     with pytest.raises(KeyboardInterrupt):
         play_served(policy_of(tiny, server), episodes, GREEDY, 1, interrupt)
     assert len(requests) < 50
+
+
+def test_ctrl_c_waits_for_the_message_on_its_way_alone(tiny, serve):
+    asked, go_on = threading.Event(), threading.Event()
+
+    def reply(path: str, body: dict) -> tuple[int, dict]:
+        if "quick" in body["messages"][-1]["content"]:
+            return 200, said(final_answer(GOLD))
+        asked.set()
+        go_on.wait(10)
+        return 200, choice({"role": "assistant", "content": None, "tool_calls": [CALL]})
+
+    def interrupt(done: int, total: int, stats: dict) -> None:
+        asked.wait(10)
+        threading.Timer(0.2, go_on.set).start()  # by then play_served waits
+        raise KeyboardInterrupt
+
+    server, requests = serve(reply)
+    quick, slow = make_episode(tiny), make_episode(tiny)
+    quick.example = replace(quick.example, question="quick")
+    with pytest.raises(KeyboardInterrupt):
+        play_served(policy_of(tiny, server), [slow, quick], GREEDY, 2, interrupt)
+    assert len(requests) == 2 and slow.trajectory.messages == 1 and slow.trajectory.status is None
 
 
 def test_a_line_break_before_a_call_is_not_doubled(tiny, serve):

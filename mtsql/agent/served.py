@@ -69,10 +69,13 @@ class ServedPolicy:
     costs: Costs = field(default_factory=Costs)
     limit_name: str = LIMITS[0]
 
-    def play(self, episode: Episode, sampling: Sampling) -> None:
-        """Play an episode to its end. Raises ServerError for no answer, or one in another form."""
+    def play(self, episode: Episode, sampling: Sampling, stopped: threading.Event | None = None) -> None:
+        """Play an episode to its end, or until `stopped` is set.
+
+        Raises ServerError for no answer, or one in another form.
+        """
         play = self._play_tokens if self.protocol == "tokens" else self._play_chat
-        play(episode, sampling)
+        play(episode, sampling, stopped or threading.Event())
 
     def _ask(
         self, path: str, episode: Episode, sampling: Sampling, content: dict[str, Any]
@@ -103,7 +106,7 @@ class ServedPolicy:
         self.limit_name = LIMITS[1]
         return self.server.post(path, content | {self.limit_name: limit})
 
-    def _play_tokens(self, episode: Episode, sampling: Sampling) -> None:
+    def _play_tokens(self, episode: Episode, sampling: Sampling, stopped: threading.Event) -> None:
         exact = {
             "return_token_ids": True,
             "logprobs": 0,
@@ -112,7 +115,7 @@ class ServedPolicy:
             "stop_token_ids": list(self.tokens.end_of_turn_ids),
         }
         suffix: list[int] | None = []
-        while suffix is not None:
+        while suffix is not None and not stopped.is_set():
             prompt = {"prompt": episode.trajectory.ids}
             choice, limit = self._ask("/completions", episode, sampling, prompt | exact)
             ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
@@ -128,12 +131,12 @@ class ServedPolicy:
         cut = choice.get("finish_reason") == "length" or len(ids) > limit
         return Stop.LIMIT if cut else Stop.STOP_STRING
 
-    def _play_chat(self, episode: Episode, sampling: Sampling) -> None:
+    def _play_chat(self, episode: Episode, sampling: Sampling, stopped: threading.Event) -> None:
         recipe = episode.recipe
         messages, tools = recipe.prompt(episode.example, episode.schema, episode.tools)
         messages, offered = list(messages), {"tools": tools} if tools else {}
         suffix: list[int] | None = []
-        while suffix is not None:
+        while suffix is not None and not stopped.is_set():
             choice, limit = self._ask(
                 "/chat/completions", episode, sampling, {"messages": messages} | offered
             )
@@ -243,15 +246,19 @@ def play_served(
     """Play all episodes, `concurrency` at once; returns trajectories in the same order.
 
     Raises ServerError when an episode's request has failed for good; those that run are finished first.
+    After Ctrl-C they are not: only the messages on their way are waited for.
     """
+    stopped = threading.Event()
     with ThreadPoolExecutor(concurrency) as pool:
-        futures = [pool.submit(policy.play, episode, sampling) for episode in episodes]
+        futures = [pool.submit(policy.play, episode, sampling, stopped) for episode in episodes]
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
                 if progress is not None:
                     progress(done, len(episodes), {"requests": policy.costs.requests})
-        except BaseException:  # Ctrl-C too: what waits is not asked
+        except BaseException as error:  # what waits is not asked
+            if not isinstance(error, Exception):
+                stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     return [episode.trajectory for episode in episodes]

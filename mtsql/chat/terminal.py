@@ -16,7 +16,8 @@ COMMANDS = """:schema            the database as the agent reads it
 :history           the dialogue so far
 :undo              forget the last question
 :save FILE.jsonl   the trajectories, for python -m mtsql.report.viewer
-:quit              end (as does Ctrl-D); Ctrl-C stops an answer"""
+:quit              end (as does Ctrl-D)
+Ctrl-C stops an answer; behind an address it waits for the message on its way"""
 LABELS = {
     "propose": "proposes",
     "self_correct": "corrects",
@@ -36,11 +37,15 @@ def converse(conversation: Conversation) -> None:
     while True:
         try:
             line = input("\n> ").strip()
+            line.encode()
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print("\n(:quit ends the dialogue)")
+            continue
+        except UnicodeError:
+            print("error: the line holds a byte that is not UTF-8; write it again")
             continue
         if line == ":quit":
             return
