@@ -40,7 +40,7 @@ from mtsql.data.datasets import (
     Example,
     examples,
 )
-from mtsql.errors import UserError
+from mtsql.errors import UserError, printable
 from mtsql.files import hold_folder, write_atomically
 from mtsql.http_client import Server, ServerError, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
@@ -403,10 +403,15 @@ def make_player(
         return rollout(run.policy, run.tokens, episodes, sampling, size, progress, config.cache_gib)
 
     def play_there(episodes: Sequence[Episode]) -> object:
+        refused, size = run.served.costs.refused, rows or config.concurrency
         try:
-            return play_served(run.served, episodes, sampling, rows or config.concurrency, progress)
+            return play_served(run.served, episodes, sampling, size, progress, skip_refused=True)
         except ServerError as error:
             raise UserError(f"{error}; what was answered is kept, and the same command goes on") from None
+        finally:
+            if found := run.served.costs.refused - refused:
+                why = printable(run.served.costs.refusal)
+                print(f"{found:,} episode(s) end without an answer, since the server refused theirs: {why}")
 
     return play_there if isinstance(run, ServedRun) else play_here
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 from conftest import GOLD, TOY, Tiny, make_episode, run, say
 
-from mtsql.agent.env import Environment, Limits
+from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.served import ServedPolicy, find_protocol, play_served
 from mtsql.agent.tokens import ChatTokens
@@ -223,6 +224,49 @@ def test_a_server_that_does_not_answer_is_one_sentence(tiny, serve, answer, prob
     assert "sk-123" not in str(error.value) + repr(server)
 
 
+@pytest.mark.parametrize("status", [400, 413, 422, 500])
+def test_an_episode_that_the_server_refuses_does_not_stop_the_others(tiny, serve, tmp_path, status):
+    """Nor is it asked again when the command goes on; what it was refused for is kept, to be said."""
+
+    def reply(path: str, body: dict) -> tuple[int, dict]:
+        long = "too long" in json.dumps(body)
+        return (status, {"error": "context length"}) if long else (200, said(final_answer(GOLD)))
+
+    def episodes(*long: int) -> list[Episode]:
+        asked = [make_episode(tiny) for _ in range(4)]
+        for number, episode in enumerate(asked):
+            question = f"{number} too long" if number in long else f"{number}"
+            episode.example = replace(episode.example, question=question)
+            episode.trajectory.example_id = str(number)
+        return asked
+
+    server, requests = serve(reply)
+    policy, path = policy_of(tiny, server), tmp_path / "answers.jsonl"
+    waiting, trajectories = play_unanswered(episodes(0, 3), AnswerLog(path, {}))
+    play_served(policy, waiting, GREEDY, 1, skip_refused=True)
+    ends = [Status.NO_ACTION, Status.ANSWERED, Status.ANSWERED, Status.NO_ACTION]
+    assert [t.status for t in trajectories] == ends
+    assert policy.costs.refused == 2 and "context length" in policy.costs.refusal
+    assert play_unanswered(episodes(0, 3), AnswerLog(path, {}))[0] == []
+    with pytest.raises(ServerError, match="context length"):  # in a dialogue, whose user is told why
+        play_served(policy, episodes(0), GREEDY, 1)
+    with pytest.raises(ServerError, match="context length"):  # it has refused them all
+        play_served(policy_of(tiny, server), episodes(0, 1, 2, 3), GREEDY, 1, skip_refused=True)
+    many = [episode for _ in range(20) for episode in episodes(0, 1, 2, 3)]
+    asked = len(requests)
+    with pytest.raises(ServerError, match="context length"):  # nor does it go on for ever
+        play_served(policy, many, GREEDY, 1, skip_refused=True)
+    assert len(requests) - asked <= 18 * 3 and many[0].trajectory.status is None
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
+def test_a_server_that_refuses_for_good_stops_the_others(tiny, serve, status):
+    server, _ = serve(in_turn(said(final_answer(GOLD)), (status, {}), said(final_answer(GOLD))))
+    server = replace(server, pauses=())
+    with pytest.raises(ServerError, match=f"HTTP {status}"):
+        play_served(policy_of(tiny, server), [make_episode(tiny) for _ in range(3)], GREEDY, 1, None, True)
+
+
 def test_a_server_that_wants_the_limits_newer_name_gets_it(tiny, serve):
     def reply(path: str, body: dict) -> tuple[int, dict]:
         if "max_tokens" in body:
@@ -403,8 +447,9 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
 
     def fails(path: str, body: dict) -> tuple[int, dict]:
         asked.append(path)
-        return (400, {}) if len(asked) == 4 else stub(path, body)
+        return (401, {}) if len(asked) == 4 else stub(path, body)
 
+    count = itertools.count(1)
     server, _ = serve(fails)
     again = ["--address", server.address, "--api-model", "tiny", "--tokenizer", folder]
     again += ["--concurrency", 1, "--out", tmp_path / "again"]
@@ -414,6 +459,12 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     run("evaluate.py", *data, *again)
     assert (tmp_path / "again" / "predictions.jsonl").read_text() == rows[0]
     assert len(asked) < 2 * len(requests)  # what was answered was not asked again
+    server, _ = serve(lambda path, body: (400, {}) if next(count) == 4 else stub(path, body))
+    refused = ["--address", server.address, "--api-model", "tiny", "--tokenizer", folder]
+    out = run("evaluate.py", *data, *refused, "--concurrency", 1, "--out", tmp_path / "refused")
+    assert "1 episode(s) end without an answer, since the server refused theirs: http" in out
+    summary = json.loads((tmp_path / "refused" / "summary.json").read_text())
+    assert summary["served_in_last_session"]["refused"] == 1 and summary["status"]["no_action"] > 0
     out = run(
         "-m", "mtsql.collect", *TOY, "--data", work / "benchmark", *there, "--questions", 4,
         "--protocol", "chat", "--out", tmp_path / "taught",

@@ -177,6 +177,10 @@ class Episode:
         trajectory.segments.append(Segment.given("environment", suffix))
         return suffix
 
+    def give_up(self) -> None:
+        """End the episode without its next message, which cannot be had."""
+        self._end(Status.NO_ACTION)
+
     def _end(self, status: Status) -> None:
         self.trajectory.status = status
 
@@ -247,6 +251,11 @@ class WatchedEpisode:
         suffix = self.episode.step(ids, logprobs, stop, loss_mask)
         self.told(self.episode.trajectory)
         return suffix
+
+    def give_up(self) -> None:
+        """As Episode.give_up."""
+        self.episode.give_up()
+        self.told(self.episode.trajectory)
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,20 @@ SECONDS = 600.0  # for one message, which may be long
 PLAIN = {"tokens": {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}, "chat": {"top_p": 1.0}}
 LIMITS = ("max_tokens", "max_completion_tokens")  # names of a message's limit: the usual, OpenAI's newer one
 CANNOT = (400, 404, 405, 422)  # what a server answers that has no such address or option
+REFUSALS = (400, 413, 422, 500)  # what a server answers where one request has a fault, not all of them
+REFUSED_IN_A_ROW = 16  # episodes, with none played to its end in between: then all requests have it
 
 
 @dataclass
 class Costs:
-    """What the server was asked for; tokens are its own count."""
+    """What the server was asked for; tokens are its own count, `refused` counts episodes.
+
+    `refusal` is what the server said to the last of them.
+    """
 
     requests: int = 0
+    refused: int = 0
+    refusal: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -242,18 +249,39 @@ def play_served(
     sampling: Sampling,
     concurrency: int,
     progress: Callable[[int, int, dict[str, float]], None] | None = None,
+    skip_refused: bool = False,
 ) -> list[Trajectory]:
     """Play all episodes, `concurrency` at once; returns trajectories in the same order.
 
     Raises ServerError when an episode's request has failed for good; those that run are finished first.
-    After Ctrl-C they are not: only the messages on their way are waited for.
+    After Ctrl-C they are not: only the messages on their way are waited for. With `skip_refused` an episode
+    of which the server refuses a message, while it answers others, ends without an answer (NO_ACTION).
     """
     stopped = threading.Event()
+    refused: list[Episode] = []
+    answers = policy.costs.requests > 0
+
+    def give_up() -> None:
+        for episode in refused:
+            episode.give_up()
+        policy.costs.refused += len(refused)
+        refused.clear()
+
     with ThreadPoolExecutor(concurrency) as pool:
-        futures = [pool.submit(policy.play, episode, sampling, stopped) for episode in episodes]
+        futures = {pool.submit(policy.play, episode, sampling, stopped): episode for episode in episodes}
         try:
             for done, future in enumerate(as_completed(futures), 1):
-                future.result()
+                try:
+                    future.result()
+                    answers = True
+                    give_up()
+                except ServerError as error:
+                    refused.append(futures[future])
+                    none = done == len(futures) and not answers
+                    its_own = skip_refused and error.status in REFUSALS
+                    if not its_own or none or len(refused) > REFUSED_IN_A_ROW:
+                        raise
+                    policy.costs.refusal = str(error)
                 if progress is not None:
                     progress(done, len(episodes), {"requests": policy.costs.requests})
         except BaseException as error:  # what waits is not asked
@@ -261,4 +289,5 @@ def play_served(
                 stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    give_up()
     return [episode.trajectory for episode in episodes]
