@@ -73,7 +73,7 @@ def main(config: EvaluateConfig) -> None:
     """The evaluation protocol."""
     run = begin_answers(config, config.split)
     dialogues = run.dataset.dialogues[: config.dialogues or None]
-    options = answer_options(config, run)
+    options = answer_options(config, config.split, run)
 
     def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
         log = AnswerLog(run.out / f".answers_{number}_{run.processes.rank}.jsonl", options)

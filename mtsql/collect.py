@@ -77,7 +77,7 @@ def play_questions(
         seeds = [trajectory_seed(config.seed, number, i) for i in range(config.samples_per_question)]
         episodes += run.environment.episodes(example, seeds)
         of += [example] * len(seeds)
-    log = AnswerLog(run.out / ".answers.jsonl", answer_options(config, run))
+    log = AnswerLog(run.out / ".answers.jsonl", answer_options(config, "train", run))
     waiting, trajectories = play_unanswered(episodes, log)
     with tqdm(desc="collect", unit="trajectory") as bar, weights_for_rollouts(config, run):
         play = make_player(config, run, config.temperature, show(bar))

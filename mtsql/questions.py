@@ -42,6 +42,25 @@ def find_split(data: str, split: str) -> Path:
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
+def split_files(config: DataOptions, split: str, index: int) -> tuple[list[Path], Path, Path]:
+    """Of source `index`: the files of its dialogues, that of its tables, the folder of its databases.
+
+    Raises UserError as `load_split` does for what is not there.
+    """
+    source = config.data[index]
+    path = find_split(source, "train" if split == "held_out" else split)
+    tables = _of_source(config.tables, index, config, "--tables") or beside(path, "tables.json")
+    databases = _of_source(config.databases, index, config, "--databases")
+    databases = databases or beside(path, "database", "databases")
+    if not tables.is_file():
+        raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
+    if not databases.is_dir():
+        raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
+    others = path.with_name("train_others.json")
+    joined = path.name == "train_spider.json" and others.is_file() and Path(source).is_dir()
+    return [path, others] if joined else [path], tables, databases
+
+
 def load_split(config: DataOptions, split: str) -> Dataset:
     """The dialogues of a split from all sources of --data, with their schemas.
 
@@ -51,20 +70,10 @@ def load_split(config: DataOptions, split: str) -> Dataset:
     and where tables or databases are not there.
     """
     parts: list[Dataset] = []
-    for i, source in enumerate(config.data):
-        path = find_split(source, "train" if split == "held_out" else split)
-        tables = _of_source(config.tables, i, config, "--tables") or beside(path, "tables.json")
-        databases = _of_source(config.databases, i, config, "--databases")
-        databases = databases or beside(path, "database", "databases")
-        if not tables.is_file():
-            raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
-        if not databases.is_dir():
-            raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
-        others = path.with_name("train_others.json")
-        further = []
-        if path.name == "train_spider.json" and others.is_file() and Path(source).is_dir():
-            further = [others]
-            print(f"{path.parent}: {path.name} and {others.name} together")
+    for i in range(len(config.data)):
+        (path, *further), tables, databases = split_files(config, split, i)
+        if further:
+            print(f"{path.parent}: {path.name} and {further[0].name} together")
         first = sum(len(part.dialogues) + part.skipped for part in parts)
         parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
     dataset = join_datasets(parts)

@@ -64,7 +64,14 @@ from mtsql.learn.parallel import (
     whole_weights,
 )
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import draw_questions, load_split, make_environment, make_sampling, reward_function
+from mtsql.questions import (
+    draw_questions,
+    load_split,
+    make_environment,
+    make_sampling,
+    reward_function,
+    split_files,
+)
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
@@ -368,15 +375,19 @@ def dev_scores(config: GrpoConfig, dev: Run) -> dict[str, float]:
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 
 
-def answer_options(config: ServedOptions, run: Run | ServedRun) -> dict[str, Any]:
-    """What answers depend on: options, the files of policy and data, and how a server is asked.
+def answer_options(config: ServedOptions, split: str, run: Run | ServedRun) -> dict[str, Any]:
+    """What answers to `split` depend on: options, the files of policy and data, and how a server is asked.
 
     An interrupted evaluation goes on only if all of it is the same (`mtsql.report.answer_log`).
     """
     options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
     folder = Path(config.model)
     files = sorted(folder.glob("*")) if config.model and folder.is_dir() else []
-    files += [Path(source) for source in config.data]
+    for index in range(len(config.data)):
+        dialogues, tables, _ = split_files(config, split, index)
+        files += [*dialogues, tables]
+    asked = {dialogue.db_id for dialogue in run.dataset.dialogues}
+    files += [run.dataset.schemas[name].path for name in sorted(asked)]
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     protocol = run.served.protocol if isinstance(run, ServedRun) else ""
     return options | {"protocol": protocol, "files of --model and --data": versions}

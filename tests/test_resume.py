@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import csv
 import errno
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, TOY, run
 
-from mtsql.config import GrpoConfig, SftConfig, read_options, save_config
+from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, save_config
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, write_atomically
-from mtsql.run import changed_options
+from mtsql.questions import load_split
+from mtsql.report.answer_log import AnswerLog
+from mtsql.run import answer_options, changed_options
 
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
 KILLS = 3  # of each script
@@ -112,6 +117,33 @@ def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [".run.lock"]
     lock.release()
     hold_folder(out).release()
+
+
+def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
+    """The folder of --data stays as it was when a file in it is written anew."""
+    folder = shutil.copytree(tiny.folder, tmp_path / "data")
+    database = folder / "database" / "music" / "music.sqlite"
+    turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
+    dialogues = json.dumps([{"database_id": "music", "interaction": turns}])
+    (folder / "dev.json").write_text(dialogues)
+    config = EvaluateConfig(data=(str(folder),), out="")
+
+    def options() -> dict:
+        run = SimpleNamespace(dataset=load_split(config, "dev"))
+        return answer_options(config, "dev", run)
+
+    log, before = tmp_path / "answers.jsonl", options()
+    AnswerLog(log, before)
+    assert AnswerLog(log, options()).answers == {}
+    for path in (folder / "dev.json", folder / "tables.json", database):
+        path.write_bytes(path.read_bytes())
+        os.utime(path, (0, len(path.name)))  # a clock may be too coarse
+        assert options() != before, path
+        with pytest.raises(UserError, match="another files of --model and --data"):
+            AnswerLog(log, options())
+        before = options()
+        log.unlink()
+        AnswerLog(log, before)
 
 
 def test_what_stands_in_the_way_of_a_file_or_folder_is_one_sentence(tmp_path, monkeypatch):
