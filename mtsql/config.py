@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import (
@@ -319,9 +319,7 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
         hints = get_type_hints(cls, include_extras=True)
         values = from_toml(Path(chosen.config), cls) if chosen.config else {}
         recipe = chosen.recipe or values.get("recipe", RECIPES[0])
-        if "recipe" in hints and recipe in RECIPES:  # the paper's own settings are the defaults
-            settings = load_recipe(recipe).SETTINGS
-            values = {name: value for name, value in settings.items() if name in hints} | values
+        values = recipe_settings(recipe, hints) | values
         for item in fields(cls):
             add_option(parser, item, hints[item.name], values.get(item.name, item.default))
         given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
@@ -337,6 +335,16 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     except UserError as error:
         parser.error(str(error))
     return cls(**values)
+
+
+def recipe_settings(recipe: str, hints: Collection[str]) -> dict[str, Any]:
+    """The paper's own settings, which are a recipe's defaults, of the options in `hints`.
+
+    None for an unknown recipe, and for a command without recipes.
+    """
+    if "recipe" not in hints or recipe not in RECIPES:
+        return {}
+    return {name: value for name, value in load_recipe(recipe).SETTINGS.items() if name in hints}
 
 
 def add_option(parser: argparse.ArgumentParser, item: Field, kind: Any, default: Any) -> None:

@@ -331,6 +331,27 @@ def run(monkeypatch, *arguments: str) -> int:
     return 0
 
 
+def test_the_recipes_own_settings_are_planned(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('[common]\nrecipe = "mtir_sql"\n')
+    assert read_config(str(path), "grpo", {}).max_sequence_tokens == 8192
+    assert read_config(str(path), "grpo", {"max_sequence_tokens": 9000}).max_sequence_tokens == 9000
+    assert read_config(str(path), "sft", {"recipe": "sql_trail"}).trajectories_per_step == 128
+    path.write_text('[grpo]\nrecipe = "sql_trail"\nmicro_batch_positions = 5000\n')
+    config = read_config(str(path), "grpo", {})
+    assert (config.samples_per_prompt, config.micro_batch_positions) == (6, 5000)
+
+
+def test_an_adapter_whose_base_is_beside_it_is_planned(tiny, tmp_path):
+    tiny_shape().save_pretrained(tmp_path / "base")
+    lora = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path="../base"
+    )
+    lora.save_pretrained(tmp_path / "adapter")  # as mtsql.commands.ship writes it
+    config = replace(tiny, model=str(tmp_path / "adapter"))
+    assert footprint.state_bytes(footprint.build_model(config), config)["adapters"] == 4 * ADAPTERS
+
+
 def test_command_says_whether_it_fits(tiny, monkeypatch, capsys):
     options = ["--model", tiny.model, "--lora-rank", "4", "--rows", "4", "--micro-batch-positions", "600"]
     options += ["--max-prompt-tokens", "100", "--max-response-tokens", "120", "--typical", "50"]

@@ -39,7 +39,7 @@ from mtsql.errors import UserError
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import DTYPES
-from mtsql.model_folder import ADAPTER_FILE
+from mtsql.model_folder import ADAPTER_FILE, base_of_adapter
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.75 * GIB)  # kernels and cuBLAS workspaces, about as much on an RTX 3090 and 4090
@@ -73,7 +73,7 @@ def build_model(config: TrainingOptions) -> PreTrainedModel | PeftModel:
     if (Path(name) / ADAPTER_FILE).is_file():
         peft = PeftConfig.from_pretrained(name)
         peft.inference_mode = False
-        name = peft.base_model_name_or_path
+        name = peft.base_model_name_or_path = base_of_adapter(Path(name))
     elif config.lora_rank:
         peft = LoraConfig(
             r=config.lora_rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"

@@ -24,7 +24,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from mtsql.config import GrpoConfig, SftConfig, TrainingOptions, add_option, check, from_toml, user_errors
+from mtsql.config import (
+    GrpoConfig,
+    SftConfig,
+    TrainingOptions,
+    add_option,
+    check,
+    from_toml,
+    recipe_settings,
+    user_errors,
+)
 from mtsql.errors import UserError
 from mtsql.model_folder import ADAPTER_FILE
 from mtsql.planner.footprint import (
@@ -38,6 +47,7 @@ from mtsql.planner.footprint import (
     state_bytes,
     training_bytes,
 )
+from mtsql.recipes import RECIPES
 
 GPUS = (8.0, 16.0, 24.0, 48.0, 80.0)  # GiB
 USABLE = 0.98  # of a card's memory; driver and display have the rest
@@ -52,14 +62,14 @@ FRAGMENTATION = 0.05  # of what comes and goes: holes of the allocator, with exp
 
 # The options that decide about memory.
 DECISIVE = (
-    "model", "dtype", "quantise", "optimizer", "layout", "lora_rank", "gradient_checkpointing",
+    "model", "recipe", "dtype", "quantise", "optimizer", "layout", "lora_rank", "gradient_checkpointing",
     "micro_batch_positions", "samples_per_prompt", "beta", "rows", "cache_gib", "max_prompt_tokens",
     "max_response_tokens", "max_tool_tokens", "max_sequence_tokens", "merge_adapter",
 )  # fmt: skip
 
 
 def read_config(path: str | None, stage: str, options: dict[str, Any]) -> TrainingOptions:
-    """The options of train_grpo.py or train_sft.py in a TOML file, then the given ones.
+    """The recipe's settings, the options of train_grpo.py or train_sft.py in a TOML file, then the given ones.
 
     [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none. Raises
     UserError for what is wrong.
@@ -74,7 +84,9 @@ def read_config(path: str | None, stage: str, options: dict[str, Any]) -> Traini
         if name not in hints:
             raise UserError(f"--{name.replace('_', '-')} is no option of --stage {stage}")
         check(f"--{name.replace('_', '-')}", value, hints[name])
-    return cls(**{"model": "", "data": "", "out": ""} | values | options)
+    values |= options
+    settings = recipe_settings(values.get("recipe", RECIPES[0]), hints)
+    return cls(**{"model": "", "data": "", "out": ""} | settings | values)
 
 
 @dataclass(frozen=True)
