@@ -69,7 +69,7 @@ DECISIVE = (
 
 
 def read_config(path: str | None, stage: str, options: dict[str, Any]) -> TrainingOptions:
-    """The recipe's settings, the options of train_grpo.py or train_sft.py in a TOML file, then the given ones.
+    """The recipe's settings, options of train_grpo.py or train_sft.py in a TOML file, then the given ones.
 
     [grpo] goes on from what [sft] made, so it has [sft]'s model and LoRA rank where it names none. Raises
     UserError for what is wrong.
