@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 from conftest import ROOT, TOY, run
+from transformers import PreTrainedTokenizerBase
 
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.served import ServedPolicy, find_protocol
@@ -32,6 +35,7 @@ from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.logprobs import row_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
 from mtsql.learn.model import load_policy
+from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.mtsql_r1_prompts import final_answer
 
 GREEDY = 0.0
@@ -93,6 +97,25 @@ def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(ta
         assert completion(episode.trajectory)[3] == pytest.approx(completion(trajectory)[3], abs=1e-3)
         assert episode.trajectory.status == trajectory.status
         assert task.rewards(episode.trajectory) == task.rewards(trajectory)
+
+
+def test_threads_that_ask_at_once_load_once(tiny, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny.folder, tmp_path / "data")
+    turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
+    (folder / "train.json").write_text(json.dumps([{"database_id": "music", "interaction": turns}]))
+    tiny.tokens.tokenizer.save_pretrained(tmp_path / "model")
+    loaded = []
+
+    def load_slowly(name: str) -> PreTrainedTokenizerBase:
+        loaded.append(name)
+        time.sleep(0.2)
+        return load_tokenizer(name)
+
+    monkeypatch.setattr("mtsql.bridges.task.load_tokenizer", load_slowly)
+    config = from_mapping({"data": [str(folder)], "model": str(tmp_path / "model")})
+    with ThreadPoolExecutor(8) as pool:
+        tasks = list(pool.map(load_task, [config] * 8))
+    assert len(loaded) == 1 and all(task is tasks[0] for task in tasks)
 
 
 def test_a_message_beyond_its_limit_ends_the_episode(task):

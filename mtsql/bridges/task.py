@@ -5,6 +5,7 @@ Everything goes by a question's id and split, which are all that a row of an eng
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -104,12 +105,20 @@ class Task:
         return self.reward(trajectory, self.examples[trajectory.example_id])
 
 
-@cache
+_LOADING = threading.Lock()  # a cache alone lets all threads load that ask before the first is done
+
+
 def load_task(config: BridgeConfig, split: str = "train") -> Task:
-    """The task of a split, made once in a process: engines ask for it with each episode.
+    """The task of a split, made once in a process: engines ask for it with each episode, from many threads.
 
     Raises UserError for what `load_split` and `load_tokenizer` refuse.
     """
+    with _LOADING:
+        return _load_task(config, split)
+
+
+@cache
+def _load_task(config: BridgeConfig, split: str) -> Task:
     tokens = ChatTokens(load_tokenizer(config.model), config.thinking)
     dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
