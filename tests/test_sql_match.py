@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+import time
 
 import pytest
 
@@ -416,3 +417,25 @@ def test_joins_without_on_are_refused_before_they_take_forever(schema):
         assert clause_f1(gold, f"SELECT Name FROM Singer {join * 60} WHERE {'on ' * 60}", schema) == 0.0
     many = "SELECT Name FROM Singer " + "JOIN Concert ON Singer.Singer_ID = Concert.Singer_ID " * 60
     assert clause_f1(gold, many, schema) > 0
+
+
+def test_nested_calls_of_types_are_refused_before_they_take_forever(schema):
+    """Sqlglot reads what is inside date( and the like twice, as a type and as a call."""
+    gold, start = "SELECT Name FROM Singer", time.monotonic()
+    for name in (
+        "date",
+        "char",
+        "DECIMAL ",
+        "date/* */",
+        "date{# #}",
+        "double precision",
+        "x + time",
+        "union",
+    ):
+        nested = f"SELECT Name FROM Singer WHERE Name = {f'{name}(' * 25} Name {')' * 25}"
+        assert clause_f1(gold, nested, schema) == 0.0
+    assert clause_f1(gold, f"SELECT Name FROM Singer WHERE Name = {'date(' * 1_000}", schema) == 0.0
+    assert time.monotonic() - start < 2
+    dates = "date(datetime(text(Name))) AND " * 50
+    assert clause_f1(gold, f"SELECT Name FROM Singer WHERE {dates} 1", schema) > 0
+    assert clause_f1(gold, f"SELECT Name FROM Singer WHERE {'abs(' * 20}1{')' * 20}", schema) > 0

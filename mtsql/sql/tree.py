@@ -6,6 +6,8 @@ import re
 
 import sqlglot
 from sqlglot import exp
+from sqlglot.dialects.sqlite import SQLite
+from sqlglot.tokens import Token, TokenType
 
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
@@ -13,6 +15,7 @@ from mtsql.sql.text import first_statement, join_operators
 MAX_CHARACTERS = 100_000
 MAX_COPIED_NODES = 10_000
 MAX_OPEN_JOINS = 12  # JOIN without ON; each doubles the time that sqlglot takes
+MAX_READ_AGAIN = 10_000  # tokens inside date(, char( and other names of types, each of which doubles it too
 QUERY = re.compile(r"[\s(]*(select|with)\b", re.IGNORECASE)
 
 
@@ -25,17 +28,13 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     """
     if len(sql) > MAX_CHARACTERS:
         raise SqlParseError(f"longer than {MAX_CHARACTERS} characters")
-    pieces = first_statement(join_operators(sql))
-    open_joins = 0
-    for word in map(str.lower, pieces):
-        open_joins = max(0, open_joins + (word == "join") - (word in ("on", "using")))
-        if open_joins > MAX_OPEN_JOINS:
-            raise SqlParseError("too many joins without ON")
-    text = "".join(pieces)
+    text = "".join(first_statement(join_operators(sql)))
     if not QUERY.match(text):
         raise SqlParseError("not a query")
     try:
-        tree = sqlglot.parse_one(text, dialect="sqlite")
+        tokens = sqlglot.tokenize(text, read="sqlite")
+        _refuse_what_takes_forever(tokens)
+        tree = SQLite().parser().parse(tokens, text)[0]
     except Exception as error:  # on garbage sqlglot raises more than its own errors
         raise SqlParseError(str(error).split("\n")[0]) from None
     if not isinstance(tree, exp.Query):
@@ -45,6 +44,27 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     except RecursionError:
         raise SqlParseError("nested too deeply") from None
     return tree
+
+
+def _refuse_what_takes_forever(tokens: list[Token]) -> None:
+    """Raises SqlParseError for what sqlglot, trying one reading after another, takes exponential time for."""
+    open_joins = open_types = read_again = 0
+    brackets: list[bool] = []  # whether each that is open follows the name of a type
+    before = None
+    for kind in (token.token_type for token in tokens):
+        open_joins += kind == TokenType.JOIN
+        open_joins -= open_joins > 0 and kind in (TokenType.ON, TokenType.USING)
+        if kind == TokenType.L_PAREN:
+            brackets.append(before in SQLite.Parser.TYPE_TOKENS)
+            open_types += brackets[-1]
+        elif kind == TokenType.R_PAREN and brackets:
+            open_types -= brackets.pop()
+        read_again += 2**open_types - 1
+        if open_joins > MAX_OPEN_JOINS:
+            raise SqlParseError("too many joins without ON")
+        if read_again > MAX_READ_AGAIN:
+            raise SqlParseError("too much inside functions that are also types")
+        before = kind
 
 
 def _resolve_names(tree: exp.Query, schema: SqlSchema) -> None:
