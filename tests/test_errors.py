@@ -254,6 +254,8 @@ def test_execution_stands_alone():
         "SELECT sum(DISTINCT) FROM singer",
         "SELECT * FROM singer NATURAL JOIN (SELECT 1) JOIN nothing USING (id)",
         "SELECT name FROM (singer)",
+        "SELECT name FROM singer FETCH FIRST 3 ROWS ONLY",
+        "SELECT group_concat(DISTINCT FROM GROUP singer",
         "SELECT count(*) FROM singer" + " JOIN label" * 50,
         "x" * 200_000,
     ],

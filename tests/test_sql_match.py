@@ -439,3 +439,16 @@ def test_nested_calls_of_types_are_refused_before_they_take_forever(schema):
     dates = "date(datetime(text(Name))) AND " * 50
     assert clause_f1(gold, f"SELECT Name FROM Singer WHERE {dates} 1", schema) > 0
     assert clause_f1(gold, f"SELECT Name FROM Singer WHERE {'abs(' * 20}1{')' * 20}", schema) > 0
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT Name FROM Singer FETCH FIRST 3 ROWS ONLY",
+        "SELECT Name FROM Singer WHERE Age IN (SELECT Age FROM Singer FETCH FIRST 3 ROWS ONLY)",
+    ],
+)
+def test_what_sqlglot_reads_but_sqlite_lacks_is_refused(schema, sql):
+    assert clause_f1("SELECT Name FROM Singer", sql, schema) == 0.0
+    with pytest.raises(SqlParseError):
+        parse_sql(sql, schema, "lenient")

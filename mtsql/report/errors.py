@@ -37,7 +37,7 @@ from mtsql.sql.elements import (
     with_outputs,
 )
 from mtsql.sql.structure import SqlParseError, SqlSchema
-from mtsql.sql.tree import canonical_tree
+from mtsql.sql.tree import canonical_tree, unreadable_if_it_fails
 
 ERRORS = ("execution", "constraint", "schema_linking", "aggregation", "join_path", "other")
 DETAIL = re.compile(r"'(?:''|[^'])*'|\d+(\.\d+)?| DESC\b")  # values and directions
@@ -58,9 +58,10 @@ def error_kinds(gold: str, predicted: str | None, schema: SqlSchema, executes: b
     if predicted is None or not executes:
         return ("execution",)
     try:
-        trees = canonical_tree(gold, schema), canonical_tree(predicted, schema)
-        kinds = _differences(trees, schema, strict=False) or _differences(trees, schema, strict=True)
-    except (SqlParseError, RecursionError):
+        with unreadable_if_it_fails():
+            trees = canonical_tree(gold, schema), canonical_tree(predicted, schema)
+            kinds = _differences(trees, schema, strict=False) or _differences(trees, schema, strict=True)
+    except SqlParseError:
         kinds = set()
     return tuple(kind for kind in ERRORS if kind in kinds) or ("other",)
 

@@ -9,7 +9,14 @@ from sqlglot import exp
 
 from mtsql.sql.parse import parse_sql
 from mtsql.sql.structure import SqlParseError, SqlSchema
-from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unbracketed
+from mtsql.sql.tree import (
+    canonical_tree,
+    clause_items,
+    join_condition,
+    sources,
+    unbracketed,
+    unreadable_if_it_fails,
+)
 
 CLAUSES = ("SELECT", "WHERE", "JOIN", "GROUP", "ORDER")
 
@@ -58,10 +65,8 @@ def _f1(gold: Counter, pred: Counter) -> float:
 @lru_cache(maxsize=50_000)
 def _elements(sql: str, schema: SqlSchema) -> dict[str, Counter]:
     found: dict[str, Counter] = {clause: Counter() for clause in CLAUSES}
-    try:
+    with unreadable_if_it_fails():
         _collect(canonical_tree(sql, schema), "", found)
-    except RecursionError:
-        raise SqlParseError("nested too deeply") from None
     return found
 
 

@@ -19,7 +19,14 @@ from mtsql.sql.structure import (
     SqlSchema,
     column_id,
 )
-from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unbracketed
+from mtsql.sql.tree import (
+    canonical_tree,
+    clause_items,
+    join_condition,
+    sources,
+    unbracketed,
+    unreadable_if_it_fails,
+)
 
 COMPARISON_NODES = {
     exp.EQ: "=",
@@ -41,9 +48,10 @@ def parse_lenient(sql: str, schema: SqlSchema) -> dict:
 
     What has no place in it (CASE, other functions, window functions, names that the schema lacks)
     stands as its text where a column would; a query of WITH counts among the tables.
-    Raises SqlParseError for what sqlglot cannot read. RecursionError is the caller's to catch.
+    Raises SqlParseError for what sqlglot cannot read.
     """
-    return _Builder().query(canonical_tree(sql, schema))
+    with unreadable_if_it_fails():
+        return _Builder().query(canonical_tree(sql, schema))
 
 
 @dataclass

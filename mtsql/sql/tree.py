@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import sqlglot
 from sqlglot import exp
@@ -31,19 +33,30 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     text = "".join(first_statement(join_operators(sql)))
     if not QUERY.match(text):
         raise SqlParseError("not a query")
-    try:
+    with unreadable_if_it_fails():
         tokens = sqlglot.tokenize(text, read="sqlite")
         _refuse_what_takes_forever(tokens)
         tree = SQLite().parser().parse(tokens, text)[0]
-    except Exception as error:  # on garbage sqlglot raises more than its own errors
-        raise SqlParseError(str(error).split("\n")[0]) from None
     if not isinstance(tree, exp.Query):
         raise SqlParseError("not a query")
-    try:
+    if tree.find(exp.Fetch):
+        raise SqlParseError("FETCH is not SQLite's")
+    with unreadable_if_it_fails():
         _resolve_names(tree, schema)
+    return tree
+
+
+@contextmanager
+def unreadable_if_it_fails() -> Iterator[None]:
+    """Raises SqlParseError for whatever fails inside: of garbage sqlglot makes trees that lack parts."""
+    try:
+        yield
+    except SqlParseError:
+        raise
     except RecursionError:
         raise SqlParseError("nested too deeply") from None
-    return tree
+    except Exception as error:
+        raise SqlParseError(str(error).split("\n")[0]) from None
 
 
 def _refuse_what_takes_forever(tokens: list[Token]) -> None:
