@@ -23,7 +23,9 @@ from mtsql.learn.demonstrations import (
     keep_share_of_wrong,
     memory_problem,
 )
+from mtsql.report.records import question_record
 from mtsql.sql.execute import ExecutionResult
+from mtsql.sql.score import Scorer
 
 
 def actions(demonstration: Demonstration) -> list[str]:
@@ -58,6 +60,17 @@ def test_an_error_is_seen_and_repaired_to_the_gold_sql(tiny):
     ]  # fmt: skip
     assert shown.trajectory.off_protocol == 0 and shown.trajectory.status is Status.ANSWERED
     assert unlearned(tiny, shown) == ["SELECT nme FROM singer", "", "", ""]  # its mistake is not taught
+
+
+def test_gold_sql_is_repaired_to_what_the_tool_can_run(tiny):
+    """EX mends "> ="; the tool shows SQLite's error for it, which the model must not learn to pass."""
+    episode = make_episode(tiny)
+    episode.example = replace(episode.example, gold_sql="SELECT name FROM singer WHERE age > = 30")
+    shown = demonstrate(episode, "SELECT nme FROM singer", right=False)
+    assert shown.trajectory.answer_sql == "SELECT name FROM singer WHERE age >= 30" and episode.result.ok
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    record = question_record(shown.trajectory, episode.example, scorer, tiny.tokens.decode)
+    assert record["gold_result"] == record["answer_result"] and "Bruno" in record["gold_result"]
 
 
 def test_what_nothing_shows_is_no_demonstration(tiny):

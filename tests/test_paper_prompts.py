@@ -191,6 +191,12 @@ def test_cuts_of_d2():
     assert f"SQL Results (truncated to 50 characters): {str(list(rows))[:50]}\n== Turn 0 ==" in text
 
 
+def test_a_gold_turn_that_ex_repairs_has_its_result_in_the_memory(tiny):
+    turn = HistoryTurn("And?", "SELECT DISTINCT name FROM singer WHERE age > = 30")
+    (entry,) = recall(Example("0/1", "0", "music", 1, "Who?", "", (turn,)), tiny.schema, tiny.executor)
+    assert entry.sql == turn.sql and entry.result.rows == (("Anna",), ("Bruno",))
+
+
 @pytest.mark.parametrize(
     ("sql", "select", "limit"),
     [

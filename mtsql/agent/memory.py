@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.sql.execute import ExecutionResult, Executor
+from mtsql.sql.execute import ExecutionResult, Executor, as_executed
 from mtsql.sql.parse import SqlParseError, SqlSchema, parse_sql
 
 
@@ -25,15 +25,15 @@ class MemoryEntry:
 
 
 def recall(example: Example, schema: Schema, executor: Executor) -> tuple[MemoryEntry, ...]:
-    """The memory that `memory_retrieve` reads, in the order of the turns."""
-    return tuple(
-        MemoryEntry(turn.question)
-        if turn.sql is None
-        else MemoryEntry(
-            turn.question, turn.sql, _elements(turn.sql, schema), executor.execute(schema.path, turn.sql)
-        )
-        for turn in example.history
-    )
+    """The memory that `memory_retrieve` reads, in the order of the turns; EX's repairs are made in it too."""
+    entries = []
+    for turn in example.history:
+        if turn.sql is None:
+            entries.append(MemoryEntry(turn.question))
+            continue
+        result = executor.execute(schema.path, as_executed(turn.sql, keep_distinct=True))
+        entries.append(MemoryEntry(turn.question, turn.sql, _elements(turn.sql, schema), result))
+    return tuple(entries)
 
 
 def _elements(sql: str, schema: Schema) -> dict | None:

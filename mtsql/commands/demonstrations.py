@@ -36,6 +36,7 @@ from mtsql.learn.demonstrations import (
     demonstrate,
     draw_tool_set,
     keep_share_of_wrong,
+    shown_gold,
 )
 from mtsql.learn.parallel import leave_processes
 from mtsql.report.chat import chat_record
@@ -92,13 +93,13 @@ def play_answers(
                     continue  # a message that holds no SQL is no proposal
                 right = bool(run.scorer.ex(example.db_id, example.gold_sql, answer))
                 if tool_set == "none":  # nothing to look at, so that only the gold SQL is worth showing
-                    answer, right = example.gold_sql, True
+                    answer, right = shown_gold(example), True
                 (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
                 shown = demonstrate(episode, answer, right)
                 found.append(replace(shown, tool_set=tool_set))
                 if not right and shown.trajectory is not None:
                     (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
-                    beside = demonstrate(episode, example.gold_sql, True)
+                    beside = demonstrate(episode, shown_gold(example), True)
                     first = GOLD if beside.trajectory is not None else CUT
                     found.append(replace(beside, tool_set=tool_set, first=first))
     return found

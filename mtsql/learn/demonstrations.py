@@ -22,7 +22,7 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
-from mtsql.sql.execute import ExecutionResult
+from mtsql.sql.execute import ExecutionResult, as_executed
 
 RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
 GOLD = "gold, beside a repaired one"
@@ -89,10 +89,15 @@ def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
         verdicts = verdict(tool, not failed) + "\n"
         step += 1
         if failed:  # repaired, and checked from the beginning
-            sql, wrong, first, step = example.gold_sql, False, found, 0
+            sql, wrong, first, step = shown_gold(example), False, found, 0
     if episode.trajectory.status is not Status.ANSWERED:
         return Demonstration(example, right, CUT, None)
     return Demonstration(example, right, first, episode.trajectory)
+
+
+def shown_gold(example: Example) -> str:
+    """The gold SQL with EX's repairs, for the tool runs what is written: SQLite refuses "> ="."""
+    return as_executed(example.gold_sql, keep_distinct=True)
 
 
 def execution_problem(question: str, result: ExecutionResult) -> str | None:

@@ -9,6 +9,7 @@ from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.data.datasets import Example
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.recipes.rewards import Decode
+from mtsql.sql.execute import as_executed
 from mtsql.sql.score import Scorer
 
 RESULT_CHARACTERS = 300
@@ -30,7 +31,8 @@ def question_record(
     def result(sql: str | None) -> str | None:
         if sql is None:
             return None
-        return compact_result(scorer.executor.execute(scorer.paths[example.db_id], sql), RESULT_CHARACTERS)
+        ran = scorer.executor.execute(scorer.paths[example.db_id], as_executed(sql, keep_distinct=True))
+        return compact_result(ran, RESULT_CHARACTERS)
 
     return trajectory_record(trajectory, decode, reward) | {
         "db_id": example.db_id,

@@ -9,7 +9,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
 from mtsql.sql.clauses import clause_f1, whole_clause_f1
-from mtsql.sql.execute import Executor, execution_match, set_match
+from mtsql.sql.execute import Executor, as_executed, execution_match, set_match
 from mtsql.sql.hardness import hardness
 from mtsql.sql.match import exact_set_match, string_match
 from mtsql.sql.parse import Mode, parse_sql
@@ -73,8 +73,10 @@ class Scorer:
         }
 
     def runs(self, db_id: str, predicted: str | None) -> bool:
-        """Whether it executes without an error."""
-        return predicted is not None and self.executor.execute(self.paths[db_id], predicted).ok
+        """Whether it executes without an error, repaired as EX repairs it."""
+        if predicted is None:
+            return False
+        return self.executor.execute(self.paths[db_id], as_executed(predicted, keep_distinct=True)).ok
 
     def readable(self, db_id: str, predicted: str | None) -> bool:
         """Whether the official grammar reads it."""
@@ -117,7 +119,8 @@ def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False)
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
     print_left_out(asked, kept, "their gold SQL does not run or parse")
     if drop_empty:
-        full = [e for e in kept if scorer.executor.execute(scorer.paths[e.db_id], e.gold_sql).rows]
+        run, paths = scorer.executor.execute, scorer.paths
+        full = [e for e in kept if run(paths[e.db_id], as_executed(e.gold_sql, keep_distinct=False)).rows]
         print_left_out(kept, full, "their gold SQL returns nothing")
         kept = full
     if not kept:
