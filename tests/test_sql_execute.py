@@ -288,6 +288,19 @@ def test_connections_do_not_pile_up(database, tmp_path):
         gc.enable()
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux shows the open files")
+def test_sorts_on_disk_are_stopped(database, monkeypatch):
+    executor = Executor(timeout_seconds=20)
+    small = executor.execute(database, "SELECT a.n FROM number a, singer, singer b ORDER BY a.n * b.age DESC")
+    assert len(small.rows) == 10_000  # of 18,000: more than the page cache holds
+    monkeypatch.setattr("mtsql.sql.guard.MAX_TEMPORARY_BYTES", 50_000_000)
+    start = time.monotonic()
+    large = executor.execute(database, "SELECT zeroblob(140000) FROM number a, number b ORDER BY a.n + b.n")
+    assert (large.status, large.message) == ("error", "the query needs more memory than it may have")
+    assert time.monotonic() - start < 10  # twice: the second time alone
+    assert executor.execute(database, "SELECT 1").rows == ((1,),)
+
+
 def test_a_busy_python_thread_does_not_slow_a_query_down(database):
     executor, over = Executor(timeout_seconds=5), threading.Event()
 

@@ -1,26 +1,29 @@
 """One connection to a database that statements from a model can neither harm nor hold up.
 
-It is read-only (URI mode, authorizer and query_only), with limits on time, rows, memory and the size of a
-cell that really stop the statement.
+It is read-only (URI mode, authorizer and query_only), with limits on time, rows, memory, disk and the size of
+a cell that really stop the statement.
 
 A watchdog thread interrupts a statement that is past its time, which SQLite obeys between the rounds of a
 loop (a progress handler would do the same, but takes Python's lock again and again: beside a busy thread
 a query that takes 13 ms then took 4 s); while it prepares a statement, the authorizer looks at the clock at
 every name. What runs in between is kept short by the limits on cells, patterns, function calls and the
-statement's length; what grows in between is stopped by the heap limit.
+statement's length; what grows in between is stopped by the heap limit. What a sort does not hold in memory
+goes to temporary files; the watchdog looks at their size too.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
@@ -36,11 +39,14 @@ PREPARED_TABLES = (  # table-valued functions; their first use looks like a CREA
 LONG_FORMAT = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
 DENIED_TABLES = frozenset({"sqlite_dbpage", "dbstat"})  # raw pages of the file
 WATCH_SECONDS = 0.02  # between two looks at the clock
+LOOKS_A_MEASURE = 5  # of the clock, to one of the temporary files
+OPEN_FILES = "/proc/self/fd"  # Linux; elsewhere nothing limits temporary files
 MAX_SQL_BYTES = 100_000
 MAX_CELL_BYTES = 150_000
 MAX_PATTERN_BYTES = 250  # of LIKE and GLOB
 MAX_FUNCTION_CALLS = 50  # written in one statement
 MAX_HEAP_BYTES = 80_000_000  # SQLite's own memory, in the whole process
+MAX_TEMPORARY_BYTES = 500_000_000  # of SQLite's sorts on disk, in the whole process
 PAGE_CACHE_KIB = 500  # of one connection
 OUT_OF_MEMORY = "the query needs more memory than it may have"
 LOCKED = "database is locked"  # as SQLite says it
@@ -70,6 +76,7 @@ class Connection:
     def __init__(self, path: str) -> None:
         self.deadline = 0.0
         self.timed_out = False
+        self.overflowed = False
         self.refused = False
         self.functions = 0
         uri = Path(path).absolute().as_uri() + "?mode=ro"
@@ -124,7 +131,7 @@ class Connection:
 
         `seconds` is the time limit, for the message; `deadline` is what stops the statement.
         """
-        self.timed_out = self.refused = False
+        self.timed_out = self.overflowed = self.refused = False
         self.functions = 0
         cursor = self.sqlite.cursor()
         rows: list[tuple] = []
@@ -151,6 +158,8 @@ class Connection:
     def _failure(self, message: str, seconds: float) -> ExecutionResult:
         if self.timed_out:
             return ExecutionResult("timeout", message=f"stopped after {seconds:g} seconds")
+        if self.overflowed:
+            return ExecutionResult("error", message=OUT_OF_MEMORY)
         if self.refused or message == "You can only execute one statement at a time.":
             return ExecutionResult("refused", message=message)
         return ExecutionResult("error", message=message)
@@ -164,8 +173,22 @@ def _printf(formatter: sqlite3.Connection, *arguments: object) -> str | None:
     return formatter.execute(f"SELECT printf({places})", arguments).fetchone()[0]
 
 
+def temporary_bytes() -> int:
+    """The size of SQLite's temporary files, which have no name any more and no owner that one could see."""
+    total = 0
+    with suppress(FileNotFoundError):
+        for number in os.listdir(OPEN_FILES):
+            with suppress(OSError):  # closed meanwhile
+                if "/etilqs_" in os.readlink(f"{OPEN_FILES}/{number}"):
+                    total += os.stat(f"{OPEN_FILES}/{number}").st_size
+    return total
+
+
 class Watchdog:
-    """Interrupts statements that are past their time, from a thread that lives while any run."""
+    """Interrupts statements that are past their time, from a thread that lives while any run.
+
+    All that run, where temporary files are too large: the executor tries them again one at a time.
+    """
 
     def __init__(self) -> None:
         self._running: set[Connection] = set()
@@ -188,14 +211,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         idle = 0.0
-        while True:
+        for look in count():
             time.sleep(WATCH_SECONDS)
+            measured = bool(self._running) and look % LOOKS_A_MEASURE == 0
+            overflow = measured and temporary_bytes() > MAX_TEMPORARY_BYTES
             with self._lock:
                 idle = 0.0 if self._running else idle + WATCH_SECONDS
                 if idle > 1:
                     self._thread = None
                     return
                 for connection in self._running:
-                    if time.monotonic() > connection.deadline:
-                        connection.timed_out = True
+                    connection.timed_out |= time.monotonic() > connection.deadline
+                    connection.overflowed |= overflow
+                    if connection.timed_out or connection.overflowed:
                         connection.sqlite.interrupt()
