@@ -11,6 +11,7 @@ import argparse
 import errno
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class AtLeast(NamedTuple):
 
 Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
+Seconds = Annotated[float, AtLeast(0.01)]
 Paths = tuple[str, ...]
 
 
@@ -58,7 +60,7 @@ class CommonOptions:
     """What every command has."""
 
     seed: Count = option(0, "seed of every random choice")
-    sql_timeout: float = option(5.0, "seconds before a query is stopped")
+    sql_timeout: Seconds = option(5.0, "seconds before a query is stopped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,8 +371,9 @@ def check(name: str, value: Any, kind: Any) -> None:
     """Raise UserError, with the option's `name`, for a value that its type does not allow."""
     if allowed(kind) and value not in allowed(kind):
         raise UserError(f"{name} {value} is unknown; choose from {', '.join(allowed(kind))}")
-    if get_origin(kind) is Annotated and value < kind.__metadata__[0].least:
-        raise UserError(f"{name} should be at least {kind.__metadata__[0].least}, not {value}")
+    if get_origin(kind) is Annotated and not kind.__metadata__[0].least <= value < math.inf:  # nor NaN
+        finite = " and finite" if isinstance(value, float) else ""
+        raise UserError(f"{name} should be at least {kind.__metadata__[0].least}{finite}, not {value}")
 
 
 def _flag(name: str) -> str:

@@ -57,6 +57,9 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
     ("toml", "argv", "message"),
     [
         ("", ["--rows", "0"], "--rows should be at least 1, not 0"),
+        ("", ["--sql-timeout", "nan"], "--sql-timeout should be at least 0.01 and finite, not nan"),
+        ("", ["--sql-timeout=-1"], "--sql-timeout should be at least 0.01 and finite, not -1.0"),
+        ("[common]\nsql_timeout = inf", [], "sql_timeout should be at least 0.01 and finite, not inf"),
         ("[sft]\nrows = 0", [], "[sft] rows should be at least 1, not 0"),
         ("[common]\nsplit = 'dev'", [], "[common] has an unknown field 'split'"),
         ("", ["--history", "predicted"], "--history predicted is unknown; choose from gold, questions"),

@@ -161,6 +161,9 @@ def test_wrong_files_end_with_one_sentence_and_write_nothing(files):
     fails("bad.txt is not UTF-8", pred="bad.txt")
     fails("nowhere.txt does not exist", pred="nowhere.txt")
     fails("unrecognized arguments: --plug", "--plug")
+    for seconds in ("nan", "-1.0", "0.0", "inf"):
+        wrong = f"--sql-timeout should be at least 0.01 and finite, not {seconds}"
+        fails(wrong, f"--sql-timeout={seconds}")
     run = evaluate(files, "--gold", "gold.txt", "--pred", "pred.txt", "--databases", "database")
     assert run.returncode == 2 and "give --tables" in run.stderr
 

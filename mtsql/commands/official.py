@@ -16,6 +16,7 @@ from mtsql.commands.prediction_files import (
     score_pairs,
     summarise_items,
 )
+from mtsql.config import Seconds, check
 from mtsql.files import write_atomically
 from mtsql.sql.execute import Executor
 
@@ -51,6 +52,7 @@ def main() -> None:
     missing = [f"--{name}" for name in needed if getattr(chosen, name) is None]
     if missing:
         parser.error(f"give {', '.join(missing)}")
+    check("--sql-timeout", chosen.sql_timeout, Seconds)
     pairs = read_pairs(chosen.gold, chosen.pred)
     rules = Rules(chosen.etype, chosen.plug_value, chosen.keep_distinct)
     executor = Executor(timeout_seconds=chosen.sql_timeout)
