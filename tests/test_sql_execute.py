@@ -135,6 +135,20 @@ def test_cache_follows_the_file(executor, database):
     assert executor.execute(database, query).rows == ((493,),)
 
 
+def test_cache_follows_a_write_ahead_log(executor, database):
+    query = "SELECT count(*) FROM singer"
+    connection = sqlite3.connect(database)
+    connection.execute("PRAGMA journal_mode = WAL")
+    for number in range(3, 6):
+        assert executor.execute(database, query).rows == ((number,),)
+        connection.execute("INSERT INTO singer VALUES (?, 'x', 'y', 1)", (number + 10,))
+        connection.commit()
+    connection.execute("CREATE TABLE late (a)")
+    connection.commit()
+    assert "late" in SqlSchema.from_database(database).tables
+    connection.close()
+
+
 def test_a_locked_database_is_an_error_of_the_moment(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.guard.LOCKED_SECONDS", 0.1)
     executor, query = Executor(), "SELECT count(*) FROM singer"

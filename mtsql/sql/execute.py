@@ -30,7 +30,8 @@ MAX_IDLE_CONNECTIONS = 32
 class Executor:
     """Runs statements, one at a time in a thread; results are cached while the file is unchanged.
 
-    A file counts as changed if its inode, its size or its time of modification or change is another.
+    A file counts as changed if its inode, its size or its time of modification or change is another, or those
+    of its write-ahead log.
     """
 
     def __init__(self, timeout_seconds: float = 5.0, max_rows: int = 10_000) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,21 +27,29 @@ class SqlParseError(ValueError):
 
 
 class FileVersion(NamedTuple):
-    """A file as it is now; what was read from it holds while this stays the same."""
+    """A database file as it is now; what was read from it holds while this stays the same.
+
+    Where its journal is a write-ahead log, a commit changes that file alone.
+    """
 
     path: str
     inode: int
     size: int
     modified: int
     changed: int
+    log_size: int
+    log_modified: int
 
 
 def file_version(path: str | Path) -> FileVersion:
     """The version of a database file. Raises FileNotFoundError if it does not exist."""
     if not os.path.isfile(path):
         raise MissingDatabase(f"the database file {path} does not exist")
-    stat = os.stat(path)
-    return FileVersion(os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    stat, log = os.stat(path), (0, 0)
+    with suppress(FileNotFoundError):
+        of_log = os.stat(f"{path}-wal")
+        log = (of_log.st_size, of_log.st_mtime_ns) if of_log.st_size else log  # a reader makes an empty one
+    return FileVersion(os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, *log)
 
 
 @dataclass(frozen=True)
