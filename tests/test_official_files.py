@@ -122,7 +122,26 @@ def test_every_database_of_a_test_suite_must_agree(files):
     assert "execution            1.000" in evaluate_files(files, gold="one.txt", pred="other.txt").stdout
     (files / "one.txt").write_text("SELECT name FROM singer WHERE age = 30\tmusic\n")
     (files / "other.txt").write_text("SELECT name FROM singer WHERE age > 25\n")
-    assert "execution            0.000" in evaluate_files(files, gold="one.txt", pred="other.txt").stdout
+    run = evaluate_files(files, "--json", "out.json", gold="one.txt", pred="other.txt")
+    assert "execution            0.000" in run.stdout
+    (item,) = json.loads((files / "out.json").read_text())["per_item"]
+    assert (item["ex"], item["ex_keep_distinct"], item["ex_bird"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("option", ["--plug-value", "--keep-distinct"])
+def test_further_metrics_are_of_the_text_that_ex_tried(files, option):
+    (files / "one.txt").write_text("SELECT DISTINCT name FROM singer WHERE country = 'Chad'\tmusic\n")
+    (files / "other.txt").write_text("SELECT DISTINCT name FROM singer WHERE country = 'Chile'\n")
+    right = int(option == "--plug-value")
+    assert evaluate_files(files, option, "--json", "out.json", gold="one.txt", pred="other.txt").stdout
+    (item,) = json.loads((files / "out.json").read_text())["per_item"]
+    assert (item["ex"], item["ex_keep_distinct"], item["ex_bird"]) == (right,) * 3
+    (files / "one.txt").write_text("SELECT name FROM singer WHERE id = 1\tmusic\n")
+    (files / "other.txt").write_text("SELECT name FROM singer WHERE id = value\n")  # officially 1
+    assert evaluate_files(files, "--json", "out.json", gold="one.txt", pred="other.txt").stdout
+    (item,) = json.loads((files / "out.json").read_text())["per_item"]
+    metrics = ("ex", "ex_keep_distinct", "ex_bird", "em", "em_lenient", "em_string")
+    assert [item[metric] for metric in metrics] == [1] * 6
 
 
 LINES = PRED.splitlines(keepends=True)

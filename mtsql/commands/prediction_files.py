@@ -184,25 +184,29 @@ def _score(pair: Pair, scorer: Scorer, rules: Rules) -> dict:
     if rules.etype != "match":
         tried = with_gold_values(pair.gold, predicted) if rules.plug_value else iter((predicted,))
         suite = sorted(path.parent.glob("*.sqlite"))
+        right = None
         try:
-            item["ex"] = int(_matches(tried, pair.gold, suite, rules.keep_distinct, executor))
+            right = _first_right(tried, pair.gold, suite, rules.keep_distinct, executor)
         except ValueError:
-            item["status"], item["ex"] = "gold failed", 0
-    further = scorer.further(name, pair.gold, pair.predicted)
-    skipped = {"exec": "em_", "match": "ex_", "all": "-"}[rules.etype]
-    return item | {key: verdict for key, verdict in further.items() if not key.startswith(skipped)}
+            item["status"] = "gold failed"
+        item["ex"] = int(right is not None)
+        item |= scorer.further_ex(suite, pair.gold, predicted if right is None else right)
+    if rules.etype != "exec":
+        item |= scorer.further_em(name, pair.gold, predicted)
+    return item
 
 
-def _matches(
+def _first_right(
     tried: Iterator[str], gold: str, paths: list[Path], keep_distinct: bool, executor: Executor
-) -> bool:
+) -> str | None:
+    """The first text that every database finds right."""
     deadline = time.monotonic() + PLUGGING_SECONDS
     for candidate in tried:
         if all(execution_match(executor, path, gold, candidate, keep_distinct) for path in paths):
-            return True
+            return candidate
         if time.monotonic() > deadline:
             break
-    return False
+    return None
 
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:

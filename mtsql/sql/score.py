@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
@@ -57,20 +58,27 @@ class Scorer:
     def further(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
         """FURTHER_METRICS of one prediction, 0 or 1 each.
 
-        The lenient EM is 1 where the official EM is 1, or where both queries read leniently are equal.
         A gold query that does not run or cannot be read makes the metric 0.
         """
-        path, question = self.paths[db_id], (db_id, gold, predicted)
+        return self.further_ex([self.paths[db_id]], gold, predicted) | self.further_em(db_id, gold, predicted)
+
+    def further_ex(self, suite: Sequence[Path], gold: str, predicted: str | None) -> dict[str, int]:
+        """Those of FURTHER_METRICS that run the queries; every database of the suite must agree."""
+        executor = self.executor
         try:
-            ex_keep_distinct = execution_match(self.executor, path, gold, predicted, keep_distinct=True)
+            kept = all(execution_match(executor, path, gold, predicted, keep_distinct=True) for path in suite)
         except ValueError:
-            ex_keep_distinct = False
-        return {
-            "ex_keep_distinct": int(ex_keep_distinct),
-            "ex_bird": int(set_match(self.executor, path, gold, predicted)),
-            "em_lenient": int(self.em(*question) or self.em(*question, "lenient")),
-            "em_string": int(string_match(gold, predicted)),
-        }
+            kept = False
+        as_sets = all(set_match(executor, path, gold, predicted) for path in suite)
+        return {"ex_keep_distinct": int(kept), "ex_bird": int(as_sets)}
+
+    def further_em(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
+        """Those of FURTHER_METRICS that read the queries.
+
+        The lenient EM is 1 where the official EM is 1, or where both queries read leniently are equal.
+        """
+        lenient = self.em(db_id, gold, predicted) or self.em(db_id, gold, predicted, "lenient")
+        return {"em_lenient": int(lenient), "em_string": int(string_match(gold, predicted))}
 
     def runs(self, db_id: str, predicted: str | None) -> bool:
         """Whether it executes without an error, repaired as EX repairs it."""
