@@ -181,7 +181,7 @@ def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):
         "{}": "should hold a list",
         '[{"database_id": "music"}]': "interaction",
         '[{"database_id": "music", "interaction": [{"utterance": "a"}]}]': "query",
-        '[{"database_id": "gone", "interaction": []}]': "'gone' is not in",
+        '[{"database_id": "gone", "interaction": [{"utterance": "a", "query": "b"}]}]': "'gone' is not in",
     }
     for content, message in cases.items():
         bad.write_text(content)
@@ -195,7 +195,7 @@ def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):
     with pytest.raises(UserError, match="has no dev split"):
         find_split(str(tmp_path), "dev")
     bad.write_text(
-        '[{"database_id": "gone", "interaction": []},'
+        '[{"database_id": "gone", "interaction": [{"utterance": "a", "query": "select 1"}]},'
         '{"database_id": "music", "interaction": [{"utterance": "a", "query": "select 1"}]}]'
     )
     assert load_dataset(bad, tables, databases, allow_missing=True).skipped == 1

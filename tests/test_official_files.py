@@ -179,6 +179,11 @@ def test_wrong_files_end_with_one_sentence_and_write_nothing(files):
     (files / "bad.txt").write_bytes(b"\xff\xfe\x00")
     fails("bad.txt is not UTF-8", pred="bad.txt")
     fails("nowhere.txt does not exist", pred="nowhere.txt")
+    fails(". is a folder, not a file", gold=".")
+    (entry,) = json.loads((files / "tables.json").read_text())
+    entry["column_names_original"][1][1] = None
+    (files / "bad.json").write_text(json.dumps([entry | {"foreign_keys": [[1, 2]]}]))
+    fails("bad.json: expected databases with Spider's fields", "--tables", "bad.json")
     fails("unrecognized arguments: --plug", "--plug")
     for seconds in ("nan", "-1.0", "0.0", "inf"):
         wrong = f"--sql-timeout should be at least 0.01 and finite, not {seconds}"

@@ -14,7 +14,7 @@ from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny
 
 from evaluate import EvaluateConfig
 from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dataset
-from mtsql.data.schema import load_schemas
+from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError
 from mtsql.questions import load_split, make_environment
 from mtsql.report.evaluation import score_records
@@ -44,7 +44,8 @@ SYNSQL = {
     "cot": "...",
     "sql": GOLD,
 }
-DIALOGUE = {"database_id": "music", "interaction": [{"utterance": QUESTION, "query": GOLD}]}
+TURN = {"utterance": QUESTION, "query": GOLD}
+DIALOGUE = {"database_id": "music", "interaction": [TURN]}
 
 
 def lay_out(tiny: Tiny, root: Path, files: dict[str, object], databases: str) -> Path:
@@ -162,6 +163,18 @@ def test_other_layouts(tiny, tmp_path):
         ([SPIDER, SPIDER | {"db_id": "../music"}], r"item 1: database '\.\./music' is not in"),
         ({"data": [SPIDER]}, "should hold a list"),
         ([DIALOGUE | {"interaction": 3}], "expected SParC's fields"),
+        ([DIALOGUE | {"interaction": []}], "dialogue 0: expected SParC's fields"),
+        ([DIALOGUE | {"interaction": ["a"]}], "dialogue 0: expected SParC's fields"),
+        (
+            [DIALOGUE | {"database_id": ["music"]}],
+            "the field database_id should be text, not list",
+        ),
+        (
+            [DIALOGUE | {"interaction": [TURN, {"utterance": "a"}]}],
+            "0, turn 1 lacks the field query",
+        ),
+        ([DIALOGUE | {"interaction": [TURN | {"query": None}]}], "query should be text, not NoneType"),
+        ([DIALOGUE | {"interaction": [TURN | {"utterance": 5}]}], "utterance should be text, not int"),
     ],
 )
 def test_hostile_items_are_named(tiny, tmp_path, content, message):
@@ -233,11 +246,22 @@ def test_gold_that_ex_repairs_counts_with_what_it_returns(tiny, tmp_path):
 
 def test_broken_tables_are_named(tiny, tmp_path):
     entry = json.loads(TABLES)[0]
-    for broken in ([3], [{}], [{k: v for k, v in entry.items() if k != "foreign_keys"}]):
+    lacking = {k: v for k, v in entry.items() if k != "foreign_keys"}
+    for broken in ([3], [{}], [lacking], [entry | {"foreign_keys": [[1, 2, 3]]}]):
         tables = tmp_path / "tables.json"
         tables.write_text(json.dumps(broken))
         with pytest.raises(UserError, match=r"tables\.json, item 0: expected a database"):
             load_schemas(tables, tiny.folder / "database")
+
+
+def test_what_is_no_json_is_named(tmp_path):
+    path = tmp_path / "odd.json"
+    for text in ("{", "[" + "1" * 5_000 + "]", "[" * 200_000):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"odd\.json is not valid JSON"):
+            read_json(path)
+    with pytest.raises(UserError, match="is a folder, not a file"):
+        read_json(tmp_path)
 
 
 def test_a_file_that_is_no_database_is_named(tiny, tmp_path):

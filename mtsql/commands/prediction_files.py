@@ -111,6 +111,8 @@ def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, not a file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error})") from None
     blocks: list[list[tuple[int, list[str]]]] = [[]]
@@ -139,7 +141,9 @@ def score_pairs(
     """
     try:
         scorer = Scorer(_schemas(pairs, databases, tables, gold_file), executor)
-    except (KeyError, IndexError, TypeError) as error:
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{tables}: expected databases with Spider's fields, but {error!r}") from None
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(lambda pair: _score(pair, scorer, rules), pairs))
@@ -327,7 +331,7 @@ def read_items(path: Path) -> list[dict]:
             return items
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except (IsADirectoryError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         pass
     raise UserError(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds")
 

@@ -182,23 +182,34 @@ def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
 
 
 def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
-    """Item `number` of `data` as the dialogue `name`."""
+    """Item `number` of `data` as the dialogue `name`.
+
+    Raises UserError with the file, the item and the field that is missing or of another kind.
+    """
     source = str(item["source"]) if isinstance(item, dict) and "source" in item else str(data)
     if not isinstance(item, dict) or not {"interaction", "database_id"} & item.keys():
         turn = _single_turn(data, number, item)
         return Dialogue(name, turn.db_id, (turn,), source)
-    try:
-        db_id = item["database_id"]
-        turns = tuple(
-            Turn(turn["utterance"], turn["query"], db_id, index)
-            for index, turn in enumerate(item["interaction"])
-        )
-    except (KeyError, TypeError) as error:
+    where, asked = f"{data}, dialogue {number}", item.get("interaction")
+    if not isinstance(asked, list) or not asked or not all(isinstance(turn, dict) for turn in asked):
         raise UserError(
-            f"{data}, dialogue {number}: expected SParC's fields database_id and "
-            f"interaction (each with utterance and query), but {error!r}"
-        ) from None
-    return Dialogue(name, db_id, turns, source)
+            f"{where}: expected SParC's fields database_id and interaction, a list of turns, each with "
+            "utterance and query"
+        )
+    db_id, turns = _text(where, item, "database_id"), []
+    for index, turn in enumerate(asked):
+        at = f"{where}, turn {index}"
+        turns.append(Turn(_text(at, turn, "utterance"), _text(at, turn, "query"), db_id, index))
+    return Dialogue(name, db_id, tuple(turns), source)
+
+
+def _text(where: str, item: dict, field: str) -> str:
+    """A field's text. Raises UserError, which begins with `where`, if there is none."""
+    if field not in item:
+        raise UserError(f"{where} lacks the field {field}")
+    if not isinstance(item[field], str):
+        raise UserError(f"{where}: the field {field} should be text, not {type(item[field]).__name__}")
+    return item[field]
 
 
 def _single_turn(data: Path, number: int, item: object) -> Turn:
@@ -220,9 +231,7 @@ def _single_turn(data: Path, number: int, item: object) -> Turn:
     def text(field: str) -> str:
         if field not in item:
             raise UserError(f"{where} looks like {fields.format} but lacks the field {field}")
-        if not isinstance(item[field], str):
-            raise UserError(f"{where}: the field {field} should be text, not {type(item[field]).__name__}")
-        return item[field]
+        return _text(where, item, field)
 
     def optional(field: str) -> str:
         return text(field).strip() if item.get(field) is not None else ""

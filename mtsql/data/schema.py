@@ -91,7 +91,9 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
             path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
             if path.is_file():
                 schemas[entry["db_id"]] = _schema(entry, path)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"{tables_file}, item {number}: expected a database with Spider's fields, but {error!r}"
             ) from None
@@ -109,7 +111,9 @@ def read_json(path: Path) -> list:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, not a file") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, list):
         raise UserError(f"{path} should hold a list, not {type(content).__name__}")
