@@ -297,7 +297,7 @@ class CollectConfig(ServedOptions):
 
 SECTIONS = (
     "common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
-    "bridge",
+    "bridge", "selection",
 )  # fmt: skip
 
 

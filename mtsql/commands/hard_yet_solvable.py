@@ -26,7 +26,7 @@ from mtsql.config import Count, DataOptions, option, read_options, save_config, 
 from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.curriculum import SuccessCount, read_counts
+from mtsql.learn.curriculum import SuccessCount, read_counts, refuse_other_data
 from mtsql.questions import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
@@ -77,6 +77,7 @@ def main(config: SelectionConfig) -> None:
     dataset = load_split(config, "train")
     scorer = Scorer(dataset.schemas, Executor(timeout_seconds=config.sql_timeout))
     questions = scorable(examples(dataset.dialogues), scorer, config.drop_empty)
+    refuse_other_data(questions, counts)
     hardness = {q.id: scorer.hardness(q.db_id, q.gold_sql) for q in questions}
     known = [count for count in counts if count.example_id in hardness]
     print(f"{len(counts)} counts, {len(known)} of them of questions in the training data")

@@ -50,6 +50,18 @@ def read_counts(path: Path) -> list[SuccessCount]:
     return counts
 
 
+def refuse_other_data(questions: Sequence[Example], counts: Sequence[SuccessCount]) -> None:
+    """Raises UserError for counts of other data, whose questions have the same ids."""
+    databases = {question.id: question.db_id for question in questions}
+    for count in counts:
+        if databases.get(count.example_id, count.db_id) != count.db_id:
+            raise UserError(
+                f"the curriculum is of other data: question {count.example_id} is over {count.db_id} in it, "
+                f"but over {databases[count.example_id]} in --data; "
+                "make it from the same --data in the same order"
+            )
+
+
 def curriculum_levels(
     questions: Sequence[Example], counts: Sequence[SuccessCount], size: int
 ) -> list[list[Example]]:
@@ -57,16 +69,10 @@ def curriculum_levels(
 
     Questions that were always right teach nothing and are left out, as are those without a count.
     Ties stay in the order of the counts. `size` 0 makes one level of all. Raises UserError if no
-    question is left, and for counts of other data, whose questions have the same ids.
+    question is left, and for counts of other data.
     """
+    refuse_other_data(questions, counts)
     by_id = {question.id: question for question in questions}
-    for count in counts:
-        question = by_id.get(count.example_id)
-        if question is not None and question.db_id != count.db_id:
-            raise UserError(
-                f"the curriculum is of other data: question {count.example_id} is over {count.db_id} in it, "
-                f"but over {question.db_id} in --data; make it from the same --data in the same order"
-            )
     left = [c for c in counts if c.example_id in by_id and c.sampled and c.right < c.sampled]
     if not left:
         raise UserError("no question of the curriculum is in the training data and was ever wrong")
