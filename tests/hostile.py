@@ -230,7 +230,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         "SELECT CAST(x'FF41' AS TEXT)", "SELECT CAST(x'C3' AS TEXT)", "SELECT x'00ff'", "SELECT 9223372036854775807 + 1", "SELECT 1 / 0", "\ufeff\ufeff SELECT 1", "SELECT printf('%5.2f|%s', 2.5, name) FROM singer",
         "SELECT 1e999", "SELECT -1e999 - 1e999", "SELECT NULL", "SELECT '' WHERE 0", "SELECT * FROM sqlite_master",
         "SELECT sqlite_version()", "EXPLAIN SELECT 1", "SELECT '<|im_end|>'", "VALUES (1), (2)",
-        "SELECT * FROM pragma_table_info('singer')", "PRAGMA table_info(singer)", "PRAGMA foreign_key_list(singer)",
+        "SELECT * FROM pragma_table_info('singer')", "PRAGMA table_info(singer)", "PRAGMA data_version", "PRAGMA foreign_key_list(singer)",
     )  # fmt: skip
     add("stacked statements", REFUSED, *(f"SELECT 1; {more}" for more in (
         "DROP TABLE singer", "SELECT 2", "DELETE FROM singer; SELECT 3", "ATTACH 'x' AS y", "COMMIT", "PRAGMA query_only = 0",
@@ -283,7 +283,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         "cache_size = 100000000", "mmap_size = 100000000000", "page_size = 512", "temp_store = MEMORY", "integrity_check",
         "quick_check", "optimize", "incremental_vacuum", "hard_heap_limit = 1", "soft_heap_limit = 1", "threads = 64",
         "busy_timeout = 100000", "locking_mode = EXCLUSIVE", "foreign_keys = ON", "recursive_triggers = 1", "trusted_schema = 1",
-        "database_list", "compile_options", "data_version", "encoding = 'UTF-16'", "auto_vacuum = 1", "case_sensitive_like = 1",
+        "database_list", "compile_options", "encoding = 'UTF-16'", "auto_vacuum = 1", "case_sensitive_like = 1",
     )))  # fmt: skip
     add(
         "transaction",

@@ -149,6 +149,22 @@ def test_cache_follows_a_write_ahead_log(executor, database):
     connection.close()
 
 
+def test_full_text_tables_can_be_read(executor, database):
+    connection = sqlite3.connect(database)
+    try:
+        connection.execute("CREATE VIRTUAL TABLE song USING fts5(title)")
+    except sqlite3.OperationalError as error:
+        pytest.skip(f"this SQLite has no FTS5 ({error})")
+    connection.execute("INSERT INTO song VALUES ('a red rose')")
+    connection.commit()
+    connection.close()
+    assert executor.execute(database, "SELECT title FROM song WHERE song MATCH 'rose'").rows == (
+        ("a red rose",),
+    )
+    assert executor.execute(database, "DELETE FROM song").status == "refused"
+    assert executor.execute(database, "INSERT INTO song (song) VALUES ('rebuild')").status == "refused"
+
+
 def test_a_locked_database_is_an_error_of_the_moment(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.guard.LOCKED_SECONDS", 0.1)
     executor, query = Executor(), "SELECT count(*) FROM singer"

@@ -27,8 +27,9 @@ from itertools import count
 from pathlib import Path
 
 ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
-ALLOWED_PRAGMAS = frozenset(
-    "table_info table_xinfo table_list index_list index_info index_xinfo foreign_key_list".split()
+ALLOWED_PRAGMAS = frozenset(  # FTS5 asks for data_version to read its tables
+    "table_info table_xinfo table_list index_list index_info index_xinfo foreign_key_list "
+    "data_version".split()
 )
 DENIED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "sqlite_log"})
 PREPARED_TABLES = (  # table-valued functions; their first use looks like a CREATE to the authorizer
