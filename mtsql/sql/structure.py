@@ -65,8 +65,8 @@ class SqlSchema:
     def from_database(cls, db_path: str | Path) -> SqlSchema:
         """The schema of a SQLite file, read from the file itself as the official evaluation does.
 
-        The same object is returned while the file is unchanged. Raises UserError if the file is
-        missing or no database.
+        The same object is returned while the file is unchanged. A table whose module is not there is left
+        out. Raises UserError if the file is missing or no database.
         """
         try:
             return _read_schema(file_version(db_path))
@@ -80,11 +80,13 @@ class SqlSchema:
 def _read_schema(version: FileVersion) -> SqlSchema:
     connection = sqlite3.connect(Path(version.path).absolute().as_uri() + "?mode=ro", uri=True)
     with closing(connection):
+        connection.text_factory = lambda raw: raw.decode(errors="ignore")
         names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         tables = {}
         for (name,) in names:
-            columns = connection.execute("SELECT name FROM pragma_table_info(?)", (name,))
-            tables[name.lower()] = tuple(column.lower() for (column,) in columns)
+            with suppress(sqlite3.OperationalError):  # a virtual table of an extension
+                columns = connection.execute("SELECT name FROM pragma_table_info(?)", (name,))
+                tables[name.lower()] = tuple(column.lower() for (column,) in columns)
     return SqlSchema(tables)
 
 
