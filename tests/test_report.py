@@ -195,6 +195,13 @@ def test_metrics_log_columns_and_resume(tmp_path):
         MetricsLog(path, resume_step=1)
 
 
+def test_a_row_that_was_cut_off_inside_its_last_cell_is_dropped(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,reward\n0,0.25\n1,0.5")  # of 0.5625
+    MetricsLog(path, resume_step=5)
+    assert path.read_text() == "step,reward\n0,0.25\n"
+
+
 def test_a_cut_off_last_row_is_dropped_whatever_its_step(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("step,reward\n0,1.0\n1")

@@ -165,6 +165,22 @@ def test_full_text_tables_can_be_read(executor, database):
     assert executor.execute(database, "INSERT INTO song (song) VALUES ('rebuild')").status == "refused"
 
 
+def test_a_gold_result_past_a_limit_names_both(executor, database, monkeypatch):
+    monkeypatch.setattr("mtsql.sql.execute.MAX_SCORED_BYTES", 10_000)
+    with pytest.raises(ValueError, match=r"\(more than 1000000 rows or 10000 bytes\)"):
+        executor.gold_rows(database, "SELECT n FROM number")
+
+
+def test_a_table_of_an_absent_module_is_left_out(database):
+    connection = sqlite3.connect(database)
+    connection.execute("PRAGMA writable_schema = ON")
+    made = "CREATE VIRTUAL TABLE odd USING absent(a)"
+    connection.execute("INSERT INTO sqlite_master VALUES ('table', 'odd', 'odd', 0, ?)", (made,))
+    connection.commit()
+    connection.close()
+    assert set(SqlSchema.from_database(database).tables) == {"singer", "number"}
+
+
 def test_a_locked_database_is_an_error_of_the_moment(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.guard.LOCKED_SECONDS", 0.1)
     executor, query = Executor(), "SELECT count(*) FROM singer"

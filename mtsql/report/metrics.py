@@ -231,9 +231,10 @@ class MetricsLog:
         kept: list[dict[str, str]] = []
         if path.is_file() and resume_step > 0:
             with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                names = list(reader.fieldnames or [])
-                whole = [row for row in reader if None not in row and None not in row.values()]
+                ended = file.read().rpartition("\n")[0]  # a number that was cut off looks like another
+            reader = csv.DictReader(io.StringIO(ended, newline=""))
+            names = list(reader.fieldnames or [])
+            whole = [row for row in reader if None not in row and None not in row.values()]
             if names and "step" not in names:
                 raise UserError(f"{path} is not a metrics log: it has no column named step")
             kept = [row for row in whole if int(row["step"]) < resume_step]

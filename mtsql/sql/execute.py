@@ -58,7 +58,7 @@ class Executor:
         """
         result = self._execute(db_path, sql, MAX_GOLD_ROWS, MAX_SCORED_BYTES)
         if not result.ok or result.truncated:
-            reason = result.message or f"more than {MAX_GOLD_ROWS} rows"
+            reason = result.message or f"more than {MAX_GOLD_ROWS} rows or {MAX_SCORED_BYTES} bytes"
             raise ValueError(f"the gold query failed ({reason}): {sql}")
         return result.rows
 
