@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_tables_keys_views_and_example_rows_are_found(tmp_path):
     assert schema.entry["foreign_keys"] == [[4, 6]]  # the other table is not there
     assert schema.entry["table_names"][0] == "order items"
     assert [1, "name"] in schema.entry["column_names_original"]
+
+
+def test_a_key_of_several_columns_maps_each_to_its_own(tmp_path):
+    path = make_database(
+        tmp_path / "shop.sqlite",
+        """create table customer (code int, name text, primary key (name, code));
+        create table orders (whose text, number int, foreign key (whose, number) references customer);""",
+    )
+    orders = read_schema(path).tables[1]
+    assert set(orders.foreign_keys) == {("whose", "customer", "name"), ("number", "customer", "code")}
+
+
+def test_a_column_that_the_file_lacks_is_no_text_in_the_example_row(tmp_path):
+    folder = tmp_path / "music"
+    folder.mkdir()
+    make_database(folder / "music.sqlite", "create table singer (id int); insert into singer values (1);")
+    entry = {
+        "db_id": "music", "table_names_original": ["singer"], "primary_keys": [], "foreign_keys": [],
+        "column_names_original": [[-1, "*"], [0, "id"], [0, "nope"]], "column_types": ["text"] * 3,
+    }  # fmt: skip
+    (tmp_path / "tables.json").write_text(json.dumps([entry]))
+    (singer,) = load_schemas(tmp_path / "tables.json", tmp_path)["music"].tables
+    assert singer.example_row is None
 
 
 def test_a_file_of_the_benchmark_gives_what_its_tables_json_says():

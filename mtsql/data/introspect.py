@@ -71,12 +71,12 @@ def _read_table(connection: sqlite3.Connection, name: str) -> SchemaTable:
         ).fetchall()
     except sqlite3.OperationalError:
         found = []
-    keys = connection.execute('select "from", "table", "to" from pragma_foreign_key_list(?)', (name,))
+    keys = connection.execute('select "from", "table", "to", seq from pragma_foreign_key_list(?)', (name,))
     columns = {column.lower(): column for column, _, _ in found}
     foreign = []
-    for column, other, key in keys.fetchall():
+    for column, other, key, place in keys.fetchall():
         primary = connection.execute(
-            "select name from pragma_table_info(?) where pk = 1", (other,)
+            "select name from pragma_table_info(?) where pk = ?", (other, place + 1)
         ).fetchone()
         key = key or (primary[0] if primary else "")  # without a column it is the other table's primary key
         if key and column.lower() in columns:

@@ -162,7 +162,7 @@ def _schema(entry: dict, path: Path) -> Schema:
         for index, name in enumerate(names):
             own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
             try:
-                wanted = ", ".join(f'"{c}"' for _, c in own)
+                wanted = ", ".join(f'"{name}"."{c}"' for _, c in own)  # "{c}" alone may be read as a text
                 row = connection.execute(f'select {wanted} from "{name}" limit 1').fetchone()
             except sqlite3.OperationalError:
                 row = None  # tables.json names a column that the file lacks: show no example
