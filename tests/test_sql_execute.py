@@ -156,6 +156,7 @@ def test_full_text_tables_can_be_read(executor, database):
     except sqlite3.OperationalError as error:
         pytest.skip(f"this SQLite has no FTS5 ({error})")
     connection.execute("INSERT INTO song VALUES ('a red rose')")
+    connection.execute("CREATE VIEW broken AS SELECT a FROM nowhere")
     connection.commit()
     connection.close()
     assert executor.execute(database, "SELECT title FROM song WHERE song MATCH 'rose'").rows == (

@@ -99,6 +99,11 @@ class Connection:
         self.sqlite.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         for name in PREPARED_TABLES:
             self.sqlite.execute(f"SELECT 1 FROM {name}").fetchone()
+        # The first use of a virtual table looks like a write to the authorizer, too.
+        made = self.sqlite.execute("SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE VIRTUAL%'")
+        for (name,) in made.fetchall():
+            with suppress(sqlite3.OperationalError):  # of an extension that is not there
+                self.sqlite.execute("SELECT 1 FROM pragma_table_info(?)", (name,)).fetchone()
         self.formatter = sqlite3.connect(":memory:", check_same_thread=False, cached_statements=0)
         self.formatter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
         for name in ("printf", "format"):
