@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def test_tables_keys_views_and_example_rows_are_found(tmp_path):
     assert schema.entry["foreign_keys"] == [[4, 6]]  # the other table is not there
     assert schema.entry["table_names"][0] == "order items"
     assert [1, "name"] in schema.entry["column_names_original"]
+
+
+def test_a_view_that_one_function_holds_up_has_no_example(tmp_path):
+    slow = "instr(hex(zeroblob(3000000)), hex(zeroblob(1500000)) || '1')"  # nothing can interrupt it
+    path = make_database(tmp_path / "v.sqlite", f"create table t (a); create view v as select {slow} as b;")
+    start = time.monotonic()
+    assert [table.example_row for table in read_schema(path).tables] == [None, None]
+    assert time.monotonic() - start < 4
 
 
 def test_a_key_of_several_columns_maps_each_to_its_own(tmp_path):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from mtsql.data.schema import Schema, SchemaTable
+from mtsql.data.schema import SECONDS_AN_EXAMPLE, Schema, SchemaTable, example_row
 from mtsql.errors import UserError
+from mtsql.sql.execute import Executor
 
-SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one
 KINDS = (("INT", "number"), ("REAL", "number"), ("FLOA", "number"), ("DOUB", "number"), ("NUM", "number"))
 KINDS += (("DEC", "number"), ("DATE", "time"), ("TIME", "time"), ("BOOL", "boolean"))
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]+")
@@ -38,7 +37,9 @@ def read_schema(path: Path) -> Schema:
             sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, timeout=2)
         ) as connection:
             connection.text_factory = lambda raw: raw.decode(errors="ignore")
-            tables = [t for name in _names(connection) if (t := _read_table(connection, name)).columns]
+            executor = Executor(timeout_seconds=SECONDS_AN_EXAMPLE, max_rows=1)
+            read = (_read_table(connection, executor, path, name) for name in _names(connection))
+            tables = [table for table in read if table.columns]
     except sqlite3.OperationalError as error:
         raise UserError(
             f"--database {path} cannot be read now ({error}); is another program writing?"
@@ -64,7 +65,7 @@ def _names(connection: sqlite3.Connection) -> list[str]:
     return [name for name, kind in sorted(rows, key=lambda row: (row[1] == "view", created.get(row[0], 0)))]
 
 
-def _read_table(connection: sqlite3.Connection, name: str) -> SchemaTable:
+def _read_table(connection: sqlite3.Connection, executor: Executor, path: Path, name: str) -> SchemaTable:
     try:
         found = connection.execute(
             "select name, type, pk from pragma_table_xinfo(?) where hidden <> 1", (name,)
@@ -86,26 +87,13 @@ def _read_table(connection: sqlite3.Connection, name: str) -> SchemaTable:
         tuple((column, _kind(declared)) for column, declared, _ in found),
         tuple(column for column, _, place in sorted(found, key=lambda row: row[2]) if place),
         tuple(foreign),
-        _example_row(connection, name),
+        example_row(executor, path, "*", name),
     )
 
 
 def _kind(declared: str) -> str:
     """Spider's word for a declared type."""
     return next((kind for start, kind in KINDS if start in declared.upper()), "text")
-
-
-def _example_row(connection: sqlite3.Connection, name: str) -> tuple | None:
-    """The first row; None if there is none, or it takes too long or fails, as that of a broken view does."""
-    deadline = time.monotonic() + SECONDS_AN_EXAMPLE
-    connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
-    quoted = name.replace('"', '""')
-    try:
-        return connection.execute(f'select * from "{quoted}" limit 1').fetchone()
-    except sqlite3.OperationalError:
-        return None
-    finally:
-        connection.set_progress_handler(None, 0)
 
 
 def _entry(db_id: str, tables: Sequence[SchemaTable]) -> dict:

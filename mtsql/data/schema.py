@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtsql.errors import UserError
+from mtsql.sql.execute import Executor
+
+SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,12 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
 
     Raises UserError if tables.json is missing or broken, or no database is found at all.
     """
-    schemas = {}
+    schemas, executor = {}, Executor(timeout_seconds=SECONDS_AN_EXAMPLE, max_rows=1)
     for number, entry in enumerate(read_json(tables_file)):
         try:
             path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
             if path.is_file():
-                schemas[entry["db_id"]] = _schema(entry, path)
+                schemas[entry["db_id"]] = _schema(entry, path, executor)
         except UserError:
             raise
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -151,27 +154,32 @@ def _letters(text: str) -> str:
     return text.lower().replace(" ", "").replace("_", "")
 
 
-def _schema(entry: dict, path: Path) -> Schema:
+def example_row(executor: Executor, path: Path, wanted: str, table: str) -> tuple | None:
+    """The first row; None if there is none, or it takes too long or fails, as that of a broken view does."""
+    quoted = table.replace('"', '""')
+    rows = executor.execute(path, f'select {wanted} from "{quoted}" limit 1').rows
+    return rows[0] if rows else None
+
+
+def _schema(entry: dict, path: Path, executor: Executor) -> Schema:
     columns = entry["column_names_original"]
     names = entry["table_names_original"]
     primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
     descriptions = _descriptions(entry, path)
     tables = []
-    with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as connection:
-        connection.text_factory = lambda raw: raw.decode(errors="ignore")
-        for index, name in enumerate(names):
-            own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
-            try:
-                wanted = ", ".join(f'"{name}"."{c}"' for _, c in own)  # "{c}" alone may be read as a text
-                row = connection.execute(f'select {wanted} from "{name}" limit 1').fetchone()
-            except sqlite3.OperationalError:
-                row = None  # tables.json names a column that the file lacks: show no example
-            except sqlite3.DatabaseError as error:
-                raise UserError(f"{path} is not a usable SQLite database ({error})") from None
-            kinds = tuple((c, entry["column_types"][i]) for i, c in own)
-            keys = tuple(c for i, c in own if i in primary)
-            pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
-            foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
-            meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
-            tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
+    try:
+        with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as connection:
+            connection.execute("select name from sqlite_master").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{path} is not a usable SQLite database ({error})") from None
+    for index, name in enumerate(names):
+        own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
+        wanted = ", ".join(f'"{name}"."{c}"' for _, c in own)  # "{c}" alone may be read as a text
+        row = example_row(executor, path, wanted, name)  # None for a column that the file lacks
+        kinds = tuple((c, entry["column_types"][i]) for i, c in own)
+        keys = tuple(c for i, c in own if i in primary)
+        pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
+        foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
+        meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
+        tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
     return Schema(entry["db_id"], path, tuple(tables), entry)
