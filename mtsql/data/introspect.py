@@ -9,9 +9,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from mtsql.data.schema import SECONDS_AN_EXAMPLE, Schema, SchemaTable, example_row
+from mtsql.data.schema import Schema, SchemaTable, example_row
 from mtsql.errors import UserError
-from mtsql.sql.execute import Executor
 
 KINDS = (("INT", "number"), ("REAL", "number"), ("FLOA", "number"), ("DOUB", "number"), ("NUM", "number"))
 KINDS += (("DEC", "number"), ("DATE", "time"), ("TIME", "time"), ("BOOL", "boolean"))
@@ -37,9 +36,7 @@ def read_schema(path: Path) -> Schema:
             sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, timeout=2)
         ) as connection:
             connection.text_factory = lambda raw: raw.decode(errors="ignore")
-            executor = Executor(timeout_seconds=SECONDS_AN_EXAMPLE, max_rows=1)
-            read = (_read_table(connection, executor, path, name) for name in _names(connection))
-            tables = [table for table in read if table.columns]
+            tables = [t for name in _names(connection) if (t := _read_table(connection, name)).columns]
     except sqlite3.OperationalError as error:
         raise UserError(
             f"--database {path} cannot be read now ({error}); is another program writing?"
@@ -65,7 +62,7 @@ def _names(connection: sqlite3.Connection) -> list[str]:
     return [name for name, kind in sorted(rows, key=lambda row: (row[1] == "view", created.get(row[0], 0)))]
 
 
-def _read_table(connection: sqlite3.Connection, executor: Executor, path: Path, name: str) -> SchemaTable:
+def _read_table(connection: sqlite3.Connection, name: str) -> SchemaTable:
     try:
         found = connection.execute(
             "select name, type, pk from pragma_table_xinfo(?) where hidden <> 1", (name,)
@@ -87,7 +84,7 @@ def _read_table(connection: sqlite3.Connection, executor: Executor, path: Path, 
         tuple((column, _kind(declared)) for column, declared, _ in found),
         tuple(column for column, _, place in sorted(found, key=lambda row: row[2]) if place),
         tuple(foreign),
-        example_row(executor, path, "*", name),
+        example_row(connection, "*", name),
     )
 
 

@@ -6,14 +6,15 @@ import csv
 import io
 import json
 import sqlite3
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtsql.errors import UserError
-from mtsql.sql.execute import Executor
 
-SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one
+SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one,
+MAX_EXAMPLE_BYTES = 150_000  # or one function may, which nothing interrupts: it gets no longer texts
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,12 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
 
     Raises UserError if tables.json is missing or broken, or no database is found at all.
     """
-    schemas, executor = {}, Executor(timeout_seconds=SECONDS_AN_EXAMPLE, max_rows=1)
+    schemas = {}
     for number, entry in enumerate(read_json(tables_file)):
         try:
             path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
             if path.is_file():
-                schemas[entry["db_id"]] = _schema(entry, path, executor)
+                schemas[entry["db_id"]] = _schema(entry, path)
         except UserError:
             raise
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -154,32 +155,42 @@ def _letters(text: str) -> str:
     return text.lower().replace(" ", "").replace("_", "")
 
 
-def example_row(executor: Executor, path: Path, wanted: str, table: str) -> tuple | None:
-    """The first row; None if there is none, or it takes too long or fails, as that of a broken view does."""
+def example_row(connection: sqlite3.Connection, wanted: str, table: str) -> tuple | None:
+    """The first row; None if there is none, or it takes too long or fails, as that of a broken view does.
+
+    Raises sqlite3.DatabaseError for a file that is no database.
+    """
+    deadline = time.monotonic() + SECONDS_AN_EXAMPLE
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_EXAMPLE_BYTES)
     quoted = table.replace('"', '""')
-    rows = executor.execute(path, f'select {wanted} from "{quoted}" limit 1').rows
-    return rows[0] if rows else None
+    try:
+        return connection.execute(f'select {wanted} from "{quoted}" limit 1').fetchone()
+    except (sqlite3.OperationalError, sqlite3.DataError):
+        return None
+    finally:
+        connection.set_progress_handler(None, 0)
 
 
-def _schema(entry: dict, path: Path, executor: Executor) -> Schema:
+def _schema(entry: dict, path: Path) -> Schema:
     columns = entry["column_names_original"]
     names = entry["table_names_original"]
     primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
     descriptions = _descriptions(entry, path)
     tables = []
-    try:
-        with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as connection:
-            connection.execute("select name from sqlite_master").fetchone()
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"{path} is not a usable SQLite database ({error})") from None
-    for index, name in enumerate(names):
-        own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
-        wanted = ", ".join(f'"{name}"."{c}"' for _, c in own)  # "{c}" alone may be read as a text
-        row = example_row(executor, path, wanted, name)  # None for a column that the file lacks
-        kinds = tuple((c, entry["column_types"][i]) for i, c in own)
-        keys = tuple(c for i, c in own if i in primary)
-        pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
-        foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
-        meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
-        tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
+    with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as connection:
+        connection.text_factory = lambda raw: raw.decode(errors="ignore")
+        for index, name in enumerate(names):
+            own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
+            try:
+                wanted = ", ".join(f'"{name}"."{c}"' for _, c in own)  # "{c}" alone may be read as a text
+                row = example_row(connection, wanted, name)  # None for a column that the file lacks
+            except sqlite3.DatabaseError as error:
+                raise UserError(f"{path} is not a usable SQLite database ({error})") from None
+            kinds = tuple((c, entry["column_types"][i]) for i, c in own)
+            keys = tuple(c for i, c in own if i in primary)
+            pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
+            foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
+            meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
+            tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
     return Schema(entry["db_id"], path, tuple(tables), entry)
