@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mtsql.experiments.arms import (
     Answer,
@@ -75,6 +75,7 @@ EMBEDDED = {  # by better and worse arm
 }
 STAGES = ("base", "round_3", "rl_outcome")  # of the abilities: process rewards would pay for them
 Where = Callable[[dict], bool]  # whether a record counts
+Place: TypeAlias = tuple[int, int, str]  # list, finding in it, and which of its differences
 CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
     "later turns": (
         ("turns from 3 on", lambda r: r["turn_index"] >= 2),
@@ -140,37 +141,28 @@ def judged(
     correctness of the first list: in EX, or in EM where the making decides EX. The second has all the rest.
     What is built in is not tested.
     """
-    differences: list[Difference] = []
-    first: list[bool] = []
-    places: list[list[list[int | None]]] = []  # of each finding's two among the differences
+    families: tuple[dict[Place, Difference], dict[Place, Difference]] = ({}, {})
     for number, group in enumerate(found):
-        places.append([])
-        for finding in group:
-            at: list[int | None] = []
-            pairs = ((finding.difference, bool(finding.built_in)), (finding.em, finding.em_built_in))
+        for index, finding in enumerate(group):
             correctness = number == 0 and finding.em is not None
-            for difference, made in pairs:
-                at.append(None if difference is None or made else len(differences))
-                if at[-1] is not None:
-                    differences.append(difference)
-                    first.append(correctness and (difference is finding.difference or bool(finding.built_in)))
-            places[-1].append(at)
-    said: dict[int, Verdict] = {}
-    for family in (True, False):
-        own = [place for place, is_first in enumerate(first) if is_first is family]
-        said |= dict(zip(own, verdicts([differences[place] for place in own], seeds), strict=True))
+            if not finding.built_in:
+                families[0 if correctness else 1][number, index, "difference"] = finding.difference
+            if finding.em is not None and not finding.em_built_in:
+                families[0 if correctness and finding.built_in else 1][number, index, "em"] = finding.em
+    said: dict[Place, Verdict] = {}
+    for family in families:
+        said |= zip(family, verdicts(list(family.values()), seeds), strict=True)
 
-    def of(difference: Difference | None, place: int | None) -> Verdict:
-        return Verdict() if difference is None else Verdict("built in") if place is None else said[place]
+    def of(number: int, index: int, metric: str) -> Verdict:
+        there = getattr(found[number][index], metric) is not None
+        return said.get((number, index, metric), Verdict("built in" if there else ""))
 
-    tested = tuple(
-        sum(said[place].p is not None for place, is_first in enumerate(first) if is_first is family)
-        for family in (True, False)
-    )
-    return [
-        [Judged(of(f.difference, ex), of(f.em, em)) for f, (ex, em) in zip(group, at, strict=True)]
-        for group, at in zip(found, places, strict=True)
-    ], tested
+    judgements = [
+        [Judged(of(number, index, "difference"), of(number, index, "em")) for index in range(len(group))]
+        for number, group in enumerate(found)
+    ]
+    first, second = (sum(said[place].p is not None for place in family) for family in families)
+    return judgements, (first, second)
 
 
 def _gained(arms: Arms, better: str, worse: str, measure: Measure) -> list[Answer]:
