@@ -54,13 +54,29 @@ def read_records(path: Path) -> Iterator[dict]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line, parse_constant=lambda _: None)  # NaN is no JSON
-                record["example_id"], record["status"], (record.get("reward") or 0) + 0.0
-                for segment in record["segments"]:
-                    COLOURS[segment["role"]], segment["text"] + "", segment["loss_mask_sum"] + 0
-                    len(segment["ids"])
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}, line {number}: not a trajectory") from None
+            except ValueError:
+                record = None
+            if not _is_trajectory(record):
+                raise UserError(f"{path}, line {number}: not a trajectory")
             yield record
+
+
+def _is_trajectory(record: object) -> bool:
+    """Whether it has what `render` shows."""
+    if not isinstance(record, dict) or not {"example_id", "status"} <= record.keys():
+        return False
+    segments = record.get("segments")
+    return (
+        isinstance(record.get("reward"), int | float | None)
+        and isinstance(segments, list)
+        and all(isinstance(segment, dict) and _is_segment(segment) for segment in segments)
+    )
+
+
+def _is_segment(segment: dict) -> bool:
+    kinds = {"role": str, "text": str, "loss_mask_sum": int, "ids": list}
+    whole = all(isinstance(segment.get(name), kind) for name, kind in kinds.items())
+    return whole and segment["role"] in COLOURS
 
 
 def render(record: dict, colour: bool) -> str:
