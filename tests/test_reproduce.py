@@ -15,6 +15,7 @@ from mtsql.learn.curriculum import SuccessCount, question_order, read_counts
 from mtsql.parts import minutes_of, run_part
 from mtsql.questions import load_split
 from mtsql.toy.imitation import ImitationConfig
+from mtsql.toy.tiny import MODELS
 from reproduce import SUITES, seed_parts
 
 SCRIPTS = {
@@ -37,9 +38,11 @@ def configs(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     return found
 
 
-@pytest.mark.parametrize(("name", "model"), [("toy", ""), ("sparc", "Qwen/Qwen3-1.7B"), ("cosql", "base")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("toy", ""), ("toy", "base"), ("sparc", "Qwen/Qwen3-1.7B"), ("cosql", "base")]
+)
 def test_commands_are_valid_and_in_order(name, model, monkeypatch):
-    made = {model} if model else set()
+    made = {model} if model else set(map(str, MODELS.glob("seed*")))
     for title, (config, done) in configs(name, model, monkeypatch).items():
         assert config.seed == 3 and done.is_relative_to(config.out), title
         assert title == "imitation" or config.model in made, title

@@ -203,9 +203,12 @@ def test_quickstart_ends_with_its_table(work):
         assert small.count(f"\n{setting}\n") == 1
         small = small.replace(f"\n{setting}\n", f"\n{setting.split()[0]} = {smaller}\n")
     (work / "small.toml").write_text(small)
+    (work / "quick").mkdir()
+    for made in ("benchmark", "imitation"):
+        (work / "quick" / made).symlink_to(work / made)
     out = run(
-        "-m", "mtsql.toy.quickstart", "--config", work / "small.toml", "--base", work, "--out", work / "quick"
-    )  # fmt: skip
+        "-m", "mtsql.toy.quickstart", "--config", work / "small.toml", "--imitate", "--out", work / "quick"
+    )
     assert "rl - warm_start:" in out
     results = json.loads((work / "quick" / "results.json").read_text())
     assert [r["arm"] for r in results] == [

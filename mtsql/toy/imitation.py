@@ -1,6 +1,7 @@
 """The stand-in for a pre-trained language model: a tiny Qwen3 that imitates a scripted agent.
 
-`python -m mtsql.toy.imitation --config configs/toy.toml` writes an ordinary Hugging Face folder.
+`python -m mtsql.toy.imitation --config configs/toy.toml` writes an ordinary Hugging Face folder, in
+bfloat16; those of five seeds are in models/toy.
 
 The scripted agent (`mtsql.toy.scripted_agent`) knows the SQL and uses its tools unevenly. So the model's most
 likely behaviour is flawed, as an untrained base model's is, while its SQL skill is not. Beside demonstrations
@@ -226,7 +227,7 @@ def main(config: ImitationConfig) -> None:
             optimizer.step()
         bar.set_postfix_str(f"{phase}, loss {total:.3f}", refresh=False)
     with folder_atomically(Path(config.out)) as whole:
-        save_policy(model, tokenizer, whole)
+        save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)
 
 

@@ -1,7 +1,9 @@
 """The whole recipe on the embedded benchmark, in order, and one table at the end.
 
 `bash quickstart.sh` calls it. Each phase is one command, which is printed before it runs; a phase whose
-result is there already is skipped. `runs/toy/results.json` holds the table's figures.
+result is there already is skipped. It starts from a tiny model that has learned SQL and the tools'
+protocol by imitation, models/toy/seed<SEED>, as the paper starts from a pre-trained model; --imitate
+makes that model too, in an hour. `runs/toy/results.json` holds the table's figures.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from mtsql.config import user_errors
+from mtsql.errors import UserError
 from mtsql.experiments.arms import (
     Evaluation,
     answers,
@@ -24,6 +27,8 @@ from mtsql.experiments.markdown import difference_of
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
 from mtsql.toy.arms_figure import plot_arms
+from mtsql.toy.benchmark import MODELS_SEED
+from mtsql.toy.tiny import MODELS
 
 ARMS = {  # arm: (phase that made its policy, tools it is evaluated with, split)
     "imitation": ("imitation", "both", "test"),
@@ -47,19 +52,22 @@ def main() -> None:
     """Benchmark, tiny model, warm start, GRPO, evaluation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/toy"), help="run folder [runs/toy]")
-    parser.add_argument("--seed", type=int, default=0, help="seed of warm start, GRPO and sampling [0]")
-    parser.add_argument("--base", type=Path, help="another run folder whose benchmark and tiny model to use")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tiny model, training, sampling [0]")
+    parser.add_argument("--imitate", action="store_true", help="make the tiny model anew, in OUT/imitation")
     parser.add_argument(
         "--config", default="configs/toy.toml", help="settings of all phases [configs/toy.toml]"
     )
     arguments = parser.parse_args()
     out, seed = arguments.out, str(arguments.seed)
-    base = arguments.base or out
-    data, imitation = base / "benchmark", base / "imitation"
+    data = out / "benchmark"
+    imitation = out / "imitation" if arguments.imitate else MODELS / f"seed{seed}"
+    if not arguments.imitate and not imitation.exists():
+        raise UserError(f"--seed {seed}: there is no {imitation}; take another seed, or add --imitate")
     policies = {"imitation": imitation, "sft": out / "sft" / "policy", "grpo": out / "grpo" / "policy"}
     shared = ["--config", arguments.config, "--data", str(data)]
-    run_part("benchmark: dialogues over generated databases", ["-m", "mtsql.toy.benchmark", str(data)], data)
-    imitate = ["-m", "mtsql.toy.imitation", *shared, "--out", str(imitation)]
+    benchmark = ["-m", "mtsql.toy.benchmark", str(data), "--seed", str(MODELS_SEED)]
+    run_part("benchmark: dialogues over generated databases", benchmark, data)
+    imitate = ["-m", "mtsql.toy.imitation", *shared, "--seed", seed, "--out", str(imitation)]
     run_part("imitation: a tiny model learns from a scripted agent", imitate, imitation)
 
     def train(title: str, phase: str, start: str) -> None:
@@ -71,7 +79,7 @@ def main() -> None:
     for arm, (phase, tools, split) in ARMS.items():
         folder = out / "evaluation" / arm
         command = ["evaluate.py", *shared, "--model", str(policies[phase]), "--tools", tools]
-        command += ["--split", split, "--dialogues", "240", "--out", str(folder), "--seed", seed]
+        command += ["--split", split, "--out", str(folder), "--seed", seed]
         run_part(f"evaluation: {arm}", command, folder / "summary.json")
     _report(out, policies, arguments.seed)
 
@@ -102,7 +110,7 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     plot_arms(bars, out / "results.png")
     print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over databases;")
     print(f"..._themes: themes and ways of asking that training lacks, {results[-1]['questions']} questions.")
-    print("sampled: EX at temperature 1; minutes: training until the policy was ready.\n")
+    print("sampled: EX at temperature 1; minutes: of training, that of a model from models/ not counted.\n")
     print(f"{'arm':<18} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
     for r in results:
         ex, em = (

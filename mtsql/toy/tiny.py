@@ -19,6 +19,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+MODELS = Path("models/toy")  # below the project's root: seed0, seed1, ..., as imitation left them
 CAPITAL = "\ue0fe"  # stands before a letter that is a capital; private-use characters, both
 GLUE = "\ue0ff"  # stands before a word without a blank before it
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
