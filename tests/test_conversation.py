@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -200,6 +201,16 @@ def test_a_slow_sender_holds_up_nobody(server):
         time.sleep(0.2)
         for _ in range(50):  # nor does one answer forbid the next question
             assert request("POST", "/undo", "{}")[0] == 200
+
+
+def test_a_browser_that_leaves_is_no_fault(server, capfd):
+    request, port = server
+    with socket.create_connection(("127.0.0.1", port)) as leaving:
+        leaving.sendall(b"POST /ask HTTP/1.1\r\nHost: ")
+        time.sleep(0.2)
+        leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+    time.sleep(0.2)
+    assert request("GET", "/")[0] == 200 and capfd.readouterr().err == ""
 
 
 def test_strangers_are_refused(server):

@@ -7,6 +7,7 @@ has one, Origin (so that no other page can ask in the user's name).
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,6 +32,14 @@ def serve(conversation: Conversation, port: int) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
+
+
+class Server(ThreadingHTTPServer):
+    """A browser may leave at any time: that is no fault, and shown to nobody."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
@@ -120,7 +129,7 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
             self.wfile.flush()
 
     try:
-        return ThreadingHTTPServer((ADDRESS, port), Handler)
+        return Server((ADDRESS, port), Handler)
     except (OSError, OverflowError) as error:
         raise UserError(f"--port {port} cannot be had ({error}); choose another") from None
 
