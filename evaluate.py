@@ -21,6 +21,8 @@ are kept as they come: the same command goes on after an interruption.
 
 Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
+- EM is the official exact set match, where the paper's reward compares strings (`em_string` does here).
+- Errors are sorted by rules; the paper asks GPT-5 (mtsql.experiments.judge asks a model, in our words).
 - --history predicted puts the policy's own earlier answers in the memory; the paper's numbers are
   with gold history, our default. There is no vote then: the N answers have different histories.
 """

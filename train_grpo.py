@@ -11,6 +11,10 @@ folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
 - EM is the official exact set match, as in the authors' code; the text (--rewards paper) compares strings.
+  EX is the official one too: DISTINCT and the order of columns do not count.
+- Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py) and are paid at every
+  level; the paper begins with those of medium difficulty (Finding 9).
+- The dev set is evaluated after steps, not before the first.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
@@ -18,8 +22,8 @@ Departures from the paper:
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs an estimate (--kl).
 - One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99; LoRA with --lora-rank.
-- Other papers' variants (mtsql/learn/variants.py, loss.py, advantages.py) are off by default, but for one:
-  truncated importance sampling where sampler and trainer round apart, in half precision and on a GPU.
+- Other papers' variants (mtsql/learn/variants.py, loss.py, advantages.py) are off unless --recipe sets them,
+  but for truncated importance sampling where sampler and trainer round apart: in half precision, on a GPU.
 """
 
 from __future__ import annotations

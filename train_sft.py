@@ -16,11 +16,12 @@ as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics
 
 Departures from the paper, and how we read it:
 - A trajectory is kept only if it follows Equation 1 throughout, since the data "strictly follow the MDP"
-  (section 3.2.1); Algorithm 1 does not repeat this. coverage.json counts what each filter rejects.
+  (section 3.2.1); Algorithm 1 does not repeat this. That drops what appendix D prints, whose messages
+  have no verdict tags. coverage.json counts what each filter rejects.
 - "Interactions" are answered tool calls. Where no right trajectory of a question has at most (at least)
   two, those that come nearest are kept, so that every solved question has a trajectory.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match (--rewards
-  paper).
+  paper). EX is the official one too: DISTINCT and the order of columns do not count.
 - Clusters are of the policy's own hidden states; --embedding takes the paper's Qwen3-Embedding.
 - Fine-tuning makes --epochs passes a round over everything kept, --trajectories-per-step at a time;
   the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs. The cosine

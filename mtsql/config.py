@@ -82,13 +82,15 @@ class QuestionOptions(CommonOptions):
     recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
     wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
     schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
-    native_thinking: bool = option(False, "the model thinks by itself: the prompt asks for no thoughts")
+    native_thinking: bool = option(
+        False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
+    )
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
     max_prompt_tokens: Positive = option(4000, "longest prompt (paper: 4000)")
     max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
-    max_turn_tokens: Positive = option(4000, "longest model message")
-    max_tool_tokens: Positive = option(2000, "longest tool response")
+    max_turn_tokens: Positive = option(4000, "longest model message (paper: none)")
+    max_tool_tokens: Positive = option(2000, "longest tool response (paper: none)")
     max_sequence_tokens: Positive = option(40960, "longest prompt and response together")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
 
@@ -321,7 +323,10 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
         hints = get_type_hints(cls, include_extras=True)
         values = from_toml(Path(chosen.config), cls) if chosen.config else {}
         recipe = chosen.recipe or values.get("recipe", RECIPES[0])
-        values = recipe_settings(recipe, hints) | values
+        settings = recipe_settings(recipe, hints)
+        if cls.SECTION in ("chat", "collect"):
+            settings.pop("temperature", None)  # a recipe's is that of what its policy learns from
+        values = settings | values
         for item in fields(cls):
             add_option(parser, item, hints[item.name], values.get(item.name, item.default))
         given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}

@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 
 from mtsql.config import (
+    ChatConfig,
     CurriculumConfig,
     EvaluateConfig,
     GrpoConfig,
@@ -122,6 +123,13 @@ def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
     assert read_options(ImitationConfig, "", argv).seed == 5
     with pytest.raises(SystemExit):  # imitation samples nothing, so that it takes no --rows
         read_options(ImitationConfig, "", [*argv, "--rows", "7"])
+
+
+def test_a_recipe_sets_the_temperature_of_training_alone():
+    shared = ["--recipe", "skyrl_sql", "--data", "d"]
+    grpo = read_options(GrpoConfig, "", [*shared, "--out", "o", "--model", "m"])
+    assert grpo.temperature == 0.6
+    assert read_options(ChatConfig, "", ["--recipe", "skyrl_sql", "--database", "d"]).temperature == 0
 
 
 def test_help_shows_the_defaults_of_the_chosen_recipe(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,24 @@ def options(script: Path) -> set[str]:
         text += (ROOT / "mtsql/commands/official.py").read_text(encoding="utf-8")
     found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
     if "read_options(" in text:
-        fields = names(script) | names(ROOT / "mtsql" / "config.py")
-        found |= {"--" + name.partition(".")[2].replace("_", "-") for name in fields if "." in name}
-        found.add("--config")
+        fields = set().union(*map(fields_of, re.findall(r"read_options\(([A-Z]\w+)", text)))
+        found |= {"--" + name.replace("_", "-") for name in fields} | {"--config"}
     return found
+
+
+@cache
+def option_classes() -> dict[str, ast.ClassDef]:
+    """The classes of options by their names."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "mtsql").rglob("*.py"))
+    defined = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    return {node.name: node for node in defined if node.name.endswith(("Config", "Options"))}
+
+
+def fields_of(cls: str) -> set[str]:
+    """The annotated fields of a class of options, with those that it inherits."""
+    node = option_classes()[cls]
+    own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+    return own.union(*(fields_of(base.id) for base in node.bases))
 
 
 def commands(text: str) -> list[tuple[Path, str]]:

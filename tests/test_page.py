@@ -53,7 +53,7 @@ def make_records(verdicts: str, ability: float) -> list[dict]:
             "example_id": f"{dialogue}/{turn}",
             "dialogue_id": dialogue,
             "db_id": dialogue,
-            "turn_index": turn,
+            "turn_index": (0, 1, 3)[turn],
             "hardness": ("easy", "medium", "hard")[turn],
             "ex": int(verdict),
             "em": 0,
@@ -173,7 +173,7 @@ def test_findings_by_hand(suite: Suite):
 
     # Each database gains 3 of 6 over the seeds, and each seed 3 of 6 over the databases: nothing varies.
     claim = "RL needs the curriculum's order"
-    assert finding(claim, "section 3.3.1", "`rl_process` - `rl_shuffled`") == [
+    assert finding(claim, "ours, of section 3.3.1", "`rl_process` - `rl_shuffled`") == [
         "+50.0 [+50.0, +50.0]",
         "+50.0, +50.0",
         "**holds**, p 0.000",
@@ -182,10 +182,10 @@ def test_findings_by_hand(suite: Suite):
         "**not beyond chance**, p 1.000",
         "–",
     ]
-    # 1/6 - 2/6 and 1/6 - 3/6: two seeds that differ say little.
+    # 0 - 2/6 and 0 - 3/6: two seeds that differ say little.
     warm = "the long-horizon warm start beats short-horizon SFT"
-    worse = finding(warm, "Table 2", "`round_1` - `short_sft`")
-    assert worse[0].startswith("-25.0 [") and worse[1:3] == ["-16.7, -33.3", "**built in**"]
+    worse = finding(warm, "Table 2: EX, 1.7B", "`round_3` - `short_sft`")
+    assert worse[0].startswith("-41.7 [") and worse[1:3] == ["-33.3, -50.0", "**built in**"]
     assert worse[5] == "**not beyond chance**, p 1.000"  # in EM, which does not look at values
     # Seed 0 alone: dialogue a gains 2 of 3, dialogue b loses 1 of 3.
     chance = finding("a second self-taught round helps", "Finding 7", "`round_2` - `round_1`")
@@ -193,11 +193,11 @@ def test_findings_by_hand(suite: Suite):
     beats = "the agent beats short-horizon SFT"
     away = finding(beats, "Table 2, Finding 6", "`rl_process` - `short_sft`", elsewhere)
     assert away[:3] == ["+0.0 [+0.0, +0.0]", "+0.0, –", "**built in**"] and away[5] == "**unfinished**"
-    # Turn 1: no gain; turn 3: 1 of 2 in seed 0, 2 of 2 in seed 1.
+    # Turn 1: no gain; turn 4: 1 of 2 in seed 0, 2 of 2 in seed 1.
     gain = finding(
         "the gain over short-horizon SFT is larger on later turns",
         "Finding 4",
-        "`rl_process` - `short_sft`: turns from 3 on (+75.0) against turn 1 (+0.0)",
+        "`rl_process` - `short_sft`: turns from 4 on (+75.0) against turn 1 (+0.0)",
     )
     assert gain[0].startswith("+75.0 [") and gain[1] == "+50.0, +100.0"
     # EM is 0 throughout, so the gain in EX beyond that in EM is the whole gain.
@@ -208,7 +208,7 @@ def test_findings_by_hand(suite: Suite):
     )
     assert form[0].startswith("+50.0 [") and form[1] == "+50.0, +50.0"
     tokens = finding(
-        "later turns take more tokens", "Finding 5", "`rl_process`: turns from 3 on against turn 1"
+        "later turns take more tokens", "Finding 5", "`rl_process`: turns from 4 on against turn 1"
     )
     assert tokens[:3] == ["+10.0 tokens [+10.0, +10.0]", "+10.0, +10.0", "**built in**"]
     ability = finding("ability “generation, self-correction” grows", "Finding 11", "`round_3` - `base`")
@@ -236,13 +236,13 @@ def test_tables_by_hand(suite: Suite):
     )
     history = section(page, "Gold against predicted history")
     label = "`rl_process`: RL, outcome + process rewards (final agent)"
-    assert cells(history, label, "gold") == ["0.0", "91.7", "100.0", "100.0", "75.0", "–", "–"]
-    assert cells(history, label, "predicted") == ["0.0", "58.3", "100.0", "75.0", "0.0", "–", "–"]
+    assert cells(history, label, "gold") == ["0.0", "91.7", "100.0", "100.0", "–", "75.0", "–"]
+    assert cells(history, label, "predicted") == ["0.0", "58.3", "100.0", "75.0", "–", "0.0", "–"]
     # Turn 2: dialogue a loses nothing, dialogue b one of its two seeds' answers.
     difference = cells(history, "", "difference")
     assert difference[:1] == ["+0.0 [+0.0, +0.0]"] and difference[2] == "+0.0 [+0.0, +0.0]"
     assert (
-        difference[1].startswith("-33.3 [") and difference[3].startswith("-25.0 [") and difference[5] == "–"
+        difference[1].startswith("-33.3 [") and difference[3].startswith("-25.0 [") and difference[4] == "–"
     )
     covered = section(page, "Coverage")
     assert cells(covered, "all training questions") == ["10", "10", "10"]
@@ -256,7 +256,7 @@ def test_tables_by_hand(suite: Suite):
     tokens = (
         section(page, "By turn and by hardness").split("Tokens the model wrote")[1].split("Interactions")[0]
     )
-    assert "| Arm | turn 1 (2) | turn 2 (2) | turn 3 (2) | easy (2) | medium (2) | hard (2) |" in tokens
+    assert "| Arm | turn 1 (2) | turn 2 (2) | turn 4 (2) | easy (2) | medium (2) | hard (2) |" in tokens
     assert cells(tokens, label) == ["10.0", "15.0", "20.0", "10.0", "15.0", "20.0"]
     able = section(page, "The abilities")  # (0.25 + 0.75) / 2; the memory's two have no first turns
     assert cells(able, "`round_3`: warm start, round 3") == [
@@ -469,7 +469,7 @@ def test_only_the_embedded_benchmark_has_its_findings_built_in(suite: Suite):
     reasons = [{(f.claim, f.compared): f.built_in for f in findings(arms, {}, of)} for of in (EMBEDDED, {})]
     grows = "ability “generation, self-correction” grows", "`round_3` - `base`"
     assert "scripted agent" in reasons[0][grows] and not reasons[1][grows]
-    tokens = "later turns take more tokens", "`rl_process`: turns from 3 on against turn 1"
+    tokens = "later turns take more tokens", "`rl_process`: turns from 4 on against turn 1"
     assert "Equation 1" in reasons[1][tokens]
 
 

@@ -335,6 +335,12 @@ def test_official_prediction_replaces_value_in_names_too():
         ("SELECT name FROM singer", "SELECT name FORM singer WHERE", 0.0),
         ("SELECT name FROM singer", "DROP TABLE singer", 0.0),
         ("SELECT name FROM singer", None, 0.0),
+        ("SELECT name FROM singer LIMIT 1", "SELECT name FROM singer LIMIT 1 OFFSET 3", (1 + 1 + 2 / 3) / 3),
+        (
+            "WITH x AS (SELECT age FROM singer) SELECT count(*) FROM x",
+            "WITH x AS (SELECT name FROM singer) SELECT count(*) FROM x",
+            (1 / 2 + 1) / 2,
+        ),
     ],
 )
 def test_clause_f1(schema, gold, pred, score):

@@ -1,6 +1,6 @@
 """The types that carry a rollout: actions, observations, segments, trajectories.
 
-MTSQL-R1, section 3.1: an episode is (I, a_1, y_1, obs_1, ..., a_n, y_n). Here I is the prompt
+MTSQL-R1, section 3.2.1: an episode is (I, a_1, y_1, obs_1, ..., a_n, y_n). Here I is the prompt
 segment, each model message and each observation is one more segment, appended and never rewritten.
 """
 

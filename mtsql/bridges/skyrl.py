@@ -9,6 +9,8 @@ writes the dataset; the program that starts SkyRL registers the environment firs
 Its options, those of BridgeConfig, are environment.skyrl_gym.mtsql.options in SkyRL's configuration. SkyRL
 renders and encodes the messages itself, so the ids are ours only as far as its template's are. It does not
 say that a message was cut at a limit: such a message is read like any other, and mostly holds no action.
+Recipes with stop strings (SkyRL-SQL, SQL-Trail) need them in SkyRL's sampling parameters, for training and
+for evaluation: without </sql> and </solution> there the model writes on, and its message is malformed.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 One model imitates a scripted agent in the formats of all four recipes, once; from it, for each seed, each
 recipe trains by GRPO with its own protocol, rewards and settings, for as many steps and samples and on the
 same questions: those that the first model does not always get right, counted once with SQL-Trail's prompts.
-Beside them each paper's own comparison: RL in a single turn (SkyRL-SQL, SQL-Trail), the execution reward
-alone (SQL-Trail), GRPO without the filter (MTIR-SQL), the prompt without the schema (SkyRL-SQL). Parts that
-are done are not run again; once the first model is there, seeds may run side by side. `--list` shows every
-command, `--page` writes docs/results/recipes.md of what is there.
+Beside them comparisons after the papers': RL in a single turn (SkyRL-SQL, SQL-Trail), the execution reward
+alone (SQL-Trail argues against it), no filter (MTIR-SQL), the prompt without the schema (SkyRL-SQL). Parts
+that are done are not run again; once the first model is there, seeds may run side by side. `--list` shows
+every command, `--page` writes docs/results/recipes.md of what is there.
 """
 
 from __future__ import annotations

@@ -25,20 +25,20 @@ from mtsql.experiments.arms import (
 from mtsql.experiments.markdown import signed
 from mtsql.report.abilities import ABILITIES
 
-COMPARISONS = (  # claim, where in the paper, better arm, worse arm
+COMPARISONS = (  # claim, where in the paper if it is not ours, better arm, worse arm
     ("an untrained small model answers better without the tools", "Finding 2", "base_direct", "base"),
-    ("the long-horizon warm start beats short-horizon SFT", "Table 2", "round_1", "short_sft"),
+    ("the long-horizon warm start beats short-horizon SFT", "Table 2: EX, 1.7B", "round_3", "short_sft"),
     ("a second self-taught round helps", "Finding 7", "round_2", "round_1"),
     ("a third self-taught round helps", "Finding 7", "round_3", "round_2"),
     ("RL improves on the warm start", "Finding 8", "rl_outcome", "round_3"),
     ("process rewards help beside outcome rewards", "Finding 9", "rl_process", "rl_outcome"),
-    ("long-horizon RL beats short-horizon RL", "Finding 1", "rl_outcome", "short_rl"),
+    ("long-horizon RL beats short-horizon RL", "ours, beside Finding 1", "rl_outcome", "short_rl"),
     ("the agent beats short-horizon SFT", "Table 2, Finding 6", "rl_process", "short_sft"),
     ("the agent needs EXECUTE: taken away", "Finding 10", "rl_process", "rl_no_execution"),
     ("the agent needs EXECUTE: trained without", "Finding 10", "rl_process", "rl_no_execution_trained"),
     ("the agent needs MEMORY-VERIFY: taken away", "Finding 10", "rl_process", "rl_no_memory"),
     ("the agent needs MEMORY-VERIFY: trained without", "Finding 10", "rl_process", "rl_no_memory_trained"),
-    ("RL needs the curriculum's order", "section 3.3.1", "rl_process", "rl_shuffled"),
+    ("RL needs the curriculum's order", "ours, of section 3.3.1", "rl_process", "rl_shuffled"),
 )
 PRESCRIBED = "Equation 1 asks for MEMORY-VERIFY from the second turn on"
 COVERED = "a question that has a trajectory keeps it, so that the set cannot shrink"
@@ -65,7 +65,7 @@ EMBEDDED = {  # by better and worse arm
     ("round_3", "base"): Making(
         SCRIPTED + "skips tools and overlooks faults, so that these abilities can grow"
     ),
-    ("round_1", "short_sft"): HIDDEN,
+    ("round_3", "short_sft"): HIDDEN,
     ("rl_outcome", "short_rl"): HIDDEN,
     ("rl_process", "short_sft"): HIDDEN,
     ("rl_process", "rl_no_execution"): HABIT,
@@ -78,7 +78,7 @@ Where = Callable[[dict], bool]  # whether a record counts
 Place: TypeAlias = tuple[int, int, str]  # list, finding in it, and which of its differences
 CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
     "later turns": (
-        ("turns from 3 on", lambda r: r["turn_index"] >= 2),
+        ("turns from 4 on", lambda r: r["turn_index"] >= 3),
         ("turn 1", lambda r: r["turn_index"] == 0),
     ),
     "harder questions": (

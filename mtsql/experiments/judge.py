@@ -30,6 +30,7 @@ from mtsql.http_client import Server, ServerError, read_key, read_object
 from mtsql.questions import load_split
 from mtsql.report.errors import ERRORS
 
+# Ours: the paper has its own in appendix E, which our copy lacks.
 PROMPT = """You compare a predicted SQL query with the gold query of a question in a dialogue over a \
 database. The prediction is wrong: its result is not that of the gold query. Name the kinds of its errors:
 

@@ -64,7 +64,7 @@ def findings_tables(
     paragraphs = []
     for (title, held), said in zip(found.items(), said_of_all, strict=True):
         rows = [_finding_row(*pair, seeds) for pair in zip(held, said, strict=True)]
-        header = ["The paper finds that", "where", "compared", "difference", f"seeds {md.listed(seeds)}"]
+        header = ["claim", "where in the paper", "compared", "difference", f"seeds {md.listed(seeds)}"]
         header += ["verdict", "in EM", f"EM, seeds {md.listed(seeds)}", "verdict on EM", "at temperature 1"]
         paragraphs += [title, md.table(header, rows)] if rows else []
     if not paragraphs:

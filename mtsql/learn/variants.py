@@ -1,7 +1,7 @@
 """Variants of GRPO, each from another paper; the plain step is train_grpo.py's.
 
-All are off by default but the last, which is on where sampler and trainer round apart
-(`mtsql.learn.loss.truncation_cap`).
+All are off unless the recipe sets them (MTIR-SQL: GRPO-Filter), but for the last, which is on where
+sampler and trainer round apart (`mtsql.learn.loss.truncation_cap`).
 
 - dynamic sampling: DAPO (Yu et al. 2025), section 3.2
 - truncated trajectories excluded or penalised: DAPO, section 3.4 (overlong reward shaping)

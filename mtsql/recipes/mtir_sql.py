@@ -36,12 +36,16 @@ Rewards (section 3.3) and training (3.1, 4.1):
 - F and tau of GRPO-Filter are not defined. F is R_f + R_e, whatever their weights, and tau 0.1: a wrong
   format and an answer that does not run are dropped; wrong answers that run stay, or nothing would
   teach against them. What is dropped still counts in the mean and deviation of its group.
-- Equation 2 divides by the reference policy and does not clip. train_grpo.py divides by the policy that
-  sampled, as GRPO does, and clips, which does nothing at one update a batch.
+- Equation 2 divides by the reference policy, has one ratio a response without a length, and does not clip.
+  train_grpo.py divides by the policy that sampled, token by token, takes each trajectory's mean, as GRPO
+  does, and clips, which does nothing at one update a batch.
 - The batch of 64 is read as questions. Steps, clipping and updates a batch are not given. That questions
   with an empty gold result are left out is implied by section 4.1.
-- Table 5's ablations are --weights format=0 and so on, and the baseline with execution accuracy as its
-  reward --weights format=0,execution=0. PPO is left out.
+- Table 5's ablations are --weights format=0 and so on. The baseline with execution accuracy as its reward
+  comes nearest with --weights format=0,execution=0 --no-filter-rollouts --tools none --max-interactions 0, where a
+  wrong result still earns -1 and SQL that fails 0. PPO is left out.
+- GRPO without the filter (Table 4) has no KL here either; the paper's has one, of a weight that it does not give.
+- One limit of 8,192 tokens is the paper's; those of prompt, response and tool response are MTSQL-R1's.
 """
 
 from __future__ import annotations

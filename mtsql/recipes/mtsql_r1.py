@@ -2,7 +2,9 @@
 
 Two wordings of the same prompts: `paper`, and `compact` for the tiny model, for which the paper's are ten
 times too long. Both show the earlier questions with their SQL; the compact tool responses do not repeat the
-question and the SQL that stand right before them.
+question and the SQL that stand right before them, and the compact memory is the earlier SQL with its results,
+without the paper's parsed elements and checklist. Section 3.1 also speaks of a violation set that the
+environment computes for M-VERIFY; the tool of appendix B has none, and neither has ours.
 
 The paper's "maximum interaction between agent and tools" of 4 are answered tool calls, and the message after
 them has to be the answer. The authors' code ends the episode at the fourth message, so that no query that was
@@ -46,7 +48,7 @@ def make_reward(
     """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
 
     `process` is the paper's reward with EM as the official evaluation has it, `paper` with EM of strings as
-    its text says, `authors` what the released code does. Raises ValueError for an unknown preset or weight.
+    its text says, both under the rules of mtsql_r1_rewards.py; `authors` is what the released code does. Raises ValueError for an unknown preset or weight.
     """
     given = chosen_weights(PRESETS, preset, weights)
     if preset == "authors":

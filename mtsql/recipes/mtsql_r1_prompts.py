@@ -1,6 +1,7 @@
 """MTSQL-R1: its texts and tags as the paper prints them (appendix B.0.1 and D).
 
-They follow the tools that there are: the paper shows both tools, and appendix D's baseline without any. Where its
+They follow the tools that there are: the paper shows both tools, and appendix D.1's baseline without any (D.2's has
+other words). Where its
 listings differ from each other, or we from them:
 
 - Line breaks and the request to call 'exec_sql' again after a failed M-VERIFY are B.0.1's; D says "you can call".
@@ -10,7 +11,7 @@ listings differ from each other, or we from them:
 - Without earlier questions the schema comes first and 'exec_sql' asks for the answer, as in the authors' code.
   With --history questions the earlier turns have no SQL. External knowledge (BIRD) is our addition.
 - The results of earlier turns are cut to a quarter of the characters of a result, 50 of 200, as D says of them;
-  D.2 shows 50 rows. A result is cut with its first words, as in D.2, where 200 characters hold both.
+  D.2 shows all 17 rows of one. A result is cut with its first words, as in D.2, where 200 characters hold both.
 - "Ground-Truth SQL" and "correct SQL" stand there with --history predicted too: the agent is not told otherwise.
 - D.1 shows two results as [[0,]] and [[4,]], which in Python, as elsewhere in D, are [(0,)] and [(4,)]; of the
   parsed elements those of FROM end in a bracket, not in a brace; one full stop of the first task is missing.

@@ -1,12 +1,14 @@
 """MTSQL-R1: multi-level rewards (section 3.3.2), and what keeps them from paying for nothing.
 
-Process rewards are means over the actions of a type. In a trajectory that follows Equation 1 every action counts.
-Off it a mean invites padding, so:
+Process rewards are means over the actions of a type, and a mean invites padding. So, in the presets `process` and
+`paper`, unlike the paper:
 - A candidate counts once, however often and in whatever layout it is proposed (`query_words`), and so do its first
   execution verdict and its first memory verdict.
 - A candidate that replaces one that passed, or that no tool has been asked about, is no self-correction: neither
   it nor the verdicts on it count.
 - The memory of a first question is empty, and asking it is no verification.
+- A verification without a verdict earns 0; by the paper's formula one of M-VERIFY would earn 1 - AVG F1.
+So of a trajectory that follows Equation 1 every action counts but the return to an earlier candidate.
 
 The paper's formula itself leaves gains that are kept (with the numbers of tests/test_reward_hacks.py):
 - Once the first proposal was wrong, rejecting a right one (or not judging it) and proposing the same in other
@@ -59,10 +61,10 @@ def reward(
     ex, em = outcome(trajectory, example, scorer)
     if string_em:
         em = float(scorer.string_em(example.gold_sql, trajectory.answer_sql))
-    process = (
-        process_rewards(trajectory, example, scorer) if weights.proposal or weights.verify else ((),) * 3
-    )
-    return r_all(weights, ex, em, *process)
+    if weights.proposal or weights.verify:
+        return r_all(weights, ex, em, *process_rewards(trajectory, example, scorer))
+    total = weights.ex * ex + weights.em * em
+    return Rewards(ex, em, total, total, {})
 
 
 def r_all(

@@ -12,13 +12,16 @@ What it shares with SQL-Trail, with the choices that hold for both, is in tagged
 - Section 4 says that the agent is told the number of its turns, but the prompt of appendix A does not hold it.
   As in the released code, each observation says it.
 - The table is the frame of the paper's example, its rules as wide as its columns; NULL is shown as None.
-  Appendix A lost the line that starts the example and the words "I will": both are in D. The released code
-  shows results without column names.
+  Appendix A lost the line that starts the example and the words "I will": both are in D. The line is
+  SQL-Trail's here, with one that ends the example. The released code shows results without column names. The answer
+  to an invalid action is ours.
 - Without a schema (D.1) the sentence that describes the schema is left out. The single-turn prompt is ours.
 - Rollouts are sampled with temperature 0.6 and with top_p 1, not 0.95: the loss needs the log-probabilities
   of the distribution that was sampled from.
 - The number of steps (35 of 256 questions) is not set here; learning rate, questions in a step and samples of
-  a question are the defaults already. There is no warm start: the temperature would hold for its rollouts too.
+  a question are the defaults already. KL, clip and normalisation are not given ("GRPO"): none, 0.2, 1/|M_i|.
+  There is no warm start: the temperature would hold for its rollouts too.
+- D.2 evaluates thinking models at temperature 0.6; evaluate.py answers greedily, and samples at 1.
 """
 
 from __future__ import annotations

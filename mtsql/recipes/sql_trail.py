@@ -3,7 +3,7 @@
 What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged.py. Choices of its own:
 
 - Thoughts: the text and the rules of the prompt say <reasoning>, its example, A.3 and A.8 say <think>. The
-  prompt stays as it is printed and both tags count.
+  prompt stays as it is printed and both tags count. It is a message of the user, not of the system as in A.3.
 - Turns: t counts the messages of the episode, the solution included, and so does T, which is 10: one more than
   --max-interactions, which counts what was answered. Algorithm 1
   lets the model write one more message after T turns, the solution; here the last of the T messages has to be
@@ -19,15 +19,19 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
 - r_bigram (Equation 9): over the words, quoted texts and single characters of the first statement, all in
   lower case, without white space and comments. SQL longer than 100,000 characters has none.
 - r_format: every message has a thought and one action, and the last is a solution; the paper asks for tags in
-  the final output. r_exec is the project's EX, r_syntax runs the answer as it is written.
-- Where single-pass and multi-turn RL are compared, r_turns is off (section 5.1): --weights turns=0.
+  the final output. r_exec is the project's EX, which looks at the first statement; r_syntax runs the whole
+  answer with EX's small repairs ("> ="), so that a second statement costs it.
+- Where single-pass and multi-turn RL are compared, r_turns is off in both (section 5.1): --weights turns=0.
 - Without a schema (Table 4) the prompt is not printed: it names the tables, and leaves out the third
   instruction, which asks for columns of the schema. The prompts of a single pass and of native thinking are ours.
-- clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Its ratio is that of the
-  trajectory (Equation 2), as --ratio sequence has it; the default stays the ratio of each token, GRPO's.
+- clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Equation 2 has one ratio a
+  trajectory, the product of its tokens' ratios, and divides by no length. Here each token has its ratio and a
+  trajectory counts by its mean, as in GRPO; --ratio sequence is the length-th root of that product (GSPO), and
+  the gradient of --aggregate constant is Equation 2's but for a factor.
 - Sampling with top_p 0.99 (A.5) becomes 1: the loss needs the log-probabilities that were sampled from.
 - "Batch size 128" is read as questions in RL and as trajectories in SFT. The learning rate of RL, 1e-6, is the
-  default; SFT shares the option and needs --learning-rate 1e-5. The number of steps (108) is not set here.
+  default; SFT shares the option and needs --learning-rate 1e-5. Its beta2 of 0.95, weight decay of 0.01 and
+  warm-up of 0.1 are train_sft.py's 0.999, 0 and 0.03. The number of steps (108) is not set here.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
 
     Only clauses that are not empty on both sides count. Elements are compared with aliases
     resolved and with their values. JOIN holds the tables and the join conditions, GROUP also the
-    HAVING conditions, ORDER also LIMIT; the parts of a set operation are marked with its operator.
+    HAVING conditions, ORDER also LIMIT and OFFSET; the parts of a set operation are marked with its
+    operator, those of a common table expression with WITH.
     0.0 if the prediction cannot be read. Raises SqlParseError if the gold query cannot.
     """
     gold = _elements(gold_sql, schema)
@@ -93,8 +94,11 @@ def _collect(query: exp.Expression, mark: str, found: dict[str, Counter]) -> Non
     else:
         raise SqlParseError(f"cannot read {query.key}")
     add("ORDER", [_ordered(item) for item in clause_items(query, "order")])
-    if query.args.get("limit"):
-        add("ORDER", [f"limit {_text(query.args['limit'].expression)}"])
+    for cut in ("limit", "offset"):
+        if query.args.get(cut):
+            add("ORDER", [f"{cut} {_text(query.args[cut].expression)}"])
+    for table in query.ctes:
+        _collect(table.this, f"{mark}with: ", found)
 
 
 def _joined(select: exp.Select) -> list[str]:
