@@ -1,0 +1,33 @@
+"""The models in models/toy answer questions over databases that they have not seen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import ROOT, TOY, run
+
+from mtsql.toy import benchmark
+from mtsql.toy.tiny import MODELS
+
+SHIPPED = sorted(path.name for path in (ROOT / MODELS).glob("seed*"))
+
+
+@pytest.fixture(scope="module")
+def unseen(tmp_path_factory, request):
+    """A benchmark of another seed than the models' own."""
+    folder = tmp_path_factory.mktemp("unseen") / "benchmark"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "SPLITS", {"train": {"known": (1, 1)}, "test": {"known": (10, 2)}})
+        benchmark.write_benchmark(folder, seed=benchmark.MODELS_SEED + 100)
+    return folder
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_model_knows_its_sql(name, unseen, tmp_path):
+    run(
+        "evaluate.py", *TOY, "--data", unseen, "--split", "test", "--model", ROOT / MODELS / name,
+        "--tools", "none", "--sampled-runs", 0, "--out", tmp_path / "e",
+    )  # fmt: skip
+    summary = json.loads((tmp_path / "e" / "summary.json").read_text())
+    assert summary["questions"] >= 30 and summary["ex"]["mean"] > 0.5
