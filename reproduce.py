@@ -66,7 +66,7 @@ class Suite(NamedTuple):
 
 
 SUITES = {
-    "toy": Suite("configs/toy_suite.toml", "test", "test_themes", 24, 2000, (90, 60), (), (2, 8)),
+    "toy": Suite("configs/toy_suite.toml", "test", "test_themes", 24, 1500, (90, 60), (), (2, 8)),
     "sparc": Suite(
         "configs/sparc_qwen3_1.7b_lora.toml", "dev", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")
     ),
