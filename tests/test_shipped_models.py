@@ -7,7 +7,9 @@ import json
 import pytest
 from conftest import ROOT, TOY, run
 
+from mtsql.config import from_toml
 from mtsql.toy import benchmark
+from mtsql.toy.imitation import ImitationConfig
 from mtsql.toy.tiny import MODELS
 
 SHIPPED = sorted(path.name for path in (ROOT / MODELS).glob("seed*"))
@@ -21,6 +23,15 @@ def unseen(tmp_path_factory, request):
         patch.setattr(benchmark, "SPLITS", {"train": {"known": (1, 1)}, "test": {"known": (10, 2)}})
         benchmark.write_benchmark(folder, seed=benchmark.MODELS_SEED + 100)
     return folder
+
+
+def test_models_that_are_made_anew_learn_as_the_shipped_ones_did():
+    files = ("toy.toml", "toy_suite.toml")
+    settings = [from_toml(ROOT / "configs" / file, ImitationConfig) for file in files]
+    assert settings[0] == settings[1] and SHIPPED
+    for name in SHIPPED:
+        made = json.loads((ROOT / MODELS / name / "run.json").read_text())["config"]
+        assert {key: made[key] for key in settings[0]} == settings[0], name
 
 
 @pytest.mark.parametrize("name", SHIPPED)
