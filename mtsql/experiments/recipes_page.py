@@ -35,12 +35,7 @@ CLAIMS = (  # claim, paper, better arm, worse arm
     (SEVERAL_TURNS, "SkyRL-SQL", "skyrl_sql_rl", "skyrl_sql_single_rl"),
     (SEVERAL_TURNS, "SQL-Trail, Table 2", "sql_trail_rl", "sql_trail_single_rl"),
     (SIX_REWARDS, "argued in SQL-Trail, section 3.3.2", "sql_trail_rl", "sql_trail_execution_rl"),
-    (
-        FILTER,
-        "MTIR-SQL, Table 4, has KL",
-        "mtir_sql_rl",
-        "mtir_sql_unfiltered_rl",
-    ),
+    (FILTER, "MTIR-SQL, Table 4, has KL", "mtir_sql_rl", "mtir_sql_unfiltered_rl"),
     (NEEDS_SCHEMA, "SkyRL-SQL, Table 4", "skyrl_sql_rl", "skyrl_sql_rl_names"),
     (WITHOUT_SCHEMA, "SkyRL-SQL, Table 4", "skyrl_sql_rl_names", "skyrl_sql_base_names"),
 )

@@ -48,7 +48,8 @@ def make_reward(
     """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
 
     `process` is the paper's reward with EM as the official evaluation has it, `paper` with EM of strings as
-    its text says, both under the rules of mtsql_r1_rewards.py; `authors` is what the released code does. Raises ValueError for an unknown preset or weight.
+    its text says, both under the rules of mtsql_r1_rewards.py; `authors` is what the released code does.
+    Raises ValueError for an unknown preset or weight.
     """
     given = chosen_weights(PRESETS, preset, weights)
     if preset == "authors":

@@ -1,8 +1,7 @@
 """MTSQL-R1: its texts and tags as the paper prints them (appendix B.0.1 and D).
 
-They follow the tools that there are: the paper shows both tools, and appendix D.1's baseline without any (D.2's has
-other words). Where its
-listings differ from each other, or we from them:
+They follow the tools that there are: the paper shows both tools, and appendix D.1's baseline without any (D.2's
+has other words). Where its listings differ from each other, or we from them:
 
 - Line breaks and the request to call 'exec_sql' again after a failed M-VERIFY are B.0.1's; D says "you can call".
   Quotes are straight throughout, as in D.

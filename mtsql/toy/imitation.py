@@ -1,7 +1,7 @@
 """The stand-in for a pre-trained language model: a tiny Qwen3 that imitates a scripted agent.
 
 `python -m mtsql.toy.imitation --config configs/toy.toml` writes an ordinary Hugging Face folder, in
-bfloat16; those of five seeds are in models/toy.
+bfloat16; models/toy holds those of some seeds.
 
 The scripted agent (`mtsql.toy.scripted_agent`) knows the SQL and uses its tools unevenly. So the model's most
 likely behaviour is flawed, as an untrained base model's is, while its SQL skill is not. Beside demonstrations

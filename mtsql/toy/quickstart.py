@@ -3,7 +3,7 @@
 `bash quickstart.sh` calls it. Each phase is one command, which is printed before it runs; a phase whose
 result is there already is skipped. It starts from a tiny model that has learned SQL and the tools'
 protocol by imitation, models/toy/seed<SEED>, as the paper starts from a pre-trained model; --imitate
-makes that model too, in an hour. `runs/toy/results.json` holds the table's figures.
+makes that model too, in an hour or more. `runs/toy/results.json` holds the table's figures.
 """
 
 from __future__ import annotations
