@@ -12,7 +12,9 @@ import errno
 import importlib.metadata
 import json
 import math
+import os
 import platform
+import select
 import subprocess
 import sys
 import tomllib
@@ -472,6 +474,13 @@ def user_errors(main: Callable[..., None], *arguments: Any) -> None:
     """Run a command; wrong input becomes one sentence on stderr and exit code 2."""
     try:
         main(*arguments)
+    except BrokenPipeError:
+        reader = select.poll()
+        reader.register(sys.__stdout__, 0)
+        if not reader.poll(0):
+            raise  # another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        sys.exit(1)  # `| head` has read enough
     except (UserError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not (full or isinstance(error, UserError | MissingDatabase)):

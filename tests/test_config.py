@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -166,6 +167,27 @@ def test_only_our_own_errors_become_a_sentence(capsys):
     for error in (ValueError("a student's own"), FileNotFoundError("a defect")):
         with pytest.raises(type(error)):
             user_errors(mistake, error)
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    program = (
+        "import sys; from mtsql.config import user_errors\n"
+        "def main():\n for _ in range(100_000): print('a line of a long list')\n"
+        "user_errors(main)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"a line of a long list\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 1
+    with pytest.raises(BrokenPipeError):  # a defect, of a pipe that is not the reader's
+        user_errors(os.write, _closed_pipe(), b"x")
+
+
+def _closed_pipe():
+    reads, writes = os.pipe()
+    os.close(reads)
+    return writes
 
 
 def test_options_that_do_nothing_say_so():
