@@ -44,7 +44,6 @@ from tqdm import tqdm
 
 from mtsql.agent.rollout import rollout, trajectory_seed
 from mtsql.data.datasets import Example
-from mtsql.errors import UserError
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import step_batches
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
@@ -54,7 +53,13 @@ from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.optimizer import optimizer_step, warmup_rate
 from mtsql.learn.parallel import leave_processes, whole_weights
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps, mean_divergence
-from mtsql.learn.variants import add_divergences, apply_sample_rules, dynamic_sampling, idle_variants
+from mtsql.learn.variants import (
+    add_divergences,
+    apply_sample_rules,
+    check_variants,
+    dynamic_sampling,
+    idle_variants,
+)
 from mtsql.questions import make_sampling
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
@@ -75,7 +80,7 @@ from mtsql.run import (
 
 def main(config: GrpoConfig) -> None:
     """The GRPO loop."""
-    check_options(config)
+    check_variants(config)
     run = begin_training(config, config.weights, reference=config.beta > 0, beta2=0.99)
     processes = run.processes
     counts = read_counts(Path(config.curriculum)) if config.curriculum else []
@@ -142,45 +147,45 @@ def main(config: GrpoConfig) -> None:
     leave_processes(processes)
 
 
-def check_options(config: GrpoConfig) -> None:
-    """Raise UserError for what the types of the options cannot say."""
-    if config.temperature <= 0:
-        raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
-    if 0 < config.dual_clip <= 1:
-        raise UserError(f"--dual-clip should be above 1, or 0 for none, not {config.dual_clip:g}")
-
-
 def sample_groups(
     config: GrpoConfig, run: Training, levels: Sequence[Sequence[Example]], step: int
 ) -> tuple[list[list[Sample]], int]:
     """G rewarded samples of each of a step's questions, and how many groups `dynamic_sampling` replaced."""
     level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
-    questions, size = levels[level], config.samples_per_prompt
+    questions = levels[level]
     wanted = min(config.prompts_per_step, len(questions))
-    sampling = make_sampling(config, run.environment, config.temperature)
 
-    def play(numbered: list[tuple[int, int]]) -> list[list[Sample]]:
-        """One group a question, given as (number in the step, index in the level)."""
-        episodes, asked = [], []
-        for number, index in run.processes.share(numbered):
-            seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
-            episodes += run.environment.episodes(questions[index], seeds)
-            asked += [questions[index]] * size
-        with one_piece(config, run):
-            trajectories = rollout(
-                run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
-            )
-        samples = [Sample(t, e, run.reward(t, e)) for t, e in zip(trajectories, asked, strict=True)]
-        for sample in samples:
-            apply_sample_rules(config, sample)
-        if run.reference is not None and config.kl == "k1":
-            add_divergences(config, samples, run.reference)
-        return run.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
-
-    def order(attempt: int) -> list[int]:
+    def order(attempt: int = 0) -> list[int]:
         return question_order(config.seed, len(questions), wanted, level, step_in_level, attempt)
 
-    return dynamic_sampling(play, order, wanted, config.resample_rounds)
+    def play(indices: list[int], asked: int = 0) -> list[list[Sample]]:
+        return play_questions(config, run, [questions[i] for i in indices], step, asked)
+
+    if config.resample_rounds:
+        return dynamic_sampling(play, order, wanted, config.resample_rounds)
+    return play(order()), 0
+
+
+def play_questions(
+    config: GrpoConfig, run: Training, questions: Sequence[Example], step: int, asked: int
+) -> list[list[Sample]]:
+    """A group of G rewarded samples of each question; the step has `asked` so many before them."""
+    size, sampling = config.samples_per_prompt, make_sampling(config, run.environment, config.temperature)
+    episodes, examples = [], []
+    for number, question in run.processes.share(list(enumerate(questions, start=asked))):
+        seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
+        episodes += run.environment.episodes(question, seeds)
+        examples += [question] * size
+    with one_piece(config, run):
+        trajectories = rollout(
+            run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
+        )
+    samples = [Sample(t, e, run.reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
+    for sample in samples:
+        apply_sample_rules(config, sample)
+    if run.reference is not None and config.kl == "k1":
+        add_divergences(config, samples, run.reference)
+    return run.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
 
 
 def set_advantages(config: GrpoConfig, groups: Sequence[Sequence[Sample]]) -> Tensor:

@@ -152,10 +152,10 @@ def test_a_query_corrected_after_the_memory_can_be_checked_again(tiny):
 DESCRIBE = "describe_table"
 
 
-def describe_table(episode, name, turns_left):
+def describe_table(episode, name, messages_left):
     tables = {table.name: table for table in episode.schema.tables}
     columns = ", ".join(c for c, _ in tables[name].columns) if name in tables else "no such table"
-    return f"{name}: {columns}; {turns_left} left"
+    return f"{name}: {columns}; {messages_left} left"
 
 
 @pytest.mark.parametrize("compact", [False, True])

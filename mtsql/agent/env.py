@@ -89,7 +89,7 @@ class Recipe(Protocol):
 
     @abstractmethod
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, messages_left: int
     ) -> str:
         """The text that `exec_sql` returns; `check_memory`: there is a memory tool and something in it."""
 
@@ -103,7 +103,7 @@ class Recipe(Protocol):
         raise NotImplementedError
 
     @abstractmethod
-    def observe_problem(self, problem: Status, turns_left: int) -> str | None:
+    def observe_problem(self, problem: Status, messages_left: int) -> str | None:
         """The answer to a message without a usable action; None if that ends the episode."""
 
 
@@ -154,21 +154,22 @@ class Episode:
         to be learned throughout.
         """
         trajectory = self.trajectory
-        turns_left = self.limits.max_interactions - trajectory.interactions  # messages after this one
+        messages_left = self.limits.max_interactions - trajectory.interactions  # after this one
         trajectory.segments.append(Segment.sampled(ids, logprobs, loss_mask))
         if stop is Stop.LIMIT:
             return self._end(Status.OUT_OF_TOKENS)
         message = self.recipe.parse(self.tokens.decode(ids))
         self._record(message)
-        reply = None if message.problem is None else self.recipe.observe_problem(message.problem, turns_left)
-        if message.problem is not None and (reply is None or turns_left < 1):
-            return self._end(message.problem)
+        problem = message.problem
+        reply = None if problem is None else self.recipe.observe_problem(problem, messages_left)
+        if problem is not None and (reply is None or messages_left < 1):
+            return self._end(problem)
         if message.answer is not None:
             trajectory.answer_sql = message.answer
             return self._end(Status.ANSWERED)
-        if turns_left < 1:
+        if messages_left < 1:
             return self._end(Status.OUT_OF_INTERACTIONS)
-        seen = self._observe(message, reply, turns_left)
+        seen = self._observe(message, reply, messages_left)
         ended = stop is Stop.END_OF_TURN
         suffix = self.tokens.observation_suffix(seen.text, ended, self.recipe.observation_role)
         if len(suffix) >= self.remaining_tokens():
@@ -193,11 +194,11 @@ class Episode:
 
     def _record(self, message: ModelMessage) -> None:
         """Append the actions of one message: verdict on what was seen, then the next move."""
-        seen, tool = self.tools.get(self.called), self.tools.get(message.tool)
+        judged, tool = self.tools.get(self.called), self.tools.get(message.tool)
         unavailable = message.tool is not None and tool is None
         self.trajectory.off_protocol += (not message.well_formed) + unavailable
-        if seen is not None and seen.verdict is not None and self.recipe.verifies:
-            self._act(seen.verdict, message.verdicts.get(self.called))
+        if judged is not None and judged.verdict is not None and self.recipe.verifies:
+            self._act(judged.verdict, message.verdicts.get(self.called))
         self.called = message.tool
         sql = message.answer or message.sql
         if sql is None or (tool is not None and tool.action is None and tool.verdict is None):
@@ -212,16 +213,16 @@ class Episode:
         elif tool is not None and tool.action is not None:
             self._act(tool.action)
 
-    def _observe(self, message: ModelMessage, reply: str | None, turns_left: int) -> Observation:
+    def _observe(self, message: ModelMessage, reply: str | None, messages_left: int) -> Observation:
         """What the tool answers, or `reply` to a message without an action."""
         if reply is not None:
             return Observation(NO_TOOL, "", "error", reply)
         if message.tool not in self.tools:
-            missing = self.recipe.observe_problem(Status.NO_ACTION, turns_left)
+            missing = self.recipe.observe_problem(Status.NO_ACTION, messages_left)
             text = self._cut(missing or f"{message.tool} is not available")
             return Observation(UNAVAILABLE, message.sql, "error", text)
         tool = self.tools[message.tool]
-        text = self._cut(tool.answer(self, message.sql, turns_left))
+        text = self._cut(tool.answer(self, message.sql, messages_left))
         outcome = outcome_of(self.result) if tool.action is ActionType.EXECUTE else "ok"
         return Observation(message.tool, message.sql, outcome, text)
 

@@ -70,6 +70,13 @@ class Row(CachedRow):
             raise ValueError(f"A message needs room for at least one token, not {limit}.")
         self.limit, self.ids, self.logprobs, self.stop = limit, [], [], None
 
+    def take(self, token: int, logprob: float) -> None:
+        """Append a sampled token, which is pending then: the one before it is in the cache."""
+        self.length += 1
+        self.history.append(token)
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+
     @property
     def decoding(self) -> bool:
         """Whether its message is still being sampled."""
@@ -169,7 +176,7 @@ class Generator:
             row.begin(limit)
             started.append(row)
         self.rows += started
-        self._or_halve_the_cache(self._catch_up, started)
+        self._or_halve_the_cache(self._admit, started)
         return started
 
     @torch.inference_mode()
@@ -187,17 +194,31 @@ class Generator:
         return self._or_halve_the_cache(self._step) or []
 
     def _step(self) -> list[Row]:
+        if not self._make_room():
+            return []
+        rows, logits = self._next_logits()
+        ids, logprobs = self._sample(logits, [row.rng for row in rows])
+        for row, token, logprob in zip(rows, ids, logprobs, strict=True):
+            row.take(token, logprob)
+            row.stop = self._stop(row)
+        return [row for row in rows if not row.decoding]
+
+    def _make_room(self) -> bool:
+        """Let rows come in again and those that outgrew their tier move up; whether a row is decoding."""
         stuck = not any(row.decoding for row in self.in_cache)
         if stuck and any(row.decoding for row in self.rows):
             self.cache.drop(self.rows)  # those that wait for an observation give way
         if self.room_again or stuck:
             self.room_again = False
-            self._catch_up([row for row in self.rows if row.tier is None and row.decoding])
+            self._admit([row for row in self.rows if row.tier is None and row.decoding])
         self._catch_up([row for row in self.in_cache if len(row.history) > row.tier.capacity])
-        if not any(row.decoding for row in self.in_cache):
-            if stuck and any(row.decoding for row in self.rows):
-                raise UserError(TOO_SMALL)
-            return []
+        decoding = any(row.decoding for row in self.in_cache)
+        if stuck and not decoding and any(row.decoding for row in self.rows):
+            raise UserError(TOO_SMALL)
+        return decoding
+
+    def _next_logits(self) -> tuple[list[Row], Tensor]:
+        """The decoding rows, and the logits (rows, vocabulary) of the next token of each."""
         # Rows that wait for an observation go along: this writes their pending token in place.
         pieces = self.cache.decode_pieces()
         placed = [row for piece in pieces for row in self._rows_of(piece)]  # None in a spare slot
@@ -207,23 +228,15 @@ class Generator:
         decoding = [i for i, row in enumerate(placed) if row and row.decoding]
         if len(decoding) < len(placed):
             logits = logits[decoding]  # (decoding rows, vocabulary)
-        rows = [placed[i] for i in decoding]
-        ids, logprobs = self._sample(logits, [row.rng for row in rows])
-        complete = []
-        for row, token, logprob in zip(rows, ids, logprobs, strict=True):
-            row.length += 1
-            row.history.append(token)
-            row.ids.append(token)
-            row.logprobs.append(logprob)
-            if token in self.end_of_turn_ids:
-                row.stop = Stop.END_OF_TURN
-            elif self.stops is not None and self.stops(row.ids):
-                row.stop = Stop.STOP_STRING
-            elif len(row.ids) == row.limit:
-                row.stop = Stop.LIMIT
-            if row.stop is not None:
-                complete.append(row)
-        return complete
+        return [placed[i] for i in decoding], logits
+
+    def _stop(self, row: Row) -> Stop | None:
+        """Why a row's message is complete, None if it is not."""
+        if row.ids[-1] in self.end_of_turn_ids:
+            return Stop.END_OF_TURN
+        if self.stops is not None and self.stops(row.ids):
+            return Stop.STOP_STRING
+        return Stop.LIMIT if len(row.ids) == row.limit else None
 
     @staticmethod
     def _rows_of(piece: Piece) -> list[Row | None]:
@@ -239,21 +252,23 @@ class Generator:
         self.room_again = True
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Write what the cache lacks of these rows, given from the oldest on, as far as there is room."""
-        inside = [row for row in rows if row.tier is not None]
-        for row in inside:
+        """Write what the cache lacks of rows in it, given from the oldest on, as far as there is room."""
+        for row in rows:
             need = len(row.history)
             while row.tier is not None and need > row.tier.capacity and not self.cache.lift(row, need):
                 self.cache.drop(self.in_cache[-1:])  # the youngest gives its place back, maybe this one
-        outside = [row for row in rows if row.tier is None]
-        fresh = list(takewhile(lambda row: self.cache.admit(row, len(row.history)), outside))
+        self._admit([row for row in rows if row.tier is None])
+        self._write([(row, row.unwritten) for row in rows if row.tier is not None])
+
+    def _admit(self, rows: Sequence[Row]) -> None:
+        """Write rows that the cache lacks, given from the oldest on, as far as there is room."""
+        fresh = list(takewhile(lambda row: self.cache.admit(row, len(row.history)), rows))
         samples: dict[tuple[int, ...], list[Row]] = {}
         for row in fresh:
             samples.setdefault(tuple(row.unwritten), []).append(row)
         self._prefill([group[0] for group in samples.values()], list(samples))
         for prefix, (head, *others) in samples.items():
             self.cache.share(head, others, len(prefix))
-        self._write([(row, row.unwritten) for row in inside if row.tier is not None])
 
     def _or_halve_the_cache(self, act: Callable[..., list[Row] | None], *given: object) -> list[Row] | None:
         """Do something; if memory runs out, empty the cache, whose rows come again into one half as large."""

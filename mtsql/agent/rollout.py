@@ -33,7 +33,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
 
 
-class Episode(Protocol):
+class PlayableEpisode(Protocol):
     """One episode as the rollout sees it."""
 
     trajectory: Trajectory
@@ -51,7 +51,7 @@ class Episode(Protocol):
 def rollout(
     model: PreTrainedModel,
     tokens: ChatTokens,
-    episodes: Sequence[Episode],
+    episodes: Sequence[PlayableEpisode],
     sampling: Sampling,
     max_rows: int = 256,
     progress: Callable[[int, int, dict[str, float]], None] | None = None,
@@ -68,13 +68,13 @@ def rollout(
     if the memory does not hold one row.
     """
     queue = deque(episodes)
-    playing: dict[Row, Episode] = {}
+    playing: dict[Row, PlayableEpisode] = {}
     waiting: list[tuple[Row, Future[list[int] | None]]] = []
     started_at, sampled, done, steps, busy, interactions = time.perf_counter(), 0, 0, 0, 0, 0
     in_order = model.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
 
-    def limit(episode: Episode) -> int:
+    def limit(episode: PlayableEpisode) -> int:
         return min(sampling.max_turn_tokens, episode.remaining_tokens())
 
     with (

@@ -20,7 +20,7 @@ MEMORY_RETRIEVE = "memory_retrieve"
 class Tool:
     """A tool with one text argument, `code`; `description` and `argument` say to the model what they are.
 
-    `answer(episode, code, turns_left)` is the text that it returns. `action` is the action of MTSQL-R1's
+    `answer(episode, code, messages_left)` is the text that it returns. `action` is the action of MTSQL-R1's
     section 3.1 that a call is, `verdict` the one that judges what came back; with either, `code` is a
     candidate SQL.
     """
@@ -41,14 +41,14 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def _execute(episode: Episode, sql: str, turns_left: int) -> str:
+def _execute(episode: Episode, sql: str, messages_left: int) -> str:
     check_memory = MEMORY_RETRIEVE in episode.tools and bool(episode.example.history)
     return episode.recipe.observe_execution(
-        episode.example.question, sql, episode.execute(sql), check_memory, turns_left
+        episode.example.question, sql, episode.execute(sql), check_memory, messages_left
     )
 
 
-def _retrieve(episode: Episode, sql: str, turns_left: int) -> str:
+def _retrieve(episode: Episode, sql: str, messages_left: int) -> str:
     result = episode.execute(sql) if EXEC_SQL in episode.tools else None
     memory = recall(episode.example, episode.schema, episode.executor)
     return episode.recipe.observe_memory(episode.example.question, sql, result, memory)

@@ -123,28 +123,27 @@ def shared_prompt_batch(
     prompts: list[Span] = []
     responses: list[tuple[Span, Span]] = []  # the prompt's span, its own
     for group in groups:
-        prompt = group[0].segments[0].ids[: shared_prefix(group)]
-        if not prompt:
+        trained = [torch.tensor(t.loss_mask).nonzero()[:, 0] for t in group]  # (tokens,) each
+        shared = shared_prefix(group)
+        if shared == 0:
             raise ValueError(f"the prompts of the group of {group[0].example_id} share no prefix")
-        prompts.append((len(ids), len(prompt)))
-        ids += prompt
-        position_ids += range(len(prompt))
-        prompt_end = len(ids)
-        for trajectory in group:
-            trained = torch.tensor(trajectory.loss_mask).nonzero()[:, 0] - len(prompt)  # (tokens,)
-            if len(trained) == 0:
+        if any(len(own) and own[0] < shared for own in trained):
+            raise ValueError(f"the prompt of {group[0].example_id} has tokens of loss mask 1")
+        if len(group) == 1 and len(trained[0]):  # plain causal attention up to its last trained token
+            shared = int(trained[0][-1])
+        start = len(ids)
+        prompts.append((start, shared))
+        ids += group[0].ids[:shared]
+        position_ids += range(shared)
+        for trajectory, own in zip(group, trained, strict=True):
+            if len(own) == 0:
                 continue
-            if trained[0] < 0:
-                raise ValueError(f"the prompt of {trajectory.example_id} has tokens of loss mask 1")
-            length = int(trained[-1])
-            sources.append(torch.where(trained > 0, len(ids) + trained - 1, prompt_end - 1))  # (tokens,)
-            if length > 0:
-                if len(group) == 1:  # nothing is shared: plain causal attention over all of it
-                    prompts[-1] = (prompts[-1][0], len(prompt) + length)
-                else:
-                    responses.append((prompts[-1], (len(ids), length)))
-                ids += trajectory.ids[len(prompt) : len(prompt) + length]
-                position_ids += range(len(prompt), len(prompt) + length)
+            end = int(own[-1])  # it predicts nothing
+            sources.append(torch.where(own > shared, len(ids) - shared + own - 1, start + own - 1))
+            if end > shared:
+                responses.append((prompts[-1], (len(ids), end - shared)))
+                ids += trajectory.ids[shared:end]
+                position_ids += range(shared, end)
     flat = [t for group in groups for t in group]
     source = torch.cat(sources) if sources else torch.zeros(0)  # (tokens,)
     batch = _token_batch(flat, torch.tensor([ids]), source, device)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mtsql.agent.trajectory import Status
 from mtsql.config import GrpoConfig, idle_options
+from mtsql.errors import UserError
 from mtsql.learn.advantages import informative_groups
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
@@ -33,28 +34,27 @@ from mtsql.learn.samples import Sample
 
 
 def dynamic_sampling(
-    play: Callable[[list[tuple[int, int]]], list[list[Sample]]],
+    play: Callable[[list[int], int], list[list[Sample]]],
     order: Callable[[int], list[int]],
     wanted: int,
     rounds: int,
 ) -> tuple[list[list[Sample]], int]:
     """The `wanted` groups of a step, and how many were replaced.
 
-    `order(attempt)` gives the questions in the order in which they are drawn, `play` turns numbered
-    questions into groups. Up to `rounds` times, groups whose rewards are all equal are set aside and other
-    questions played instead. If there are too few groups then, those set aside fill the step. With 0 rounds
-    all groups stay.
+    `order(attempt)` gives the questions in the order in which they are drawn, `play(questions, asked)` a
+    group of each, after so many that the step has asked. Up to `rounds` times, groups whose rewards are all
+    equal are set aside and other questions played instead. If there are too few groups then, those set aside
+    fill the step.
     """
     kept: list[list[Sample]] = []
     equal: list[list[Sample]] = []
     asked: list[int] = []
     for attempt in range(rounds + 1):
-        fresh = [i for i in order(attempt) if i not in set(asked)]
-        numbered = list(enumerate(fresh[: wanted - len(kept)], start=len(asked)))
-        asked += [i for _, i in numbered]
-        for group in play(numbered):
-            spread = informative_groups(torch.tensor([[s.rewards.total for s in group]])).item()
-            (kept if spread or rounds == 0 else equal).append(group)
+        fresh = [i for i in order(attempt) if i not in set(asked)][: wanted - len(kept)]
+        for group in play(fresh, len(asked)):
+            informative = informative_groups(torch.tensor([[s.rewards.total for s in group]])).item()
+            (kept if informative else equal).append(group)
+        asked += fresh
         if len(kept) >= wanted:
             break
     groups = kept + equal[: max(0, wanted - len(kept))]
@@ -82,6 +82,14 @@ def add_divergences(config: GrpoConfig, samples: Sequence[Sample], reference: Re
             k1 = batch.sampling_logprobs - logprobs  # (tokens,)
             for index, value in zip(batch.trajectory_index.tolist(), k1.tolist(), strict=True):
                 by_seed[part[index][0].seed].divergence += value
+
+
+def check_variants(config: GrpoConfig) -> None:
+    """Raise UserError for what the types of the options cannot say."""
+    if config.temperature <= 0:
+        raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
+    if 0 < config.dual_clip <= 1:
+        raise UserError(f"--dual-clip should be above 1, or 0 for none, not {config.dual_clip:g}")
 
 
 def idle_variants(config: GrpoConfig, cap: float) -> list[str]:

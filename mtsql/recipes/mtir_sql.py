@@ -62,7 +62,7 @@ from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions, compact_result, truncated
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
 from mtsql.recipes.tool_calls import read_call
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
@@ -232,7 +232,7 @@ class MtirSql(Recipe):
         """Any action is fine at any time."""
 
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, messages_left: int
     ) -> str:
         """What the tool returns: column names and at most MAX_RECORDS rows as JSON, or the error."""
         if self.options.compact:
@@ -242,7 +242,7 @@ class MtirSql(Recipe):
         shown = {"columns": result.columns, "data": result.rows[:MAX_RECORDS]}
         return truncated(json.dumps(shown, ensure_ascii=False, default=str), MAX_CHARACTERS)
 
-    def observe_problem(self, problem: Status, turns_left: int) -> str:
+    def observe_problem(self, problem: Status, messages_left: int) -> str:
         """The episode goes on (Algorithm 1, line 20)."""
         return RETHINK
 
@@ -261,7 +261,7 @@ PRESETS = {"paper": RewardWeights()}
 
 def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
     """Equations 5 to 7: `parts` has R_f, R_e and R_r without weights, `total` their weighted sum."""
-    ex, em = outcome(trajectory, example, scorer)
+    ex, em = ex_em(trajectory, example, scorer)
     kept = keeps_format(trajectory)
     runs = kept and scorer.runs(example.db_id, trajectory.answer_sql)
     r_format = 0.1 if kept else -0.1

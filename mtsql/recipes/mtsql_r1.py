@@ -140,7 +140,7 @@ class MtsqlR1(Recipe):
         return texts.final_answer(sql)
 
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, messages_left: int
     ) -> str:
         """What `exec_sql` returns."""
         limit = self.options.result_characters
@@ -158,5 +158,5 @@ class MtsqlR1(Recipe):
             return "\n".join(f"{i}. {sql} -> {rows}" for i, (sql, rows) in enumerate(seen, 1)) or "empty"
         return texts.memory_text(question, sql, result, memory, limit)
 
-    def observe_problem(self, problem: Status, turns_left: int) -> None:
+    def observe_problem(self, problem: Status, messages_left: int) -> None:
         """A message without a usable action ends the episode."""

@@ -25,7 +25,7 @@ from statistics import fmean
 
 from mtsql.agent.trajectory import ActionType, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.rewards import Rewards, outcome
+from mtsql.recipes.rewards import Rewards, ex_em
 from mtsql.sql.score import Scorer
 from mtsql.sql.text import query_words
 
@@ -58,7 +58,7 @@ def reward(
     An unanswered question is never right. EM is the official exact set match, with `string_em` the strict
     match of strings. Process rewards are not computed where they have no weight.
     """
-    ex, em = outcome(trajectory, example, scorer)
+    ex, em = ex_em(trajectory, example, scorer)
     if string_em:
         em = float(scorer.string_em(example.gold_sql, trajectory.answer_sql))
     if weights.proposal or weights.verify:

@@ -33,7 +33,7 @@ RewardFunction: TypeAlias = Callable[[Trajectory, Example], Rewards]
 Decode: TypeAlias = Callable[[Sequence[int]], str]  # token ids to text with control tokens visible
 
 
-def outcome(trajectory: Trajectory, example: Example, scorer: Scorer) -> tuple[float, float]:
+def ex_em(trajectory: Trajectory, example: Example, scorer: Scorer) -> tuple[float, float]:
     """EX and EM of the answer, 0 or 1; an unanswered question is never right."""
     answer = trajectory.answer_sql
     if answer is None:

@@ -32,7 +32,7 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
 from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
 from mtsql.sql.score import Scorer
 
@@ -134,7 +134,7 @@ PRESETS = {"paper": RewardWeights()}
 
 def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
     """-1 for an invalid format, else 1 for a right answer and 0 for a wrong one (section 4.1)."""
-    ex, em = outcome(trajectory, example, scorer)
+    ex, em = ex_em(trajectory, example, scorer)
     valid = keeps_format(trajectory)
     total = weights.ex * ex if valid else weights.invalid
     return Rewards(ex, em, total, total, {"format": float(valid)})

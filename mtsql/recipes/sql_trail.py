@@ -46,7 +46,7 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, keeps_format, outcome
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
 from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
@@ -201,7 +201,7 @@ def reward(
 
     No answer raises. Raises ValueError for a gold SQL that does not run.
     """
-    ex, em = outcome(trajectory, example, scorer)
+    ex, em = ex_em(trajectory, example, scorer)
     db_id, gold, answer = example.db_id, example.gold_sql, trajectory.answer_sql
     parts = dict.fromkeys(("turns", "schema", "bigram", "syntax", "format"), 0.0)
     if answer is not None:

@@ -129,27 +129,29 @@ class TaggedRecipe(Recipe):
         """Any action may follow any other."""
 
     def observe_execution(
-        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, turns_left: int
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, messages_left: int
     ) -> str:
         """A table of the first 50 rows or the error, and the messages that are left."""
         if self.options.compact:
-            return self._observation(compact_result(result, self.options.result_characters), turns_left)
+            return self._observation(compact_result(result, self.options.result_characters), messages_left)
         if not result.ok:
-            return self._observation(truncated(f"OperationalError: {result.message}", MAX_TABLE), turns_left)
+            return self._observation(
+                truncated(f"OperationalError: {result.message}", MAX_TABLE), messages_left
+            )
         rows = result.rows[:MAX_ROWS]
         cells = [[_cell(value) for value in row] for row in (result.columns, *rows)]
         text = truncated(self.table(cells), MAX_TABLE)
         if result.truncated or len(result.rows) > MAX_ROWS:
             text += f"\nTruncated to the first {len(rows)} rows."
-        return self._observation(text, turns_left)
+        return self._observation(text, messages_left)
 
-    def observe_problem(self, problem: Status, turns_left: int) -> str:
+    def observe_problem(self, problem: Status, messages_left: int) -> str:
         """The request to try again."""
-        return self._observation("invalid" if self.options.compact else self.invalid, turns_left)
+        return self._observation("invalid" if self.options.compact else self.invalid, messages_left)
 
-    def _observation(self, text: str, turns_left: int) -> str:
+    def _observation(self, text: str, messages_left: int) -> str:
         left = "{}" if self.options.compact else "You have {} turns left to complete the task."
-        return f"<observation>\n{text}\n{left.format(turns_left)}\n</observation>"
+        return f"<observation>\n{text}\n{left.format(messages_left)}\n</observation>"
 
 
 def _cell(value: object) -> str:
