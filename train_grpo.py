@@ -143,7 +143,7 @@ def main(config: GrpoConfig) -> None:
         print(f"saved a checkpoint after step {step + 1} in {run.out}; go on with --resume")
     elif processes.is_main:
         plot_training(run.out / "metrics.csv", run.out)
-        print(f"policy after {config.steps} steps: {run.out / 'policy'}")
+        print(f"policy after {max(run.step, config.steps)} steps: {run.out / 'policy'}")
     leave_processes(processes)
 
 

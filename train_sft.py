@@ -75,6 +75,7 @@ from mtsql.report.records import question_record
 from mtsql.run import (
     Training,
     begin_training,
+    check_samples,
     fitting_questions,
     raise_not_finite,
     sample_questions,
@@ -158,8 +159,8 @@ def check_options(config: SftConfig) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
         raise UserError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
-    if config.targets == "self" and config.samples_per_question > 1 and config.temperature <= 0:
-        raise UserError("--temperature should be above 0: greedy rollouts of a question are all the same")
+    if config.targets == "self":
+        check_samples(config)
     if config.epochs <= 0:
         raise UserError(f"--epochs should be above 0, not {config.epochs:g}")
     if bool(config.teacher) != (config.targets == "teacher"):
@@ -263,7 +264,7 @@ def fine_tune(
             if part.weight > 0:
                 sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         run.processes.sum_gradients(run.parameters)
-        rate = cosine_rate(config.learning_rate, index / steps)
+        rate = cosine_rate(config.learning_rate, (index + 0.5) / steps)
         norm = optimizer_step(optimizer, run.parameters, rate)
         totals: Counter[str] = Counter()
         for share in run.processes.all_gather(sums):

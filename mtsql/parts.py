@@ -24,23 +24,29 @@ class Part(NamedTuple):
 def run_part(title: str, command: list[str], done: Path) -> None:
     """Run one Python command unless `done` exists; its minutes go to a file beside `done`.
 
-    A part that was interrupted adds the minutes of its attempts. Exits with the command's code if it
-    fails.
+    A part that was interrupted adds the minutes of its attempts. Exits with the command's code if it fails.
+    Ctrl-C reaches the command as well, which saves what it has done before it ends; then this exits.
     """
     print(f"\n== {title}\n   python {' '.join(command)}", flush=True)
     if done.exists():
         print(f"   {done} is there already")
         return
-    started = time.perf_counter()
-    try:
-        outcome = subprocess.run([sys.executable, *command])
-    finally:
-        minutes = minutes_of(done) + (time.perf_counter() - started) / 60
-        done.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(_minutes_file(done), f"{minutes:.2f}\n")
-    if outcome.returncode or not done.exists():
-        print(f"error: this part failed (exit code {outcome.returncode})", file=sys.stderr)
-        sys.exit(outcome.returncode or 1)
+    started, code, interrupted = time.perf_counter(), None, False
+    process = subprocess.Popen([sys.executable, *command])
+    while code is None:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            interrupted = True
+    minutes = minutes_of(done) + (time.perf_counter() - started) / 60
+    done.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(_minutes_file(done), f"{minutes:.2f}\n")
+    if interrupted:
+        print("interrupted; the same command again goes on from here", file=sys.stderr)
+        sys.exit(130)
+    if code or not done.exists():
+        print(f"error: this part failed (exit code {code})", file=sys.stderr)
+        sys.exit(code or 1)
     print(f"   {minutes:.1f} minutes", flush=True)
 
 

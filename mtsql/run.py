@@ -83,11 +83,13 @@ if TYPE_CHECKING:
 
 KEPT_CHECKPOINTS = 2
 FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device", "key_variable")
-# What a run that is resumed has to have in common with itself: its questions, their order, its start.
+# What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
+# start, the columns of its log, the state of its optimizer.
 FIXED = (
     "model", "data", "tables", "databases", "held_out", "seed", "history", "drop_empty", "recipe", "tools",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
-    "trajectories_per_step", "lora_rank",
+    "trajectories_per_step", "lora_rank", "rewards", "optimizer", "wording", "schema", "thinking",
+    "native_thinking", "sql_timeout", "max_prompt_tokens", "max_response_tokens", "max_sequence_tokens",
 )  # fmt: skip
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 
@@ -212,6 +214,8 @@ def training_questions(
     """
     asked, ids = examples(run.dataset.dialogues, config.history), {count.example_id for count in counted}
     asked = [e for e in asked if e.id in ids] if counted else asked
+    if not asked:
+        raise UserError("no question of the curriculum is in the training data")
     drawn = draw_questions(asked, config.questions, config.seed)
     return scorable(drawn, run.scorer, config.drop_empty)
 
@@ -445,6 +449,12 @@ def answer_split(
     answered = answer_dialogues(play, run.environment, share, config.history, seed, log)
     everything = [pair for share in run.processes.all_gather(answered) for pair in share]
     return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
+
+
+def check_samples(config: SftConfig | CurriculumConfig | DemonstrationsConfig) -> None:
+    """Raise UserError where the samples of a question would all be the same."""
+    if config.samples_per_question > 1 and config.temperature <= 0:
+        raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
 
 
 def sample_questions(

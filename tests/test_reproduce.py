@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +122,32 @@ def test_the_asked_questions_are_written_with_their_counts(work, tmp_path):
     kept = read_counts(tmp_path / "asked" / "counts.jsonl")
     assert len(kept) == 8 and set(kept) < set(counts) and f"8 of {len(counts)} questions are asked" in said
     run("-m", "mtsql.experiments.asked_questions", *data, "--out", tmp_path / "none", expect=2)
+
+
+def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
+    """As Ctrl-C in a terminal, which reaches the program and its part."""
+    part = (
+        "import signal, time\nfrom mtsql.learn.interrupt import finish_step_on_interrupt\n"
+        "with finish_step_on_interrupt() as interrupted:\n"
+        "    print('begun', flush=True)\n"
+        "    while not interrupted: time.sleep(0.1)\n"
+        "    time.sleep(1)\n"
+        f"open(r'{tmp_path}/saved', 'w')"
+    )
+    program = (
+        "from pathlib import Path; from mtsql.parts import run_part\n"
+        f"run_part('trains', ['-c', {part!r}], Path(r'{tmp_path}/part/done'))"
+    )
+    command = [sys.executable, "-c", program]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+        while process.stdout.readline() != "begun\n":
+            pass
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate()[1]
+    assert process.returncode == 130 and (tmp_path / "saved").exists()
+    assert "then saving" in said and "goes on from here" in said and "Traceback" not in said
+    assert minutes_of(tmp_path / "part" / "done") > 0
 
 
 def test_a_part_runs_once_and_its_minutes_add_up(tmp_path, capsys):

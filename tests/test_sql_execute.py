@@ -206,6 +206,25 @@ def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
     assert executor.execute(database, "SELECT 2") is not second
 
 
+def test_a_gold_result_is_kept_when_the_machine_is_busy(database, monkeypatch):
+    monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 1)
+    executor, gold = Executor(), "SELECT name FROM singer"
+    rows = executor.gold_rows(database, gold)
+    executor.execute(database, "SELECT 1")  # pushes it out of the cache
+    executor.timeout_seconds = 0.0
+    assert execution_match(executor, database, gold, gold) is False  # the prediction has no time to run
+    assert executor.gold_rows(database, gold) == rows
+    with pytest.raises(ValueError, match="gold query failed"):
+        executor.gold_rows(database, gold + " ORDER BY name")
+    monkeypatch.setattr("mtsql.sql.execute.MAX_GOLD_BYTES", 0)
+    without_room = Executor()
+    without_room.gold_rows(database, gold)
+    without_room.execute(database, "SELECT 1")
+    without_room.timeout_seconds = 0.0
+    with pytest.raises(ValueError, match="gold query failed"):
+        without_room.gold_rows(database, gold)
+
+
 def test_cached_results_respect_the_limit_asked_for(executor, database):
     query = "SELECT n FROM number"
     assert len(executor.gold_rows(database, query)) == 2_000

@@ -183,6 +183,9 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
         ],
         Outcome.UNFINISHED: [line_of(CALL, **name), line_of(*[CALL] * 5, **name)],
         Outcome.TOO_LONG: [line_of("Hm. " * 500 + CALL, right[1], **name)],
+        Outcome.NOTHING: [
+            line_of(*({"role": "assistant", "content": text, "weight": 0} for text in right), **name)
+        ],
         Outcome.UNKNOWN: [
             {"messages": [{"role": "user", "content": "Who?"}, *line_of(*right)["messages"]]},
             line_of(*right, db_id="concerts"),

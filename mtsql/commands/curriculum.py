@@ -16,17 +16,19 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 
 import json
 from collections import Counter
+from itertools import chain
 
 from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
 from mtsql.questions import reward_function
 from mtsql.recipes.rewards import is_right
-from mtsql.run import begin_run, sample_questions, training_questions, weights_for_rollouts
+from mtsql.run import begin_run, check_samples, sample_questions, training_questions, weights_for_rollouts
 
 
 def main(config: CurriculumConfig) -> None:
     """Count."""
+    check_samples(config)
     run = begin_run(config, "train")
     reward = reward_function(config, run.tokens, run.scorer)
     asked = training_questions(config, run)
@@ -35,8 +37,8 @@ def main(config: CurriculumConfig) -> None:
     with weights_for_rollouts(config, run):
         for example, sampled in sample_questions(config, run, share, (config.seed,), "count"):
             right = sum(is_right(reward(t, example), config.correct) for t in sampled)
-            counts += [SuccessCount(example.id, right, len(sampled), example.db_id)] if sampled else []
-    counts = run.processes.gather(counts)
+            counts.append([SuccessCount(example.id, right, len(sampled), example.db_id)] if sampled else [])
+    counts = list(chain.from_iterable(run.processes.gather(counts)))
     if run.processes.is_main:
         save_config(config, run.out)
         lines = "".join(json.dumps(vars(count)) + "\n" for count in counts)

@@ -23,6 +23,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from mtsql.agent.env import Environment
 from mtsql.agent.tools import TOOL_SETS, make_tools
@@ -43,6 +44,7 @@ from mtsql.report.chat import chat_record
 from mtsql.run import (
     Run,
     begin_run,
+    check_samples,
     sample_questions,
     training_questions,
     weights_for_rollouts,
@@ -55,11 +57,12 @@ def main(config: DemonstrationsConfig) -> None:
         raise UserError("demonstrations are with every set of tools; leave out --tools")
     if config.recipe != "mtsql_r1":
         raise UserError("demonstrations follow --recipe mtsql_r1 alone")
+    check_samples(config)
     run = begin_run(config, "train")
     asked = training_questions(config, run)
     environments = {name: replace(run.environment, tools=make_tools(name)) for name in TOOL_SETS}
     share = run.processes.share(list(enumerate(asked)))
-    found = run.processes.gather(play_answers(config, run, environments, share))
+    found = list(chain.from_iterable(run.processes.gather(play_answers(config, run, environments, share))))
     if run.processes.is_main:
         kept = keep_share_of_wrong(found, random.Random(config.seed))
         if not kept:
@@ -79,14 +82,15 @@ def play_answers(
     run: Run,
     environments: Mapping[str, Environment],
     numbered: Sequence[tuple[int, Example]],
-) -> list[Demonstration]:
-    """The demonstrations of a process's share of the questions; `environments` by their set of tools."""
+) -> list[list[Demonstration]]:
+    """The demonstrations of each question of a process's share; `environments` by their set of tools."""
     answering = replace(run, environment=environments["none"])
     tool_sets = {e.id: draw_tool_set(random.Random(f"{config.seed}/{e.id}")) for _, e in numbered}
     found = []
     with weights_for_rollouts(config, run):
         for example, sampled in sample_questions(config, answering, numbered, (config.seed,), "sample"):
             tool_set = tool_sets[example.id]
+            shown_of = []
             for trajectory in sampled:
                 answer = trajectory.answer_sql
                 if answer is None:
@@ -96,12 +100,13 @@ def play_answers(
                     answer, right = shown_gold(example), True
                 (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
                 shown = demonstrate(episode, answer, right)
-                found.append(replace(shown, tool_set=tool_set))
+                shown_of.append(replace(shown, tool_set=tool_set))
                 if not right and shown.trajectory is not None:
                     (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
                     beside = demonstrate(episode, shown_gold(example), True)
                     first = GOLD if beside.trajectory is not None else CUT
-                    found.append(replace(beside, tool_set=tool_set, first=first))
+                    shown_of.append(replace(beside, tool_set=tool_set, first=first))
+            found.append(shown_of)
     return found
 
 

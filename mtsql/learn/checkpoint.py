@@ -93,6 +93,6 @@ def load_training_state(folder: Path) -> tuple[int, dict[str, Any], dict[str, An
     random.setstate(state["python_rng"])
     np.random.set_state(("MT19937", np.array(state["numpy_rng"], dtype=np.uint32), *state["numpy_rng_rest"]))
     torch.set_rng_state(state["torch_rng"])
-    if state["cuda_rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
+    for gpu, generator in enumerate(state["cuda_rng"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(generator, gpu)
     return state["step"], state["extra"], state["optimizer"]

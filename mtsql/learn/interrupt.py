@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,10 @@ def finish_step_on_interrupt() -> Iterator[Interruption]:
         if interruption.asked:
             raise KeyboardInterrupt
         interruption.asked = True
-        print("\ninterrupted: finishing this step, then saving (again to quit now)", file=sys.stderr)
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        patience = " (for which torchrun waits --shutdown-timeout seconds)" if launched else ""
+        what = f"finishing this step or collection{patience}, then saving"
+        print(f"\ninterrupted: {what}; again to quit now", file=sys.stderr)
 
     previous = signal.signal(signal.SIGINT, note)
     try:

@@ -61,7 +61,7 @@ class Processes:
         return [part for part in parts if part]
 
     def gather(self, items: Sequence[T]) -> list[T]:
-        """The shares of all processes, back in the order that `share` dealt from."""
+        """The shares of all processes as `share` dealt them: one item for each that it dealt."""
         shares = self.all_gather(items)
         return [s[i] for i in range(max(map(len, shares))) for s in shares if i < len(s)]
 

@@ -40,6 +40,7 @@ class Outcome(StrEnum):
     FORMAT = "not in the recipe's format or off its protocol"
     UNFINISHED = "without an answer"
     TOO_LONG = "beyond a token limit"
+    NOTHING = "with nothing that is to be learned"
     UNKNOWN = "question not in play"
     UNREADABLE = "unreadable line"
 
@@ -190,6 +191,8 @@ def _replay(
         outcome = Outcome.FORMAT
     elif not is_right(reward(trajectory, question), correct):
         outcome = Outcome.WRONG
+    elif not any(trajectory.loss_mask):
+        outcome = Outcome.NOTHING
     else:
         pairs = zip(trajectory.observations, line.observed, strict=False)  # none follows the answer
         other = any(told and _flat(ours.text) not in _flat(told) for ours, told in pairs)

@@ -23,6 +23,7 @@ MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
 MAX_CACHED_RESULTS = 50_000
 MAX_CACHED_BYTES = 64_000_000
+MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
 MAX_IDLE_CONNECTIONS = 32
 
@@ -39,6 +40,8 @@ class Executor:
         self.max_rows = max_rows
         self._cache: OrderedDict[tuple[FileVersion, str], ExecutionResult] = OrderedDict()
         self._cached_bytes = 0
+        self._gold: dict[tuple[FileVersion, str], tuple[tuple, ...]] = {}
+        self._gold_bytes = 0
         self._lock = threading.Lock()
         self._memory_lock = threading.Lock()
         self._idle: list[tuple[FileVersion, Connection]] = []  # the one used last is last
@@ -56,10 +59,19 @@ class Executor:
 
         Raises ValueError naming the query if it fails, FileNotFoundError as `execute`.
         """
+        key = (file_version(db_path), sql)
+        with self._lock:
+            rows = self._gold.get(key)
+        if rows is not None:
+            return rows
         result = self._execute(db_path, sql, MAX_GOLD_ROWS, MAX_SCORED_BYTES)
         if not result.ok or result.truncated:
             reason = result.message or f"more than {MAX_GOLD_ROWS} rows or {MAX_SCORED_BYTES} bytes"
             raise ValueError(f"the gold query failed ({reason}): {sql}")
+        with self._lock:
+            if key not in self._gold and self._gold_bytes + result.bytes <= MAX_GOLD_BYTES:
+                self._gold[key] = result.rows
+                self._gold_bytes += result.bytes
         return result.rows
 
     def predicted_rows(self, db_path: str | Path, sql: str, wanted: int) -> tuple[tuple, ...] | None:
