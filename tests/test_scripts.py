@@ -89,6 +89,9 @@ def test_recipe_end_to_end(work):
     chats = [json.loads(line) for line in (work / "sft" / "chat.jsonl").open()]
     assert len(chats) == rounds[1]["trajectories"]
     assert all("<answer_sql>" in chat["messages"][-1]["content"] for chat in chats)
+    peak = json.loads((work / "sft" / "run.json").read_text())["config"]["learning_rate"]
+    rates = [float(row["learning_rate"]) for row in rows_of(work / "sft" / "metrics.csv")]
+    assert max(rates) > peak / 2  # of a few steps the first is no warm-up alone
     kept = [json.loads(line) for line in (work / "sft" / "trajectories.jsonl").open()]
     assert kept and all(t["status"] == "answered" for t in kept)
     out = run(
