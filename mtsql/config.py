@@ -1,8 +1,9 @@
 """Every option of every script: the fields of a dataclass, from a TOML file and the command line.
 
 A TOML file has a table [common] and one for each command. What [common] sets holds for every command that
-has such an option; what no command knows is an error. An option's type says what is allowed: a Literal its
-values, an Annotated number its least one. The defaults are MTSQL-R1's; a recipe's own settings replace them.
+has such an option; what neither training nor the command knows is an error. An option's type says what is
+allowed: a Literal its values, an Annotated number its least one. The defaults are MTSQL-R1's; a recipe's own
+settings replace them.
 """
 
 from __future__ import annotations
@@ -284,7 +285,7 @@ class ChatConfig(AddressOptions, AgentOptions):
 
     SECTION: ClassVar = "chat"
     database: str = option(..., "SQLite file; it is only read")
-    model: str = option("", "local folder or hub name; empty: the agent in models/, with its own settings")
+    model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
     port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
     temperature: float = option(0.0, "of the answers; 0 is greedy")
 

@@ -53,12 +53,18 @@ def hold_folder(folder: Path) -> FileLock:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name and rename it; an error leaves the old file as it was.
 
+    What a symbolic link leads to is written, and into what is no ordinary file (/dev/stdout) it is written
+    straight.
     Raises UserError if `path` is a folder, stands below a file or may not be written.
     """
     data = content.encode() if isinstance(content, str) else content
     with writing_errors(path):
         if path.is_dir():  # "." has no sibling
             raise IsADirectoryError
+        path = path.resolve() if path.is_symlink() and path.exists() else path
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
     with writing_errors(path), temporary_sibling(path) as temporary:
         with temporary.open("wb") as file:
             file.write(data)

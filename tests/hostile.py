@@ -150,7 +150,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         f"replace({LONG}, substr({LONG}, 1, 35000) || 'b', 'x')",
         f"trim({LONG}, substr({LONG}, 1, 60000))",
         f"rtrim({LONG}, {LONG}) || ltrim({LONG}, {LONG})",
-        " + ".join(f"instr({LONG}, substr({LONG}, {i + 1}, 35000) || 'b')" for i in range(5)),
+        f"sum(instr(w, substr({LONG}, 1, 35000) || 'b')) FROM words, number",
         f"sum(instr({LONG}, substr({LONG}, 1, 35000) || x || 'b')) FROM pairs",
         f"sum(length(replace({LONG}, substr({LONG}, 1, 30000) || x || 'b', 'y'))) FROM pairs",
         f"sum(unicode(substr({LONG}, x))) FROM pairs",
@@ -163,6 +163,18 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
             (f"instr({LONG}, 'b')", 51), ("abs(1)", 60), ("w LIKE '%a' FROM words UNION SELECT w LIKE '%b'", 60),
             ("length('a')", 1000),
         )
+    ))  # fmt: skip
+    near = "replace(hex(zeroblob(6200)), '00', 'bb') || 'a'"
+    add(
+        "slow built-in function",
+        ERROR,
+        *(f"SELECT length({name}({LONG}, {near}))" for name in ("trim", "ltrim", "rtrim")),
+    )
+    add("slow built-in function", BOUNDED, "SELECT " + " + ".join(
+        f"instr({LONG} || {i}, substr({LONG}, 1, 35000) || 'b')" for i in range(2)
+    ))  # fmt: skip
+    add("slow built-in function", REFUSED, f"SELECT json_patch(json_array({LONG}), '{{}}')", "SELECT " + " + ".join(
+        f"instr({LONG} || {i}, 'b')" for i in range(5)
     ))  # fmt: skip
     patterns = ("%a" * 100, "%a_" * 80, "%_" * 110 + "b", "_%" * 110, "%" * 240, "%a%b" * 60)
     add("exploding pattern", BOUNDED, *(f"SELECT {LONG} LIKE '{p}b'" for p in patterns))

@@ -21,7 +21,7 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.chat.conversation import Conversation, Event
 from mtsql.chat.server import make_server
-from mtsql.chat.terminal import converse, format_result, run_command
+from mtsql.chat.terminal import converse, format_result, run_command, show_event
 from mtsql.data.introspect import read_schema
 from mtsql.errors import UserError
 from mtsql.recipes.mtsql_r1 import MtsqlR1
@@ -106,6 +106,15 @@ def type_lines(monkeypatch, *lines: str | Exception) -> None:
         return line
 
     monkeypatch.setattr("builtins.input", type_one)
+
+
+def test_a_long_word_is_cut_and_not_left_out(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "62")
+    show_event(Event("observe", "https://example.org/" + "a" * 80))
+    show_event(Event("observe", "two  words\nhere"))
+    long, short = capsys.readouterr().out.splitlines()
+    assert "https://example.org/aaa" in long and long.endswith("aaa ...") and len(long) <= 62
+    assert short.endswith("two words here")
 
 
 def test_an_error_cannot_steer_the_terminal(tiny, tmp_path, monkeypatch, capsys):

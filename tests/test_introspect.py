@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from mtsql.data.introspect import read_schema, relevant_part
-from mtsql.data.schema import Schema, load_schemas
+from mtsql.data.introspect import _words, read_schema, relevant_part
+from mtsql.data.schema import Schema, load_schemas, read_only_uri
 from mtsql.errors import UserError
+from mtsql.sql.execute import Executor
 
 
 def make_database(path: Path, script: str) -> Path:
@@ -113,6 +114,57 @@ def test_what_is_no_usable_database_is_one_sentence(tmp_path, content, problem):
         path.write_bytes(content)
     with pytest.raises(UserError, match=problem):
         read_schema(path)
+
+
+def test_a_column_name_that_is_not_utf8_hides_the_example_alone(tmp_path):
+    path = make_database(tmp_path / "prices.db", "create table prix (id int, montantX int, nom text);")
+    path.write_bytes(path.read_bytes().replace(b"montantX", b"montant\xe9"))  # as another program wrote it
+    make_database(path, "insert into prix (id, nom) values (1, 'pain');")
+    (table,) = read_schema(path).tables
+    assert table.columns == (("id", "number"), ("montant", "number"), ("nom", "text"))
+    assert table.example_row is None
+    assert Executor().execute(path, "select nom from prix").rows == (("pain",),)
+
+
+def test_a_database_in_wal_mode_is_read_in_a_folder_that_is_not_ours(tmp_path, monkeypatch):
+    path = make_database(tmp_path / "log.db", "create table t (a); insert into t values (3);")
+    assert read_only_uri(path).endswith("log.db?mode=ro")
+    make_database(path, "pragma journal_mode = wal;")
+    assert read_only_uri(path).endswith("log.db?mode=ro")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert read_only_uri(path).endswith("&immutable=1")
+    assert read_schema(path).tables[0].example_row == (3,)
+    assert Executor().execute(path, "select a from t").rows == ((3,),)
+    assert not list(tmp_path.glob("log.db-*"))
+    with closing(sqlite3.connect(path)) as writer:
+        writer.execute("insert into t values (4)")
+        writer.commit()  # into the file beside it
+        assert read_only_uri(path).endswith("log.db?mode=ro")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("order_items", ["order", "items"]),
+        ("OrderItems2", ["order", "items", "2"]),
+        ("HTMLPage", ["html", "page"]),
+        ("Größe", ["größe"]),
+        ("straßenName", ["straßen", "name"]),
+        ("ÉtatCivil", ["état", "civil"]),
+        ("歌手 名前", ["歌手", "名前"]),
+        ("", []),
+    ],
+)
+def test_the_words_of_a_name(name, words):
+    assert _words(name) == words
+
+
+def test_accented_names_are_found_in_a_question(tmp_path):
+    script = "create table Länder (id int); create table Gebäude (Höhe int); create table Gäste (Größe int);"
+    schema = read_schema(make_database(tmp_path / "a.db", script))
+    for question, table in (("Welche Größe haben die Gäste?", "Gäste"), ("Welche Höhe ist es?", "Gebäude")):
+        part, _ = relevant_part(schema, [question], lambda p: len(p.tables) == 1)
+        assert [t.name for t in part.tables] == [table]
 
 
 def test_a_locked_database_is_one_sentence(tmp_path):

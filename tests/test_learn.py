@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -794,6 +796,19 @@ def test_failed_writes_leave_the_old_content(tmp_path, monkeypatch, tokenizer, e
     assert file.read_text() == "old"
     assert sorted(p.name for p in folder.iterdir()) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_links_and_devices_are_written_to_and_not_replaced(tmp_path):
+    (tmp_path / "real").write_text("old")
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("real")
+    write_atomically(link, "new")
+    assert link.is_symlink() and (tmp_path / "real").read_text() == "new"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text)
+        write_atomically(pipe, "through")
+        assert read.result() == "through" and pipe.is_fifo()
 
 
 def test_folders_are_replaced_whole_and_recovered(tmp_path):

@@ -95,6 +95,8 @@ def test_the_official_tables(files):
     assert [item["hardness"] for item in items] == ["easy", "medium", "easy", "easy", "medium"]
     assert items[4]["partial_f1"]["where"] == 1.0 and items[4]["partial_f1"]["select"] == 0.0
     assert saved["summary"]["joint_all"] == {"count": 2, "ex": 0.0, "em": 0.5}
+    nothing = {"acc": 0.0, "rec": 0.0, "f1": 0.0}
+    assert set(map(str, saved["summary"]["levels"]["hard"]["partial"].values())) == {str(nothing)}
 
 
 def test_options_of_the_official_tool(files):
@@ -126,6 +128,14 @@ def test_every_database_of_a_test_suite_must_agree(files):
     assert "execution            0.000" in run.stdout
     (item,) = json.loads((files / "out.json").read_text())["per_item"]
     assert (item["ex"], item["ex_keep_distinct"], item["ex_bird"]) == (0, 0, 0)
+    assert item["status"] == "rows"
+    connection = sqlite3.connect(folder / "music_2.sqlite")
+    connection.executescript("DROP TABLE singer; CREATE TABLE singer (id INTEGER, name TEXT, age INTEGER)")
+    connection.close()
+    (files / "other.txt").write_text("SELECT name FROM singer WHERE age = 30 AND country <> 'x'\n")
+    evaluate_files(files, "--json", "out.json", gold="one.txt", pred="other.txt")
+    (item,) = json.loads((files / "out.json").read_text())["per_item"]
+    assert (item["ex"], item["status"]) == (0, "error")  # of the database that made it wrong
 
 
 @pytest.mark.parametrize("option", ["--plug-value", "--keep-distinct"])

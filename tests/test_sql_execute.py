@@ -206,6 +206,13 @@ def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
     assert executor.execute(database, "SELECT 2") is not second
 
 
+def test_the_current_year_is_what_the_official_evaluation_makes_of_it(executor, database):
+    gold = "SELECT name FROM singer WHERE age < 2020"
+    assert execution_match(executor, database, gold, "SELECT name FROM singer WHERE age < YEAR(CURDATE())")
+    word_behind = "SELECT name FROM singer WHERE age < YEAR ( CURDATE ( ) ) AND age > 1"
+    assert not execution_match(executor, database, gold, word_behind)  # it becomes 2020AND
+
+
 def test_a_gold_result_is_kept_when_the_machine_is_busy(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 1)
     executor, gold = Executor(), "SELECT name FROM singer"

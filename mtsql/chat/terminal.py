@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from textwrap import shorten
 
 from mtsql.chat.conversation import Answer, Conversation, Event
 from mtsql.errors import UserError, printable
@@ -95,7 +94,9 @@ def show_event(event: Event) -> None:
     verdict = {True: "pass", False: "no pass", None: ""}[event.passed]
     text = printable(" ".join(filter(None, (verdict, event.text))))
     width = max(40, shutil.get_terminal_size().columns - 22)
-    print(f"  {LABELS.get(event.kind, event.kind):<18}{shorten(text, width, placeholder=' ...')}", flush=True)
+    text = " ".join(text.split())
+    cut = text if len(text) <= width else f"{text[: width - 4]} ..."
+    print(f"  {LABELS.get(event.kind, event.kind):<18}{cut}", flush=True)
 
 
 def format_answer(answer: Answer) -> str:

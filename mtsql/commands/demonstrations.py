@@ -57,6 +57,8 @@ def main(config: DemonstrationsConfig) -> None:
         raise UserError("demonstrations are with every set of tools; leave out --tools")
     if config.recipe != "mtsql_r1":
         raise UserError("demonstrations follow --recipe mtsql_r1 alone")
+    if config.rewards:
+        raise UserError("demonstrations earn no reward; leave out --rewards")
     check_samples(config)
     run = begin_run(config, "train")
     asked = training_questions(config, run)

@@ -41,7 +41,7 @@ TABLES = {  # metric: its name, the title over the levels of hardness, the title
     "em": (
         "exact match",
         "\n====================== EXACT MATCHING ACCURACY =====================",
-        "=====================   TURN EXACT MATCHING ACCURACY     =====================",
+        "\n====================== TURN EXACT MATCHING ACCURACY =====================",
     ),
 }
 PARTIAL_TABLES = {
@@ -191,6 +191,8 @@ def _score(pair: Pair, scorer: Scorer, rules: Rules) -> dict:
         right = None
         try:
             right = _first_right(tried, pair.gold, suite, rules.keep_distinct, executor)
+            if right is None and item["status"] in ("rows", "empty"):
+                item["status"] = _status_where_wrong(executed, predicted, pair.gold, suite, rules, executor)
         except ValueError:
             item["status"] = "gold failed"
         item["ex"] = int(right is not None)
@@ -211,6 +213,15 @@ def _first_right(
         if time.monotonic() > deadline:
             break
     return None
+
+
+def _status_where_wrong(
+    executed: str, predicted: str, gold: str, paths: list[Path], rules: Rules, executor: Executor
+) -> str:
+    """What became of a prediction in the first database that finds it wrong."""
+    matches = (execution_match(executor, path, gold, predicted, rules.keep_distinct) for path in paths)
+    wrong = next((p for p, right in zip(paths, matches, strict=False) if not right), paths[0])
+    return executor.execute(wrong, executed).status
 
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:
@@ -243,6 +254,8 @@ def _scores(group: Sequence[dict], etype: str, partial: bool = True) -> dict:
 
 def _component(group: Sequence[dict], name: str) -> dict[str, float]:
     """Accuracy over the predictions that have the component, recall over the gold queries, F1 of the two."""
+    if not group:  # as the official tool prints a level without questions
+        return {"acc": 0.0, "rec": 0.0, "f1": 0.0}
     read = [(i["partial_f1"][name], *i["partial_sizes"][name]) for i in group if i["partial_f1"]]
     accuracy = _mean(score for score, in_pred, _ in read if in_pred)
     recall = _mean(score for score, _, in_gold in read if in_gold)

@@ -9,12 +9,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from mtsql.data.schema import Schema, SchemaTable, example_row
+from mtsql.data.schema import Schema, SchemaTable, example_row, read_only_uri
 from mtsql.errors import UserError
 
 KINDS = (("INT", "number"), ("REAL", "number"), ("FLOA", "number"), ("DOUB", "number"), ("NUM", "number"))
 KINDS += (("DEC", "number"), ("DATE", "time"), ("TIME", "time"), ("BOOL", "boolean"))
-WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]+")
+WORD = re.compile(r"[^\W\d_]+|\d+")
 QUESTION_WORD = re.compile(r"\w+")
 SHORT_WORDS = frozenset(
     "a an and are as at by do for from in is it of on or that the their to was what".split()
@@ -32,9 +32,7 @@ def read_schema(path: Path) -> Schema:
     if not path.is_file():
         raise UserError(f"--database {path} is not a file; give a SQLite database")
     try:
-        with closing(
-            sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, timeout=2)
-        ) as connection:
+        with closing(sqlite3.connect(read_only_uri(path), uri=True, timeout=2)) as connection:
             connection.text_factory = lambda raw: raw.decode(errors="ignore")
             tables = [t for name in _names(connection) if (t := _read_table(connection, name)).columns]
     except sqlite3.OperationalError as error:
@@ -171,7 +169,12 @@ def _stems(name: str) -> set[str]:
 
 def _words(name: str) -> list[str]:
     """The words in a name such as order_items, OrderItems or "order items", in lower case."""
-    return [word.lower() for word in WORD.findall(name)]
+    around = zip(f" {name}", name, f"{name[1:]} ", strict=False)  # each letter between its neighbours
+    spaced = (
+        f" {letter}" if letter.isupper() and (before.islower() or after.islower()) else letter
+        for before, letter, after in around
+    )
+    return [word.lower() for word in WORD.findall("".join(spaced))]
 
 
 def _stem(word: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,6 +156,21 @@ def _letters(text: str) -> str:
     return text.lower().replace(" ", "").replace("_", "")
 
 
+def read_only_uri(path: Path) -> str:
+    """The URI that opens a SQLite file for reading.
+
+    A file in WAL mode needs others beside it, even to be read. Where none can be made, and nothing waits to
+    be written into the file, it is opened as one that does not change.
+    """
+    with suppress(OSError), path.open("rb") as file:
+        in_wal_mode = file.read(20)[18:20] == b"\2\2"
+        waiting = path.with_name(f"{path.name}-wal")
+        nothing_waits = not waiting.exists() or waiting.stat().st_size == 0
+        if in_wal_mode and nothing_waits and not os.access(path.absolute().parent, os.W_OK):
+            return path.absolute().as_uri() + "?mode=ro&immutable=1"
+    return path.absolute().as_uri() + "?mode=ro"
+
+
 def example_row(connection: sqlite3.Connection, wanted: str, table: str) -> tuple | None:
     """The first row; None if there is none, or it takes too long or fails, as that of a broken view does.
 
@@ -166,7 +182,7 @@ def example_row(connection: sqlite3.Connection, wanted: str, table: str) -> tupl
     quoted = table.replace('"', '""')
     try:
         return connection.execute(f'select {wanted} from "{quoted}" limit 1').fetchone()
-    except (sqlite3.OperationalError, sqlite3.DataError):
+    except (sqlite3.OperationalError, sqlite3.DataError, UnicodeDecodeError):  # the last of a column's name
         return None
     finally:
         connection.set_progress_handler(None, 0)
@@ -178,7 +194,7 @@ def _schema(entry: dict, path: Path) -> Schema:
     primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
     descriptions = _descriptions(entry, path)
     tables = []
-    with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(read_only_uri(path), uri=True)) as connection:
         connection.text_factory = lambda raw: raw.decode(errors="ignore")
         for index, name in enumerate(names):
             own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]

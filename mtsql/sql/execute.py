@@ -142,7 +142,7 @@ class Executor:
             surplus.close()
 
 
-CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)", re.IGNORECASE)
+CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one
 
 
 def as_executed(sql: str, keep_distinct: bool) -> str:

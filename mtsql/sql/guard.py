@@ -26,12 +26,15 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+from mtsql.data.schema import read_only_uri
+
 ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
 ALLOWED_PRAGMAS = frozenset(  # FTS5 asks for data_version to read its tables
     "table_info table_xinfo table_list index_list index_info index_xinfo foreign_key_list "
     "data_version".split()
 )
-DENIED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "sqlite_log"})
+DENIED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "sqlite_log"}) | {"json_patch"}  # is slow
+SLOW_FUNCTIONS = frozenset({"instr", "replace"})  # a fifth of a second a call, with the longest cells
 PREPARED_TABLES = (  # table-valued functions; their first use looks like a CREATE to the authorizer
     *(f"pragma_{name}" for name in sorted(ALLOWED_PRAGMAS)),
     "json_each",
@@ -46,6 +49,8 @@ MAX_SQL_BYTES = 100_000
 MAX_CELL_BYTES = 150_000
 MAX_PATTERN_BYTES = 250  # of LIKE and GLOB
 MAX_FUNCTION_CALLS = 50  # written in one statement
+MAX_SLOW_CALLS = 6  # the same, of SLOW_FUNCTIONS
+MAX_TRIMMED = 100  # characters that trim looks for
 MAX_HEAP_BYTES = 80_000_000  # SQLite's own memory, in the whole process
 MAX_TEMPORARY_BYTES = 500_000_000  # of SQLite's sorts on disk, in the whole process
 PAGE_CACHE_KIB = 500  # of one connection
@@ -79,10 +84,9 @@ class Connection:
         self.timed_out = False
         self.overflowed = False
         self.refused = False
-        self.functions = 0
-        uri = Path(path).absolute().as_uri() + "?mode=ro"
+        self.functions = self.slow_functions = 0
         self.sqlite = sqlite3.connect(
-            uri,
+            read_only_uri(Path(path)),
             timeout=LOCKED_SECONDS,
             uri=True,
             isolation_level=None,
@@ -109,6 +113,8 @@ class Connection:
         for name in ("printf", "format"):
             # Not a method: SQLite would hold this connection alive where no garbage collector looks.
             self.sqlite.create_function(name, -1, partial(_printf, self.formatter), deterministic=True)
+        for name in ("trim", "ltrim", "rtrim"):
+            self.sqlite.create_function(name, 2, partial(_trim, self.formatter, name), deterministic=True)
         self.sqlite.set_authorizer(self._authorize)
 
     def close(self) -> None:
@@ -121,8 +127,11 @@ class Connection:
             self.timed_out = True
             return sqlite3.SQLITE_DENY
         if action == sqlite3.SQLITE_FUNCTION:
+            function = (detail or "").lower()
             self.functions += 1
-            allowed = self.functions <= MAX_FUNCTION_CALLS and (detail or "").lower() not in DENIED_FUNCTIONS
+            self.slow_functions += function in SLOW_FUNCTIONS
+            few = self.functions <= MAX_FUNCTION_CALLS and self.slow_functions <= MAX_SLOW_CALLS
+            allowed = few and function not in DENIED_FUNCTIONS
         elif action == sqlite3.SQLITE_READ:
             allowed = (name or "").lower() not in DENIED_TABLES
         elif action == sqlite3.SQLITE_PRAGMA:
@@ -138,7 +147,7 @@ class Connection:
         `seconds` is the time limit, for the message; `deadline` is what stops the statement.
         """
         self.timed_out = self.overflowed = self.refused = False
-        self.functions = 0
+        self.functions = self.slow_functions = 0
         cursor = self.sqlite.cursor()
         rows: list[tuple] = []
         size, truncated = 0, False
@@ -177,6 +186,13 @@ def _printf(formatter: sqlite3.Connection, *arguments: object) -> str | None:
         raise ValueError("the width is too large")
     places = ", ".join("?" * len(arguments))
     return formatter.execute(f"SELECT printf({places})", arguments).fetchone()[0]
+
+
+def _trim(formatter: sqlite3.Connection, name: str, text: object, characters: object) -> str | None:
+    """SQLite's own trim, which would look for each character of a long text in a long list of them."""
+    if isinstance(characters, str | bytes) and len(characters) > MAX_TRIMMED:
+        raise ValueError("the list of characters is too long")
+    return formatter.execute(f"SELECT {name}(?, ?)", (text, characters)).fetchone()[0]
 
 
 def temporary_bytes() -> int:
