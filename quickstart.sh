@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole recipe on the embedded benchmark: benchmark, tiny model, warm start, GRPO, evaluation.
+# The recipe in small on the embedded benchmark: benchmark, warm start, GRPO, evaluation.
 # Everything lands in runs/toy; parts that are finished there are not done again.
 . "$(dirname "$0")/setup_environment.sh"
 exec .venv/bin/python -m mtsql.toy.quickstart "$@"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 
 import pytest
+import torch
 from conftest import GOLD, QUESTION, ROOT, Tiny, say
 
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
@@ -59,9 +62,22 @@ def test_no_more_than_fifteen_lines_of_code(heading: str):
     assert 0 < len(lines) <= 15
 
 
+def patched_tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """mtsql/agent/tools.py with the page's tool put where the page says."""
+    source = (ROOT / "mtsql" / "agent" / "tools.py").read_text(encoding="utf-8")
+    assert source.count("\nTOOLS = (\n") == 1
+    block = BLOCKS["A tool"][0]
+    source = source.replace("\nTOOLS = (\n", f"\n{block}\n\nTOOLS = (\n    COLUMN_VALUES,\n")
+    module = ModuleType("mtsql.agent.tools_of_the_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, "tools.py", "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
 @pytest.mark.parametrize("compact", [True, False])
-def test_a_tool(tiny: Tiny, compact: bool):
-    tools = make_tools("both") | {"column_values": run_block("A tool")["COLUMN_VALUES"]}
+def test_a_tool(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, compact: bool):
+    tools = patched_tools(monkeypatch).make_tools("both")
+    assert set(tools) == {*make_tools("both"), "column_values"}
     episode = episode_of(tiny, make_recipe(PromptOptions(compact)), tools)
     assert "column_values" in tiny.tokens.decode(episode.trajectory.ids)
     assert say(episode, call("column_values", "singer.country"))
@@ -97,6 +113,12 @@ def test_a_reward(tiny: Tiny):
     wrong = episode_of(tiny, make_recipe(COMPACT), make_tools("none"))
     say(wrong, f"<answer_sql>{WRONG}</answer_sql>")
     assert reward(wrong.trajectory, EXAMPLE).total == 0
+
+
+def test_an_advantage():
+    rewards = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
+    advantages = run_block("An advantage, a loss")["by_range"](rewards)
+    assert advantages.tolist() == [[-0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
 def test_a_metric(tiny: Tiny):

@@ -157,13 +157,13 @@ BLOCK = re.compile(r"```(?:sql(?:ite)?\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNOR
 
 
 def make_recipe(options: PromptOptions) -> MtirSql:
-    """The recipe in a wording."""
+    """MTIR-SQL's prompts, tags and observations, as the options say."""
     return MtirSql(options)
 
 
 @dataclass(frozen=True)
 class MtirSql(Recipe):
-    """The recipe in a wording."""
+    """MTIR-SQL's prompts, tags and observations; with `options.compact` in short."""
 
     options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
     observation_role: ClassVar[str] = "tool"  # Qwen3's template puts it into the user's turn (section 3.2)

@@ -58,7 +58,7 @@ def make_reward(
 
 
 def make_recipe(options: PromptOptions) -> MtsqlR1:
-    """The recipe in a wording."""
+    """MTSQL-R1's prompts, tags and observations, as the options say."""
     return MtsqlR1(options)
 
 
@@ -91,7 +91,7 @@ def next_action(
 
 @dataclass(frozen=True)
 class MtsqlR1(Recipe):
-    """The recipe in a wording."""
+    """MTSQL-R1's prompts, tags and observations; with `options.compact` in short."""
 
     options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
     observation_role: ClassVar[str] = "tool"

@@ -53,7 +53,8 @@ class RewardWeights:
 def reward(
     trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights, string_em: bool = False
 ) -> Rewards:
-    """R_all of a trajectory, from its recorded actions only, which come from what the model wrote.
+    """R_all of a trajectory, from its recorded actions, which come from what the model wrote, and from whether
+    its queries failed, were empty or gave rows.
 
     An unanswered question is never right. EM is the official exact set match, with `string_em` the strict
     match of strings. Process rewards are not computed where they have no weight.

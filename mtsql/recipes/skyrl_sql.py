@@ -87,7 +87,7 @@ ONLY_THOUGHT = "<think>The question asks how many pigs there are: I count animal
 
 
 def make_recipe(options: PromptOptions) -> TaggedRecipe:
-    """The recipe in a wording."""
+    """SkyRL-SQL's prompts, tags and observations, as the options say."""
     return TaggedRecipe(options, ("think",), task, frame, INVALID)
 
 

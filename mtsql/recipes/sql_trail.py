@@ -108,7 +108,7 @@ SOLUTION = "<solution>SELECT AVG(price) FROM products;</solution>"
 
 
 def make_recipe(options: PromptOptions) -> TaggedRecipe:
-    """The recipe in a wording."""
+    """SQL-Trail's prompts, tags and observations, as the options say."""
     return TaggedRecipe(options, ("reasoning", "think"), task, data_frame, INVALID)
 
 

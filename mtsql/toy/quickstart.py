@@ -1,4 +1,6 @@
-"""The whole recipe on the embedded benchmark, in order, and one table at the end.
+"""The recipe in small on the embedded benchmark, in order, and one table at the end.
+
+One round of Algorithm 1, then GRPO with outcome and process rewards, without a curriculum.
 
 `bash quickstart.sh` calls it. Each phase is one command, which is printed before it runs; a phase whose
 result is there already is skipped. It starts from a tiny model that has learned SQL and the tools'
