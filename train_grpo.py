@@ -6,7 +6,8 @@
 One step: sample G trajectories for each of a batch of questions, reward each trajectory, normalise rewards
 within each question's group, and take one clipped policy-gradient step on the tokens that the model wrote.
 With --curriculum, questions that the policy sometimes fails come from easy to hard (section 3.3.1). The run
-folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step) and dev.csv.
+folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step) and dev.csv, which is
+filled with --evaluate-every.
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.

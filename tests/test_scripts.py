@@ -199,8 +199,8 @@ def test_quickstart_ends_with_its_table(work):
     for setting, smaller in (
         ("questions = 250", 20),
         ("samples_per_question = 4", 8),
-        ("steps = 44", 1),
-        ("questions = 2112  # as many as the steps ask", 0),
+        ("steps = 40", 1),
+        ("questions = 1920  # as many as the steps ask", 0),
         ("prompts_per_step = 48", 4),
     ):
         assert small.count(f"\n{setting}\n") == 1
@@ -221,6 +221,13 @@ def test_quickstart_ends_with_its_table(work):
     for result in results:
         assert 0 <= result["ex_low"] <= result["ex"] <= result["ex_high"] <= 1
         assert result["questions"] > 0 and result["minutes"] >= 0 and "ex_sampled" in result
+        assert sum(result["status"].values()) == pytest.approx(1)
+    ex = {r["arm"]: r["ex"] for r in results}
+    differences = json.loads((work / "quick" / "differences.json").read_text())
+    assert len(differences) == 5
+    for found in differences:
+        assert found["ex"] == pytest.approx(ex[found["better"]] - ex[found["worse"]])
+        assert found["em_low"] <= found["em"] <= found["em_high"]
 
 
 def test_questions_whose_prompt_is_too_long_are_left_out_at_the_start(work, capsys):

@@ -5,19 +5,23 @@ One round of Algorithm 1, then GRPO with outcome and process rewards, without a 
 `bash quickstart.sh` calls it. Each phase is one command, which is printed before it runs; a phase whose
 result is there already is skipped. It starts from a tiny model that has learned SQL and the tools'
 protocol by imitation, models/toy/seed<SEED>, as the paper starts from a pre-trained model; --imitate
-makes that model too, in an hour or more. `runs/toy/results.json` holds the table's figures.
+makes that model too, in an hour or more. `results.json` holds the table's figures and how episodes ended,
+`differences.json` those of the paired differences. The arm short_horizon is the tiny model without tools,
+which before any training of its own answers better than with them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.experiments.arms import (
+    Answer,
     Evaluation,
     answers,
     estimate,
@@ -44,6 +48,7 @@ ARMS = {  # arm: (phase that made its policy, tools it is evaluated with, split)
 }
 COMPARISONS = (
     ("rl", "warm_start"),
+    ("rl", "short_horizon"),
     ("rl", "rl_no_execution"),
     ("rl", "rl_no_memory"),
     ("rl_themes", "warm_start_themes"),
@@ -87,9 +92,14 @@ def main() -> None:
 
 
 def _accuracy(seed: int, evaluation: Evaluation, metric: str) -> dict[str, float]:
-    """The mean of a metric and the ends of its interval over databases."""
-    found = estimate(answers({seed: evaluation}, measure_of(metric)))
-    return {metric: found.mean, f"{metric}_low": found.interval[0], f"{metric}_high": found.interval[1]}
+    return _mean_and_interval(answers({seed: evaluation}, measure_of(metric)), metric)
+
+
+def _mean_and_interval(found: Sequence[Answer], metric: str) -> dict[str, float]:
+    """A mean and the ends of its interval over databases."""
+    difference = estimate(found)
+    low, high = difference.interval
+    return {metric: difference.mean, f"{metric}_low": low, f"{metric}_high": high}
 
 
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
@@ -102,6 +112,7 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
             **_accuracy(seed, arms[arm], "em"),
             "ex_sampled": arms[arm].summary["ex_sampled"],
             "questions": arms[arm].summary["questions"],
+            "status": arms[arm].summary["status"],
             "minutes": round(minutes[phase], 2),
             "seed": seed,
         }
@@ -120,13 +131,19 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
         )
         print(f"{r['arm']:<18} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
     print("\npaired differences in EX, points with 95 % interval likewise (greedy; sampled):")
+    differences = []
     for better, worse in COMPARISONS:
-        greedy, sampled = (
-            difference_of(paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key)))
-            for key in ("ex", "ex_sampled")
-        )
-        print(f"{better} - {worse}: {greedy}; {sampled}")
-    print(f"\n{out}/results.json and results.png hold this table, {out}/grpo the training curves.")
+        pairs = {
+            key: paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key))
+            for key in ("ex", "em", "ex_sampled")
+        }
+        print(f"{better} - {worse}: {difference_of(pairs['ex'])}; {difference_of(pairs['ex_sampled'])}")
+        found = {"better": better, "worse": worse, "seed": seed}
+        for key, of_key in pairs.items():
+            found |= _mean_and_interval(of_key, key)
+        differences.append(found)
+    write_atomically(out / "differences.json", json.dumps(differences, indent=1))
+    print(f"\n{out}/results.json, differences.json, results.png hold this, {out}/grpo the training curves.")
     print(f"python -m mtsql.report.viewer {out}/evaluation/rl/trajectories.jsonl shows what the agent did.")
 
 
