@@ -375,7 +375,7 @@ def test_nothing_is_finished(tmp_path: Path):
 def test_each_arm_may_be_alone_or_missing(tmp_path: Path, arm: str):
     write_arm(tmp_path / "alone", 1, arm, "110 100")
     top, _, tables = make_page(tmp_path / "alone", tmp_path).partition("## ")
-    assert f"`{arm}` (seed 0)" in top
+    assert "- **Not there yet, and left out below:** seeds 0\n" in top and "`rl_outcome` (seed 1)" in top
     assert (f"| `{arm}`" in tables) == (arm != "rl_process_predicted")  # which is compared with gold only
     for other in {*EX, "base", "round_3"} - {arm, f"{arm}_elsewhere"}:
         write_arm(tmp_path / "missing", 0, other, "110 100")

@@ -56,7 +56,10 @@ def heading(arms: Arms, seeds: Sequence[int], parts: Sequence[Part], made_with: 
         f"- Questions: {questions}" + (f"; elsewhere {_counted(arms, away)}" if away else ""),
         f"- `{made_with}` makes all numbers, tables and figures of this page.",
     ]
-    unfinished = unfinished_arms(arms, parts)
+    begun = {seed for of in arms.values() for seed in of}
+    if begun and begun < set(seeds):
+        lines.append(f"- **Not there yet, and left out below:** seeds {listed(sorted(set(seeds) - begun))}")
+    unfinished = unfinished_arms(arms, [part for part in parts if not begun or seed_of(part) in begun])
     if unfinished:
         shown = (f"`{arm}` (seed {listed(missing)})" for arm, missing in unfinished.items())
         lines.append(f"- **Not finished, and left out below:** {', '.join(shown)}")
