@@ -135,7 +135,8 @@ def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
         f"open(r'{tmp_path}/saved', 'w')"
     )
     program = (
-        "from pathlib import Path; from mtsql.parts import run_part\n"
+        "import signal; from pathlib import Path; from mtsql.parts import run_part\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what starts the tests may ignore it
         f"run_part('trains', ['-c', {part!r}], Path(r'{tmp_path}/part/done'))"
     )
     command = [sys.executable, "-c", program]
