@@ -113,7 +113,7 @@ TABLES = (
     "csv('x.csv')", "vsv('x')", "prefixes('abc')", "wholenumber", "carray(1, 2)", "unionvtab", "swarmvtab", "fts5vocab('a', 'row')",
     "pragma_database_list", "pragma_compile_options", "pragma_function_list", "pragma_module_list", "pragma_pragma_list",
     "pragma_integrity_check", "pragma_user_version", "pragma_journal_mode('wal')", "pragma_wal_checkpoint", "pragma_optimize",
-    "pragma_foreign_key_check", "pragma_collation_list", "pragma_cache_size(999999999)", "pragma_page_count", "pragma_data_version",
+    "pragma_foreign_key_check", "pragma_collation_list", "pragma_cache_size(999999999)", "pragma_page_count",
     "pragma_encoding", "pragma_stats", "pragma_table_info('singer', 'temp')", "pragma_table_info(x'00')", "pragma_index_list(NULL)",
     "pragma_table_xinfo((SELECT name FROM singer))", "pragma_foreign_key_list('" + "x" * 90_000 + "')", "pragma_nothing",
 )  # fmt: skip

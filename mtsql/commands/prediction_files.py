@@ -220,7 +220,7 @@ def _status_where_wrong(
 ) -> str:
     """What became of a prediction in the first database that finds it wrong."""
     matches = (execution_match(executor, path, gold, predicted, rules.keep_distinct) for path in paths)
-    wrong = next((p for p, right in zip(paths, matches, strict=False) if not right), paths[0])
+    wrong = next((p for p, right in zip(paths, matches, strict=True) if not right), paths[0])
     return executor.execute(wrong, executed).status
 
 

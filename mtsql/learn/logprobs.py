@@ -138,8 +138,9 @@ def shared_prompt_batch(
         for trajectory, own in zip(group, trained, strict=True):
             if len(own) == 0:
                 continue
-            end = int(own[-1])  # it predicts nothing
-            sources.append(torch.where(own > shared, len(ids) - shared + own - 1, start + own - 1))
+            end = int(own[-1])  # the token there predicts nothing
+            source = torch.where(own > shared, len(ids) - shared + own - 1, start + own - 1)  # (tokens,)
+            sources.append(source)
             if end > shared:
                 responses.append((prompts[-1], (len(ids), end - shared)))
                 ids += trajectory.ids[shared:end]
