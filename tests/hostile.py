@@ -316,7 +316,9 @@ STATEMENTS = _statements()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one statement; `resident` is the process's memory after it, in bytes."""
+    """What came of one statement: wall time, CPU time of all threads, and `resident`, the process's memory
+    after it in bytes.
+    """
 
     kind: str
     sql: str
@@ -324,6 +326,7 @@ class Outcome:
     status: str
     message: str
     seconds: float
+    cpu_seconds: float
     resident: int
 
 
@@ -338,8 +341,10 @@ def run_all(
     """Every statement once, one after the other."""
     outcomes = []
     for kind, sql, right in statements:
-        start = time.monotonic()
+        start, worked = time.monotonic(), time.process_time()
         result = executor.execute(database, sql)
-        seconds = time.monotonic() - start
-        outcomes.append(Outcome(kind, sql, right, result.status, result.message, seconds, resident_bytes()))
+        seconds, worked = time.monotonic() - start, time.process_time() - worked
+        outcomes.append(
+            Outcome(kind, sql, right, result.status, result.message, seconds, worked, resident_bytes())
+        )
     return outcomes

@@ -142,7 +142,7 @@ def test_two_processes_train_as_one(script, options, work, tmp_path):
     [
         (
             "train_grpo.py",
-            ["--steps", 3, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
+            ["--steps", 2, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
              "--evaluate-every", 2, "--evaluate-dialogues", 3, "--micro-batch-positions", 900,
              "--gradient-checkpointing", "--learning-rate", 3e-5],
         ),
@@ -166,7 +166,7 @@ def test_sharded_weights_train_as_whole_ones(script, options, work, tmp_path):
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
     assert_trained_alike(work / "imitation", tmp_path / "whole" / "policy", tmp_path / "sharded" / "policy")
     if script == "train_grpo.py":
-        run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "resumed", "--steps", 2)
+        run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "resumed", "--steps", 1)
         run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "resumed", "--resume")
         again = load_file(tmp_path / "resumed" / "policy" / "model.safetensors")
         for name, value in load_file(tmp_path / "sharded" / "policy" / "model.safetensors").items():

@@ -362,8 +362,9 @@ def test_command_says_whether_it_fits(tiny, monkeypatch, capsys):
 
 
 def test_without_a_model_it_says_what_fits_where(monkeypatch, capsys):
-    name = "Qwen/Qwen3-0.6B"
-    monkeypatch.setattr(plan, "QWEN3", {name: plan.QWEN3[name]})
+    name = "Qwen/Qwen3-8B"  # its width, in few layers: each takes a second or two to trace
+    for module in (plan, footprint):
+        monkeypatch.setattr(module, "QWEN3", {name: (4096, 12288, 3, 32, 8, False)})
     assert run(monkeypatch) == 0
     header, row, *_ = capsys.readouterr().out.splitlines()
     sizes, ways = [float(size) for size in header.split()[4:]], row.split()[1:]
