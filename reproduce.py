@@ -93,7 +93,7 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
     if not model:
         shipped = MODELS / f"seed{seed}"
         if not shipped.exists():
-            train("imitation", imitation, "", done="run.json")
+            train("imitation", imitation, "", resume, done="run.json")
         model = str(shipped if shipped.exists() else folder / "imitation")
     direct = ("--tools", "none", *suite.adapter)
     gold = ("--targets", "gold", "--rounds", "1", "--questions", str(suite.gold_questions))
@@ -150,7 +150,7 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
         evaluate(f"rl_cap_{cap}", process, *capped, latency=True, away=False)
     for layers in suite.layers if seed == 0 else ():
         name = f"layers_{layers}"
-        train(f"{name}/imitation", imitation, "", "--layers", str(layers), done="run.json")
+        train(f"{name}/imitation", imitation, "", "--layers", str(layers), resume, done="run.json")
         base = str(folder / name / "imitation")
         short_sft = train(f"{name}/short_sft", sft, base, *direct, *gold, resume)
         warm = train(f"{name}/sft", sft, base, resume)

@@ -31,6 +31,7 @@ def run_part(title: str, command: list[str], done: Path) -> None:
     if done.exists():
         print(f"   {done} is there already")
         return
+    before = minutes_of(done)  # a part that replaces its folder takes the file along
     started, code, interrupted = time.perf_counter(), None, False
     process = subprocess.Popen([sys.executable, *command])
     while code is None:
@@ -38,7 +39,7 @@ def run_part(title: str, command: list[str], done: Path) -> None:
             code = process.wait()
         except KeyboardInterrupt:
             interrupted = True
-    minutes = minutes_of(done) + (time.perf_counter() - started) / 60
+    minutes = before + (time.perf_counter() - started) / 60
     done.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(_minutes_file(done), f"{minutes:.2f}\n")
     if interrupted:

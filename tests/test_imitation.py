@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +23,9 @@ from mtsql.errors import UserError
 from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.toy import imitation
 from mtsql.toy.exercises import copying_exercise, repair_exercise
-from mtsql.toy.imitation import ImitationConfig, main
+from mtsql.toy.imitation import ImitationConfig, main, take_step
 from mtsql.toy.muon import Muon, orthogonalised
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
@@ -47,6 +50,42 @@ def test_only_an_unfinished_folder_is_made_again(work, tmp_path):
     (tmp_path / "out" / "run.json.minutes").touch()  # as an interrupted part leaves it
     with pytest.raises(UserError, match="nowhere has no train split"):
         main(config)
+    for shape in ({"hidden": 48}, {"layers": 1}):
+        with pytest.raises(UserError, match="--hidden should be a multiple of 96"):
+            main(replace(config, **shape))
+
+
+def test_an_interrupted_imitation_goes_on_to_the_same_weights(work, tmp_path, monkeypatch, capsys):
+    config = ImitationConfig(
+        data=(str(work / "benchmark"),), out=str(tmp_path / "whole"), wording="compact", copying_steps=2,
+        answer_steps=3, agent_steps=2, hidden=96, layers=2, vocabulary=300, save_every=2,
+    )  # fmt: skip
+    main(config)
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["whole"]
+    assert not (tmp_path / "whole" / "checkpoints").exists()
+    broken = replace(config, out=str(tmp_path / "broken"))
+
+    def interrupted_after(step):
+        def step_of(config, model, optimizers, number, *rest):
+            if number == step:
+                signal.raise_signal(signal.SIGINT)
+            return take_step(config, model, optimizers, number, *rest)
+
+        monkeypatch.setattr(imitation, "take_step", step_of)
+
+    interrupted_after(2)
+    main(broken)
+    assert f"saved a checkpoint after step 3 in {broken.out}; go on with --resume" in capsys.readouterr().out
+    with pytest.raises(UserError, match="holds a run's checkpoints; go on with --resume"):
+        main(broken)
+    with pytest.raises(UserError, match="the same options only: --hidden was 96, is now 192"):
+        main(replace(broken, resume=True, hidden=192))
+    interrupted_after(5)
+    main(replace(broken, resume=True))
+    monkeypatch.undo()
+    main(replace(broken, resume=True, save_every=100))
+    weights = [Path(c.out, "model.safetensors").read_bytes() for c in (config, broken)]
+    assert weights[0] == weights[1]
 
 
 def test_copying_exercise_marks_what_its_context_foretells():

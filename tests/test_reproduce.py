@@ -161,8 +161,9 @@ def test_a_part_runs_once_and_its_minutes_add_up(tmp_path, capsys):
         run_part("makes nothing", ["-c", count], done)
     assert stop.value.code == 1
     (tmp_path / "part" / "done.minutes").write_text("7.00\n")
+    anew = f"import shutil; shutil.rmtree(r'{done.parent}'); import os; os.mkdir(r'{done.parent}')"
     for _ in range(2):
-        run_part("works", ["-c", f"{count}; open(r'{done}', 'w')"], done)
+        run_part("works, in a new folder", ["-c", f"{count}; {anew}; open(r'{done}', 'w')"], done)
     assert (tmp_path / "runs").read_text() == "xxx"
     assert 7.0 <= minutes_of(done) < 7.5
     assert "is there already" in capsys.readouterr().out

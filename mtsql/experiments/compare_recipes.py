@@ -36,7 +36,7 @@ def start_parts(out: Path, config: str) -> list[Part]:
     data, model, counts = out / "benchmark", out / "imitation", out / "counts"
     shared = ["--config", config, "--data", str(data)]
     imitation = ["-m", "mtsql.toy.imitation", *shared, "--out", str(model)]
-    imitation += ["--further-recipes", ",".join(RECIPES[1:])]
+    imitation += ["--further-recipes", ",".join(RECIPES[1:]), "--resume"]
     counting = ["-m", "mtsql.commands.curriculum", *shared, "--recipe", "sql_trail", "--model", str(model)]
     return [
         Part("benchmark", ["-m", "mtsql.toy.benchmark", str(data), "--single"], data),

@@ -1,7 +1,8 @@
 """The stand-in for a pre-trained language model: a tiny Qwen3 that imitates a scripted agent.
 
 `python -m mtsql.toy.imitation --config configs/toy.toml` writes an ordinary Hugging Face folder, in
-bfloat16; models/toy holds those of some seeds.
+bfloat16; models/toy holds those of some seeds. It takes an hour or more, and goes on with --resume after an
+interruption.
 
 The scripted agent (`mtsql.toy.scripted_agent`) knows the SQL and uses its tools unevenly. So the model's most
 likely behaviour is flawed, as an untrained base model's is, while its SQL skill is not. Beside demonstrations
@@ -13,31 +14,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtsql.agent.env import Environment, Recipe
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import Trajectory
-from mtsql.config import EpisodeOptions, option, read_options, save_config, user_errors
+from mtsql.config import EpisodeOptions, Positive, option, read_options, save_config, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
-from mtsql.files import folder_atomically, refuse_filled
+from mtsql.files import folder_atomically, hold_folder, refuse_filled
 from mtsql.learn.batches import group_micro_batches
+from mtsql.learn.checkpoint import CHECKPOINTS, load_training_state, new_checkpoint, save_training_state
+from mtsql.learn.interrupt import finish_step_on_interrupt
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.model import save_policy
+from mtsql.learn.model import restore_policy, save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
 from mtsql.questions import load_split, make_environment, prompt_options
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.run import pick_device
+from mtsql.run import find_checkpoint, pick_device
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.muon import Muon
 from mtsql.toy.scripted_agent import Habits, demonstrations
@@ -70,6 +73,8 @@ class ImitationConfig(EpisodeOptions):
     vocabulary: int = option(1600, "pieces that the tokenizer learns, byte and control tokens excluded")
     hidden: int = option(192, "hidden size of the model")
     layers: int = option(4, "layers of the model")
+    save_every: Positive = option(250, "optimizer steps between checkpoints")
+    resume: bool = option(False, "go on from the newest checkpoint in --out, if one is there")
 
 
 def markup(recipe: Recipe) -> list[str]:
@@ -189,46 +194,118 @@ def training_groups(
             yield phase, groups + repairs(config.repair_exercises)
 
 
-def main(config: ImitationConfig) -> None:
-    """Train the tokenizer and the model, and save them as a Hugging Face folder with its run.json.
+def save_checkpoint(
+    config: ImitationConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    optimizers: Sequence[torch.optim.Optimizer],
+    step: int,
+) -> None:
+    """Write what `resume_from` needs after `step` steps, in place of the checkpoint before."""
+    with new_checkpoint(Path(config.out), step, keep=1) as folder:
+        save_policy(model, tokenizer, folder / "policy")
+        states = {str(i): optimizer.state_dict() for i, optimizer in enumerate(optimizers)}
+        save_training_state(folder, states, step, {"options": fixed_options(config)})
 
-    Raises UserError if --out exists; the minutes of an attempt that was interrupted may stand in it.
-    """
-    refuse_filled(Path(config.out), ["run.json.minutes"])
-    dataset = load_split(config, "train")
+
+def resume_from(
+    checkpoint: Path,
+    config: ImitationConfig,
+    model: PreTrainedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> int:
+    """Put weights and optimizers back; the steps they have taken. Raises UserError for other options."""
+    step, extra, states = load_training_state(checkpoint)
+    now = fixed_options(config)
+    for name, before in extra["options"].items():
+        if now[name] != before:
+            raise UserError(
+                f"{config.out} goes on with the same options only: --{name.replace('_', '-')} was {before}, "
+                f"is now {now[name]}"
+            )
+    restore_policy(model, checkpoint / "policy", "float32")
+    for i, optimizer in enumerate(optimizers):
+        optimizer.load_state_dict(states[str(i)])
+    return step
+
+
+def fixed_options(config: ImitationConfig) -> dict[str, str]:
+    """The options on which the weights depend, in words."""
+    free = ("out", "resume", "save_every", "device")
+    return {name: str(value) for name, value in asdict(config).items() if name not in free}
+
+
+def take_step(
+    config: ImitationConfig,
+    model: PreTrainedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    step: int,
+    phase: str,
+    groups: list[list[Trajectory]],
+) -> float:
+    """One step of both optimizers on a step's trajectories; the mean loss a token."""
+    trained_tokens = sum(sum(t.loss_mask) for group in groups for t in group)
+    for optimizer, peak in zip(optimizers, (config.matrix_rate, config.learning_rate), strict=True):
+        set_learning_rate(optimizer, peak * _rate(config, step))
+        optimizer.zero_grad()
+    total = 0.0
+    for micro_batch in group_micro_batches(groups, config.micro_batch_positions):
+        if phase == "copying":
+            token_batch = row_batch([t for group in micro_batch for t in group], model.device)
+        else:
+            token_batch = shared_prompt_batch(micro_batch, model.device)
+        logprobs, _ = token_logprobs(model, token_batch)
+        loss = sft_loss(logprobs, trained_tokens)
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    return total
+
+
+def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
+    """Train the tokenizer and the model, from a checkpoint on if there is one, and save them."""
+    out, dataset = Path(config.out), load_split(config, "train")
     asked = examples(dataset.dialogues)
     trained = {dialogue.db_id for dialogue in dataset.dialogues}  # the other splits must stay unseen
     schemas = [schema for name, schema in dataset.schemas.items() if name in trained]
     tokenizer = make_tokenizer(config, schemas, asked)
-    device = pick_device(config.device)
-    model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(device)
+    model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(pick_device(config.device))
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizers = make_muon(model, config.matrix_rate, config.learning_rate)
+    taken = resume_from(checkpoint, config, model, optimizers) if checkpoint else 0
     steps = config.copying_steps + config.answer_steps + config.agent_steps
     groups_of_steps = training_groups(config, dataset, ChatTokens(tokenizer), asked)
     bar = tqdm(groups_of_steps, desc="imitation", total=steps, unit="step", mininterval=5.0)
-    for step, (phase, groups) in enumerate(bar):
-        trained_tokens = sum(sum(t.loss_mask) for group in groups for t in group)
-        for optimizer, peak in zip(optimizers, (config.matrix_rate, config.learning_rate), strict=True):
-            set_learning_rate(optimizer, peak * _rate(config, step))
-            optimizer.zero_grad()
-        total = 0.0
-        for micro_batch in group_micro_batches(groups, config.micro_batch_positions):
-            if phase == "copying":
-                token_batch = row_batch([t for group in micro_batch for t in group], device)
-            else:
-                token_batch = shared_prompt_batch(micro_batch, device)
-            logprobs, _ = token_logprobs(model, token_batch)
-            loss = sft_loss(logprobs, trained_tokens)
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        bar.set_postfix_str(f"{phase}, loss {total:.3f}", refresh=False)
-    with folder_atomically(Path(config.out)) as whole:
+    with finish_step_on_interrupt() as interrupted:
+        for step, (phase, groups) in enumerate(bar):
+            if step < taken:  # its lessons are drawn again, so that those after it are the same
+                continue
+            loss = take_step(config, model, optimizers, step, phase, groups)
+            bar.set_postfix_str(f"{phase}, loss {loss:.3f}", refresh=False)
+            if interrupted or (step + 1) % config.save_every == 0:
+                save_checkpoint(config, model, tokenizer, optimizers, step + 1)
+            if interrupted:
+                print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
+                return
+    with folder_atomically(out) as whole:
         save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)
+
+
+def main(config: ImitationConfig) -> None:
+    """Make the model, a Hugging Face folder with its run.json.
+
+    Raises UserError for a shape that cannot be, and if --out exists; the minutes and the checkpoints of an
+    attempt that was interrupted may stand in it.
+    """
+    out = Path(config.out)
+    if config.hidden < 1 or config.hidden % 96 or config.layers < 2:
+        raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
+    refuse_filled(out, ["run.json.minutes", CHECKPOINTS])
+    with hold_folder(out):
+        imitate(config, find_checkpoint(out, config.resume))
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def main() -> None:
     shared = ["--config", arguments.config, "--data", str(data)]
     benchmark = ["-m", "mtsql.toy.benchmark", str(data), "--seed", str(MODELS_SEED)]
     run_part("benchmark: dialogues over generated databases", benchmark, data)
-    imitate = ["-m", "mtsql.toy.imitation", *shared, "--seed", seed, "--out", str(imitation)]
-    run_part("imitation: a tiny model learns from a scripted agent", imitate, imitation)
+    imitate = ["-m", "mtsql.toy.imitation", *shared, "--seed", seed, "--out", str(imitation), "--resume"]
+    run_part("imitation: a tiny model learns from a scripted agent", imitate, imitation / "run.json")
 
     def train(title: str, phase: str, start: str) -> None:
         command = [f"train_{phase}.py", *shared, "--model", str(policies[start]), "--out", str(out / phase)]
@@ -103,7 +103,8 @@ def _mean_and_interval(found: Sequence[Answer], metric: str) -> dict[str, float]
 
 
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
-    minutes = dict(zip(policies, accumulate(map(minutes_of, policies.values())), strict=True))
+    made = policies | {"imitation": policies["imitation"] / "run.json"}
+    minutes = dict(zip(policies, accumulate(map(minutes_of, made.values())), strict=True))
     arms = {arm: read_evaluation(out / "evaluation" / arm) for arm in ARMS}
     results = [
         {
