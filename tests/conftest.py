@@ -126,7 +126,7 @@ def run_forked(words: list[str]) -> tuple[int, str]:
     """Exit code and output of a script or module of the project."""
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtsql.run", "mtsql.learn.samples", "mtsql.report.plots"])
+    context.set_forkserver_preload(["mtsql.run", "mtsql.learn.samples", "mtsql.report.plots", "peft"])
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder) / "printed"
         process = context.Process(target=run_here, args=(words, printed, dict(os.environ)))

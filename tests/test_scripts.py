@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -209,10 +210,17 @@ def test_quickstart_ends_with_its_table(work):
     (work / "quick").mkdir()
     for made in ("benchmark", "imitation"):
         (work / "quick" / made).symlink_to(work / made)
+    evaluation = work / "quick" / "evaluation"
+    run(
+        "evaluate.py", "--config", work / "small.toml", "--data", work / "benchmark", "--split", "test",
+        "--model", work / "imitation", "--out", evaluation / "imitation",
+    )  # fmt: skip
+    for arm in ("warm_start", "rl_no_memory"):  # what is there already is not made again
+        shutil.copytree(evaluation / "imitation", evaluation / arm)
     out = run(
         "-m", "mtsql.toy.quickstart", "--config", work / "small.toml", "--imitate", "--out", work / "quick"
     )
-    assert "rl - warm_start:" in out
+    assert "rl - warm_start:" in out and out.count("is there already") == 5
     results = json.loads((work / "quick" / "results.json").read_text())
     assert [r["arm"] for r in results] == [
         "imitation", "short_horizon", "warm_start", "rl", "rl_no_execution", "rl_no_memory",
