@@ -21,6 +21,7 @@ from mtsql.experiments.arms import (
     holm,
     least_effect,
     read_arms,
+    read_coverage,
     read_logs,
 )
 from mtsql.experiments.figures import level_starts
@@ -103,7 +104,7 @@ def write_runs(runs: Path) -> Path:
     for seed, covered in ((0, (4, 6)), (1, (5, 5))):
         keys = {"sampled": 200, "right": 90, "questions_asked": 10, "questions_solved": 4, "trajectories": 12}
         rounds = [{"round": n + 1, "questions_covered": c, **keys} for n, c in enumerate(covered)]
-        (runs / f"seed{seed}" / "sft").mkdir()
+        (runs / f"seed{seed}" / "sft" / "policy").mkdir(parents=True)
         (runs / f"seed{seed}" / "sft" / "coverage.json").write_text(json.dumps(rounds))
     for seed in SEEDS:
         log = runs / f"seed{seed}" / "rl_process"
@@ -189,10 +190,10 @@ def test_findings_by_hand(suite: Suite):
     assert worse[5] == "**not beyond chance**, p 1.000"  # in EM, which does not look at values
     # Seed 0 alone: dialogue a gains 2 of 3, dialogue b loses 1 of 3.
     chance = finding("a second self-taught round helps", "Finding 7", "`round_2` - `round_1`")
-    assert chance[0].startswith("+16.7 [-54.0, +87.4]") and chance[1:3] == ["+16.7, –", "**unfinished**"]
+    assert chance[0].startswith("+16.7 [-54.0, +87.4]") and chance[1:3] == ["+16.7, –", "**untested**"]
     beats = "the agent beats short-horizon SFT"
     away = finding(beats, "Table 2, Finding 6", "`rl_process` - `short_sft`", elsewhere)
-    assert away[:3] == ["+0.0 [+0.0, +0.0]", "+0.0, –", "**built in**"] and away[5] == "**unfinished**"
+    assert away[:3] == ["+0.0 [+0.0, +0.0]", "+0.0, –", "**built in**"] and away[5] == "**untested**"
     # Turn 1: no gain; turn 4: 1 of 2 in seed 0, 2 of 2 in seed 1.
     gain = finding(
         "the gain over short-horizon SFT is larger on later turns",
@@ -223,6 +224,12 @@ def test_findings_by_hand(suite: Suite):
     )
     assert f"in EM (5 tests), and all others ({tested - 5})" in suite.page.replace("\n", " ")
     assert "rl_outcome" not in here
+
+
+def test_coverage_is_of_seeds_whose_warm_start_is_finished(tmp_path):
+    runs = write_runs(tmp_path)
+    (runs / "seed1" / "sft" / "policy").rmdir()
+    assert list(read_coverage(runs, SEEDS)) == [0]
 
 
 def test_tables_by_hand(suite: Suite):
@@ -453,7 +460,7 @@ def test_verdicts_follow_holm():
     assert said[0][0].difference.p == pytest.approx(0.04)  # 0.02 counts twice,
     assert said[0][3].difference.p == pytest.approx(0.03)  # 0.01 three times: 0.02 and 1 are above it
     of_three, _ = judged([first], (0, 1, 2))
-    assert {of.difference.said for of in of_three[0]} == {"unfinished", "built in"}
+    assert {of.difference.said for of in of_three[0]} == {"untested", "built in"}
     alone = Finding("", "", "", Difference(0.1, (0.1, 0.1), {0: 0.1}, 0.001))
     assert judged([[alone]], (0,))[0][0][0].difference == ("one seed", None)
 

@@ -18,7 +18,7 @@ from mtsql.config import (
     read_options,
 )
 from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT, real_parts
-from mtsql.experiments.real_page import write_real_page
+from mtsql.experiments.real_page import contrast_table, write_real_page
 from mtsql.experiments.real_trajectories import KINDS, chosen
 from mtsql.parts import Part
 from mtsql.recipes.mtsql_r1_prompts import verdict
@@ -112,6 +112,18 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     notes.write_text("What was tried.\n")
     write_real_page({0: []}, page, "base", [], "make it")
     assert "What was tried." in page.read_text() and json.loads((tmp_path / "real.json").read_text()) == rows
+
+
+def test_only_a_warm_start_stands_beside_other_seeds():
+    databases = [["a", 2], ["b", 3]]
+
+    def rows(arm: str, *rights: str) -> list[dict]:
+        return [{"arm": arm, "seed": s, "right": r, "databases": databases} for s, r in enumerate(rights)]
+
+    shown = [*rows("rl", "11111", "11000", "11111"), *rows("rl_outcome", "11111", "00000")]
+    table = contrast_table({"sparc": [*shown, *rows("round_2", "00000")]})
+    assert "| `rl` - `rl_outcome` | +20.0 [" in table  # of seeds 0 and 1: 0 and 40
+    assert "| `rl` - `round_2` | +80.0 [" in table  # of all three: 100, 40, 100
 
 
 def played(text: str) -> dict:

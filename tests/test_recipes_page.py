@@ -78,9 +78,9 @@ def test_page_by_hand(tmp_path: Path):
         "66.7 (66.7, –)",
         "33.3 (33.3, –)",
         "+33.3 [+33.3, +33.3] (+33.3)",
-        "unfinished",  # the second seed
+        "untested",  # the second seed
     ]
-    assert found[4:] == ["+0.0 [+0.0, +0.0] (+0.0)", "unfinished", "50.0, –"]
+    assert found[4:] == ["+0.0 [+0.0, +0.0] (+0.0)", "untested", "50.0, –"]
     alone = write_recipes_page(runs, tmp_path / "recipes.md", (0,), parts, "python x").read_text()
     assert cells(alone, claim, "SkyRL-SQL", compared)[3] == "one seed"
     samples = section(page, "Several samples an answer")

@@ -89,9 +89,10 @@ def read_evaluation(folder: Path) -> Evaluation | None:
 
 
 def read_coverage(runs: Path, seeds: Sequence[int]) -> dict[int, list[dict]]:
-    """The rounds in each seed's sft/coverage.json, of the seeds that have one."""
-    rounds = {seed: read_json(runs / f"seed{seed}" / "sft" / "coverage.json") for seed in seeds}
-    return {seed: found for seed, found in rounds.items() if found}
+    """The rounds in each seed's sft/coverage.json, of the seeds whose warm start is finished."""
+    folders = {seed: runs / f"seed{seed}" / "sft" for seed in seeds}
+    finished = {s: sft / "coverage.json" for s, sft in folders.items() if (sft / "policy").exists()}
+    return {seed: found for seed, path in finished.items() if (found := read_json(path))}
 
 
 def read_logs(runs: Path, seeds: Sequence[int], run: str, file: str) -> dict[int, list[dict[str, float]]]:
@@ -273,7 +274,8 @@ class Verdict(NamedTuple):
 def verdicts(differences: Sequence[Difference], seeds: Sequence[int]) -> list[Verdict]:
     """On the claim of each that it is above 0, where all are one family of tests (Holm).
 
-    Without all of the page's seeds nothing is tested, nor with one, which says nothing of others.
+    Without all of the page's seeds nothing is tested (one may be unfinished, or have no answers to compare),
+    nor with one, which says nothing of others.
     """
     whole = [d for d in differences if len(seeds) > 1 and d.p is not None and d.by_seed.keys() >= set(seeds)]
     adjusted = iter(holm([d.p for d in whole]))
@@ -282,7 +284,7 @@ def verdicts(differences: Sequence[Difference], seeds: Sequence[int]) -> list[Ve
         if difference.p is None:
             found.append(Verdict())
         elif difference not in whole:
-            found.append(Verdict("unfinished" if len(seeds) > 1 else "one seed"))
+            found.append(Verdict("untested" if len(seeds) > 1 else "one seed"))
         else:
             p = next(adjusted)
             sure = difference.mean != 0 and p <= 0.05

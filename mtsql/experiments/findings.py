@@ -44,6 +44,7 @@ PRESCRIBED = "Equation 1 asks for MEMORY-VERIFY from the second turn on"
 COVERED = "a question that has a trajectory keeps it, so that the set cannot shrink"
 SCRIPTED = "the scripted agent that the base imitates "
 LONGER = "the gold SQL of harder questions is longer"
+LATER = "harder questions come later in a dialogue, where Equation 1 asks for MEMORY-VERIFY"
 
 
 class Making(NamedTuple):
@@ -60,7 +61,9 @@ HABIT = Making("an agent that was trained with a tool goes on calling it when it
 UNSEEN = Making(SCRIPTED + "makes mistakes that only the memory shows, and without it never repairs them")
 EMBEDDED = {  # by better and worse arm
     ("base_direct", "base"): Making(
-        SCRIPTED + "answers with the gold SQL without tools, and errs first with them"
+        SCRIPTED
+        + "answers with the gold SQL without tools, and errs first with them, so that arms with tools start "
+        "lower, in EM too"
     ),
     ("round_3", "base"): Making(
         SCRIPTED + "skips tools and overlooks faults, so that these abilities can grow"
@@ -92,8 +95,9 @@ CONTRASTS: dict[str, tuple[tuple[str, Where], tuple[str, Where]]] = {
 class Finding:
     """One claim, and the difference that should be above 0; in fractions where `unit` is "points".
 
-    `em` is the same difference in exact match, where the claim is about EX. `built_in` says why the claim is
-    so by construction, "" if it is not, and `em_built_in` whether it is so in EM as well.
+    `em` is the same difference in exact match, where the claim is about EX. `built_in` says why
+    construction decides it, in whichever direction, "" if it does not, and `em_built_in` whether it
+    decides EM as well.
     """
 
     claim: str
@@ -219,7 +223,7 @@ def _effort(arms: Arms) -> Iterator[Finding]:
             difference = contrast(_where(asked, is_more), _where(asked, is_less))
             if difference:
                 claim, compared = f"{what} take more {unit}", f"`rl_process`: {more} against {less}"
-                built_in = PRESCRIBED if what == "later turns" else LONGER if unit == "tokens" else ""
+                built_in = PRESCRIBED if what == "later turns" else LONGER if unit == "tokens" else LATER
                 yield Finding(claim, "Finding 5", compared, difference, unit, built_in=built_in)
 
 

@@ -64,6 +64,7 @@ CONTRASTS = {  # of EX, the first arm minus the second
     "MEMORY-VERIFY": ("rl", "rl_no_memory"),
     "gold history, beside its own answers": ("rl", "rl_predicted"),
 }
+WARM_STARTS = ("short_sft", "round_2")  # trained with seed 0 alone
 
 Row = dict[str, Any]
 
@@ -221,7 +222,7 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
     for title, (better, worse) in CONTRASTS.items():
         cells = []
         for rows in of.values():
-            found = _difference(_seeds(rows, better), _seeds(rows, worse))
+            found = _difference(_seeds(rows, better), _seeds(rows, worse), worse in WARM_STARTS)
             cells.append(
                 EMPTY if found is None else f"{signed(found[0])} [{signed(found[1])}, {signed(found[2])}]"
             )
@@ -235,9 +236,11 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
     return table(["step", "arms", *(NAMES[name] for name in of)], lines, note)
 
 
-def _difference(better: Mapping[int, Row], worse: Mapping[int, Row]) -> tuple[float, float, float] | None:
-    """Mean and interval in points; a worse arm that has seed 0 alone stands beside every better seed."""
-    pairs = [(row, worse.get(seed, worse.get(0))) for seed, row in better.items()]
+def _difference(
+    better: Mapping[int, Row], worse: Mapping[int, Row], is_warm_start: bool
+) -> tuple[float, float, float] | None:
+    """Mean and interval in points; a warm start of seed 0 stands beside every better seed."""
+    pairs = [(row, worse.get(0 if is_warm_start else seed)) for seed, row in better.items()]
     pairs = [(a, b) for a, b in pairs if b is not None and a["databases"] == b["databases"]]
     if not pairs:
         return None
