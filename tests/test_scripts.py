@@ -224,7 +224,7 @@ def test_quickstart_ends_with_its_table(work):
     results = json.loads((work / "quick" / "results.json").read_text())
     assert [r["arm"] for r in results] == [
         "imitation", "short_horizon", "warm_start", "rl", "rl_no_execution", "rl_no_memory",
-        "warm_start_themes", "rl_themes",
+        "short_horizon_themes", "warm_start_themes", "rl_themes",
     ]  # fmt: skip
     for result in results:
         assert 0 <= result["ex_low"] <= result["ex"] <= result["ex_high"] <= 1
@@ -232,7 +232,7 @@ def test_quickstart_ends_with_its_table(work):
         assert sum(result["status"].values()) == pytest.approx(1)
     ex = {r["arm"]: r["ex"] for r in results}
     differences = json.loads((work / "quick" / "differences.json").read_text())
-    assert len(differences) == 5
+    assert len(differences) == 6
     for found in differences:
         assert found["ex"] == pytest.approx(ex[found["better"]] - ex[found["worse"]])
         assert found["em_low"] <= found["em"] <= found["em_high"]

@@ -43,6 +43,7 @@ ARMS = {  # arm: (phase that made its policy, tools it is evaluated with, split)
     "rl": ("grpo", "both", "test"),
     "rl_no_execution": ("grpo", "no_execution", "test"),
     "rl_no_memory": ("grpo", "no_memory", "test"),
+    "short_horizon_themes": ("imitation", "none", "test_themes"),
     "warm_start_themes": ("sft", "both", "test_themes"),
     "rl_themes": ("grpo", "both", "test_themes"),
 }
@@ -52,6 +53,7 @@ COMPARISONS = (
     ("rl", "rl_no_execution"),
     ("rl", "rl_no_memory"),
     ("rl_themes", "warm_start_themes"),
+    ("rl_themes", "short_horizon_themes"),
 )
 
 
@@ -125,20 +127,21 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over databases;")
     print(f"..._themes: themes and ways of asking that training lacks, {results[-1]['questions']} questions.")
     print("sampled: EX at temperature 1; minutes: of training, that of a model from models/ not counted.\n")
-    print(f"{'arm':<18} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
+    print(f"{'arm':<21} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
     for r in results:
         ex, em = (
             f"{100 * r[k]:5.1f} [{100 * r[k + '_low']:.1f}, {100 * r[k + '_high']:.1f}]" for k in ("ex", "em")
         )
-        print(f"{r['arm']:<18} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
-    print("\npaired differences in EX, points with 95 % interval likewise (greedy; sampled):")
+        print(f"{r['arm']:<21} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
+    print("\npaired differences in EX, points with 95 % interval likewise (sampled EX; greedy EM):")
     differences = []
     for better, worse in COMPARISONS:
         pairs = {
             key: paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key))
             for key in ("ex", "em", "ex_sampled")
         }
-        print(f"{better} - {worse}: {difference_of(pairs['ex'])}; {difference_of(pairs['ex_sampled'])}")
+        of_ex, of_em, sampled = (difference_of(pairs[key]) for key in ("ex", "em", "ex_sampled"))
+        print(f"{better} - {worse}: {of_ex} ({sampled}; {of_em})")
         found = {"better": better, "worse": worse, "seed": seed}
         for key, of_key in pairs.items():
             found |= _mean_and_interval(of_key, key)
