@@ -13,8 +13,8 @@ Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
 - EM is the official exact set match, as in the authors' code; the text (--rewards paper) compares strings.
   EX is the official one too: DISTINCT and the order of columns do not count.
-- Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py) and are paid at every
-  level; the paper begins with those of medium difficulty (Finding 9).
+- Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py; how clause F1 is read:
+  docs/recipe.md) and are paid at every level; the paper begins with those of medium difficulty (Finding 9).
 - The dev set is evaluated after steps, not before the first.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.

@@ -33,6 +33,7 @@ from mtsql.config import (
     ServedOptions,
     SftConfig,
     TrainingOptions,
+    idle_options,
 )
 from mtsql.data.datasets import (
     Dataset,
@@ -75,7 +76,7 @@ from mtsql.questions import (
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
-from mtsql.report.metrics import summarise
+from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.score import Scorer, print_left_out, scorable
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions"
 FIXED = (
     "model", "data", "tables", "databases", "held_out", "seed", "history", "drop_empty", "recipe", "tools",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
-    "trajectories_per_step", "lora_rank", "rewards", "optimizer", "wording", "schema", "thinking",
-    "native_thinking", "sql_timeout", "max_prompt_tokens", "max_response_tokens", "max_sequence_tokens",
+    "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "shard", "wording", "schema",
+    "thinking", "native_thinking", "sql_timeout", "max_prompt_tokens", "max_response_tokens",
+    "max_sequence_tokens",
 )  # fmt: skip
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 
@@ -177,6 +179,8 @@ def begin_answers(config: ServedOptions, split: str) -> Run | ServedRun:
     Raises UserError unless one of the two is given, and for an address that is none or does not answer.
     """
     check_policy(config)
+    for sentence in idle_policy(config):
+        print(sentence)
     if config.model:
         return begin_run(config, split)
     questions = begin_questions(config, split, config.tokenizer)
@@ -193,6 +197,14 @@ def check_policy(config: ServedOptions | ChatConfig) -> None:
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
 
 
+def idle_policy(config: ServedOptions) -> list[str]:
+    """A sentence for each option set in vain: of an address beside --model, or the other way round."""
+    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "key_variable")
+    of_model = ("dtype", "quantise", "attention", "merge_adapter", "rows", "cache_gib", "device")
+    why, names = ("--model is here", of_address) if config.model else ("--address is the policy", of_model)
+    return idle_options(config, dict.fromkeys(names, why))
+
+
 def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
     """The policy at --address. Raises UserError if nothing answers there."""
     server = Server(config.address, read_key(config.key_variable), timeout=SECONDS)
@@ -203,6 +215,8 @@ def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
         except ServerError as error:
             raise UserError(str(error)) from None
     print(f"{config.api_model} at {config.address}, protocol {protocol}")
+    if protocol == "chat" and not tokens.thinking:
+        print("--no-thinking does nothing over --protocol chat: the server writes the prompt; set it there")
     return ServedPolicy(server, config.api_model, protocol, tokens)
 
 
@@ -211,13 +225,18 @@ def training_questions(
 ) -> list[Example]:
     """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
     (0: all), less those that cannot be scored. They are drawn first, since the check executes every gold SQL.
+
+    Each process executes all of them, to fill its cache; a gold SQL near --sql-timeout may be in time in one
+    alone, and what one leaves out, all leave out.
     """
     asked, ids = examples(run.dataset.dialogues, config.history), {count.example_id for count in counted}
     asked = [e for e in asked if e.id in ids] if counted else asked
     if not asked:
         raise UserError("no question of the curriculum is in the training data")
     drawn = draw_questions(asked, config.questions, config.seed)
-    return scorable(drawn, run.scorer, config.drop_empty)
+    kept = scorable(drawn, run.scorer, config.drop_empty)
+    everywhere = set.intersection(*map(set, run.processes.all_gather([e.id for e in kept])))
+    return [e for e in kept if e.id in everywhere]
 
 
 def fitting_questions(config: RewardOptions, run: Run, asked: Sequence[Example]) -> list[Example]:
@@ -262,6 +281,8 @@ def begin_training(
         raise UserError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
     if config.dtype == "float16":
         raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
+    if config.shard and config.attention == "flash_attention_2":
+        raise UserError("--shard loads weights in float32, which flash-attn cannot run: --attention sdpa")
     kept = "float32" if config.shard else config.dtype  # sharded weights are cast when they are gathered
     how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
     if config.layout == "shared" and config.attention == "auto":
@@ -275,7 +296,9 @@ def begin_training(
         for sentence in changed_options(config, run.out):
             print(sentence)
     checkpoint = run.processes.all_gather(found)[0]
-    frozen = Reference(run.policy) if reference else None  # before a checkpoint's weights replace --model's
+    computed = DTYPES[config.dtype] if config.shard else None
+    # Before a checkpoint's weights replace --model's.
+    frozen = Reference(run.policy, computed) if reference else None
     if checkpoint is not None:
         restore_policy(run.policy, checkpoint / "policy", kept)
     if config.shard:
@@ -375,7 +398,7 @@ def dev_scores(config: GrpoConfig, dev: Run) -> dict[str, float]:
     with weights_for_rollouts(config, dev):
         answered = answer_split(config, dev, dev.dataset.dialogues, 0.0, config.seed)
     scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
-    by_hardness = {f"ex_{name}": value for name, value in scores["ex"]["by_hardness"].items()}
+    by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 
 

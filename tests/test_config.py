@@ -29,6 +29,7 @@ from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
 from mtsql.learn.variants import idle_variants
 from mtsql.questions import find_split
+from mtsql.run import idle_policy
 from mtsql.toy.imitation import ImitationConfig
 
 ROOT = Path(__file__).parents[1]
@@ -201,6 +202,16 @@ def test_options_that_do_nothing_say_so():
     assert said("--ratio", "sequence") == ["--ratio"] and said("--ratio", "sequence", cap=2.0) == []
     assert said("--kl", "k1") == ["--kl"] and said("--kl", "k1", "--beta", "0.1") == []
     assert said("--recipe", "mtir_sql") == []
+
+
+def test_options_of_the_other_policy_say_so():
+    def said(*argv):
+        config = read_options(EvaluateConfig, "", ["--data", "d", "--out", "o", *argv])
+        return [sentence.split()[0] for sentence in idle_policy(config)]
+
+    assert said("--model", "m", "--rows", "3") == []
+    assert said("--model", "m", "--concurrency", "3", "--api-model", "x") == ["--api-model", "--concurrency"]
+    assert said("--address", "http://a", "--rows", "3", "--concurrency", "3") == ["--rows"]
 
 
 def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):

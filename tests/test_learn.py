@@ -719,6 +719,15 @@ def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):
     assert torch.allclose(start, base_logprobs)
 
 
+def test_a_cast_reference_is_the_model_as_loaded_in_that_type(tmp_path, tokenizer):
+    save_policy(make_model("qwen3"), tokenizer, tmp_path / "model")
+    reference = Reference(load_policy(tmp_path / "model"), torch.bfloat16)
+    loaded = load_policy(tmp_path / "model", "bfloat16")
+    batch = shared_prompt_batch(make_groups())
+    with torch.no_grad(), reference.policy() as frozen:
+        assert torch.equal(token_logprobs(frozen, batch)[0], token_logprobs(loaded, batch)[0])
+
+
 def train(model, optimizer, steps: int) -> None:
     """Steps whose loss draws from all three global generators."""
     for _ in range(steps):

@@ -220,6 +220,14 @@ def test_whole_clause_f1(tiny, scorer):
     assert whole.ex == default.ex == 1
 
 
+def test_a_gold_that_the_official_grammar_cannot_read_is_rewarded(tiny, scorer):
+    gold = "SELECT name FROM singer ORDER BY age LIMIT 0,1"  # SQLite runs it, as it does CoSQL's
+    assert scorer.gold_problem("music", gold) is None
+    default, authors = rewards_of(tiny, scorer, call(gold), verdict(EXEC_SQL, True) + answer(gold), gold=gold)
+    assert (default.parts["proposal"], authors.parts["proposal"]) == (1, 0)
+    assert authors.ex == default.ex == 1
+
+
 @pytest.mark.parametrize(
     ("said", "proposed", "called"),
     [

@@ -26,7 +26,8 @@ from mtsql.learn.parallel import Processes
 from mtsql.model_folder import load_tokenizer
 from mtsql.questions import load_split, make_environment
 from mtsql.report.evaluation import answer_dialogues
-from mtsql.run import fitting_questions
+from mtsql.run import fitting_questions, training_questions
+from mtsql.sql.score import Scorer
 
 CONFIGS = {train_sft: SftConfig, train_grpo: GrpoConfig, evaluate: EvaluateConfig}
 SHARED = ROOT.parent / "shared" / "data"
@@ -238,6 +239,19 @@ def test_quickstart_ends_with_its_table(work):
         assert found["em_low"] <= found["em"] <= found["em_high"]
 
 
+def test_all_processes_leave_out_what_one_cannot_score(work):
+    """A gold SQL near the time limit may be in time in one process alone."""
+    config = GrpoConfig(model="", data=(str(work / "benchmark"),), out="", wording="compact")
+    tokens = ChatTokens(load_tokenizer(work / "imitation"))
+    dataset = load_split(config, "train")
+    environment = make_environment(config, dataset, tokens, "both")
+    scorer = Scorer(environment.schemas, environment.executor)
+    processes = SimpleNamespace(all_gather=lambda ids: [ids, ids[:1] + ids[2:]])
+    asked = examples(dataset.dialogues)
+    kept = training_questions(config, SimpleNamespace(dataset=dataset, scorer=scorer, processes=processes))
+    assert [e.id for e in kept] == [e.id for e in asked[:1] + asked[2:]]
+
+
 def test_questions_whose_prompt_is_too_long_are_left_out_at_the_start(work, capsys):
     options = dict(model="", data=(str(work / "benchmark"),), out="", wording="compact")
     tokens = ChatTokens(load_tokenizer(work / "imitation"))
@@ -343,6 +357,9 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (train_grpo, ["--samples-per-prompt", 1], "--samples-per-prompt should be at least 2"),
         (train_grpo, ["--temperature", 0], "--temperature should be above 0"),
         (train_grpo, ["--dual-clip", 0.5], "--dual-clip should be above 1"),
+        (train_grpo, ["--dual-clip", -3], "--dual-clip should be above 1"),
+        (train_grpo, ["--tis-cap", -0.5], "--tis-cap should be above 0, 0 for none, or -1, not -0.5"),
+        (train_grpo, ["--shard", "--attention", "flash_attention_2"], "--shard loads weights in float32"),
         (train_grpo, ["--rewards", "best"], "--rewards best is unknown; choose from outcome, process"),
         (train_grpo, ["--held-out", 1000], "--held-out should be above 0 and leave some of the"),
         (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),

@@ -210,10 +210,15 @@ class Reference:
     reference is the warm-started model and not its base. Any other policy is copied whole.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
-        """Copy the weights of `model`; to be called before training changes them, also on resume."""
+    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> None:
+        """Copy the weights of `model`; to be called before training changes them, also on resume.
+
+        A whole copy's are cast to `dtype` if given: what a policy that will be sharded is computed in.
+        """
         if not has_adapter(model):
             self._model = copy.deepcopy(model).requires_grad_(False)
+            for parameter in self._model.parameters():  # no buffers: angles stay in float32
+                parameter.data = parameter.data.to(dtype or parameter.dtype)
             return
         self._model = model
         model.add_adapter("reference", model.peft_config["default"])

@@ -4,7 +4,8 @@ All are off unless the recipe sets them (MTIR-SQL: GRPO-Filter), but for the las
 sampler and trainer round apart (`mtsql.learn.loss.truncation_cap`).
 
 - dynamic sampling: DAPO (Yu et al. 2025), section 3.2
-- truncated trajectories excluded or penalised: DAPO, section 3.4 (overlong reward shaping)
+- truncated trajectories excluded or penalised: DAPO, section 3.4 (overlong reward
+  shaping; here the penalty is flat, whatever token limit ended them)
 - GRPO-Filter: MTIR-SQL, section 3.1, Equation 3
 - KL in the reward: Schulman's k1, as PPO for language models has it (Ouyang et al. 2022)
 - dual clip: Ye et al. 2020, Equation 5
@@ -88,8 +89,10 @@ def check_variants(config: GrpoConfig) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.temperature <= 0:
         raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
-    if 0 < config.dual_clip <= 1:
+    if config.dual_clip <= 1 and config.dual_clip != 0:
         raise UserError(f"--dual-clip should be above 1, or 0 for none, not {config.dual_clip:g}")
+    if config.tis_cap < 0 and config.tis_cap != -1:
+        raise UserError(f"--tis-cap should be above 0, 0 for none, or -1, not {config.tis_cap:g}")
 
 
 def idle_variants(config: GrpoConfig, cap: float) -> list[str]:

@@ -24,7 +24,8 @@ def idle_targets(config: SftConfig) -> list[str]:
     names = ("samples_per_question", "temperature", "embedding")
     gold = config.targets == "gold" and "--targets gold takes every answer"
     lines = config.targets != "teacher" and "--targets is not teacher"
-    return idle_options(config, dict.fromkeys(names, why) | {"correct": gold, "teacher_kept": lines})
+    reasons = {"correct": gold, "rewards": gold, "teacher_kept": lines}
+    return idle_options(config, dict.fromkeys(names, why) | reasons)
 
 
 @dataclass(frozen=True)

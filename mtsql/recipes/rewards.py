@@ -19,7 +19,8 @@ Weights = TypeVar("Weights")
 class Rewards:
     """A trajectory's reward `total`, EX and EM of its answer (0 or 1), and the recipe's other `parts`.
 
-    `quality` is what `--filter-rollouts` looks at (MTIR-SQL, Equation 3), elsewhere the total.
+    `quality` is what `--filter-rollouts` looks at (MTIR-SQL, Equation 3), elsewhere the total before the
+    penalty of `--truncated`.
     """
 
     ex: float

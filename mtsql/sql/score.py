@@ -107,8 +107,14 @@ class Scorer:
         return clause_f1(gold, predicted, self.schemas[db_id])
 
     def whole_clause_f1(self, db_id: str, gold: str, predicted: str) -> float:
-        """The share of whole clauses that are equal: what the authors' released reward calls F1."""
-        return whole_clause_f1(gold, predicted, self.schemas[db_id])
+        """The share of whole clauses that are equal: what the authors' released reward calls F1.
+
+        As there, 0 where the official grammar cannot read the gold SQL.
+        """
+        try:
+            return whole_clause_f1(gold, predicted, self.schemas[db_id])
+        except SqlParseError:
+            return 0.0
 
     def hardness(self, db_id: str, gold: str) -> str:
         """easy, medium, hard or extra, by the gold SQL; "unread" if the official grammar cannot read it."""
