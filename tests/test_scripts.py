@@ -201,8 +201,8 @@ def test_quickstart_ends_with_its_table(work):
     for setting, smaller in (
         ("questions = 250", 20),
         ("samples_per_question = 4", 8),
-        ("steps = 44", 1),
-        ("questions = 2112  # as many as the steps ask", 0),
+        ("steps = 34", 1),
+        ("questions = 1632  # as many as the steps ask", 0),
         ("prompts_per_step = 48", 4),
     ):
         assert small.count(f"\n{setting}\n") == 1
