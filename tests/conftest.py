@@ -32,6 +32,8 @@ from mtsql.toy.tiny import train_tokenizer
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TOY = ["--config", "configs/toy.toml"]
+FORKS = multiprocessing.get_context("forkserver")  # of a process that has imported what takes seconds
+FORKS.set_forkserver_preload(["mtsql.run", "mtsql.learn.samples", "mtsql.report.plots", "peft"])
 QUESTION = "Which singers are from France?"
 GOLD = "SELECT name FROM singer WHERE country = 'france'"
 TABLES = """[{"db_id": "music", "table_names": ["label", "singer"],
@@ -125,11 +127,9 @@ def run(*command, expect=0):
 def run_forked(words: list[str]) -> tuple[int, str]:
     """Exit code and output of a script or module of the project."""
     os.environ.update(ENVIRONMENT)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtsql.run", "mtsql.learn.samples", "mtsql.report.plots", "peft"])
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder) / "printed"
-        process = context.Process(target=run_here, args=(words, printed, dict(os.environ)))
+        process = FORKS.Process(target=run_here, args=(words, printed, dict(os.environ)))
         process.start()
         process.join()
         return process.exitcode, printed.read_text()

@@ -9,12 +9,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TOY, run
+from conftest import FORKS, TOY, run
 from safetensors.torch import load_file
 from test_learn import SIZES
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -31,6 +32,13 @@ from mtsql.learn.parallel import Processes, join_processes, leave_processes, sha
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
+
+
+def fork(check: Callable[[int, str], None], path: Path, processes: int = 2) -> None:
+    """Run a check in each of several processes; the first that fails fails the test."""
+    torch.multiprocessing.start_processes(
+        check, args=(str(path),), nprocs=processes, start_method="forkserver"
+    )
 
 
 def play(rank: int, store: str) -> None:
@@ -54,7 +62,7 @@ def play(rank: int, store: str) -> None:
 
 
 def test_shares_come_back_in_order_and_gradients_add_up(tmp_path):
-    torch.multiprocessing.spawn(play, args=(str(tmp_path / "store"),), nprocs=3)
+    fork(play, tmp_path / "store", processes=3)
     assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1", "store.2"}
 
 
@@ -204,8 +212,7 @@ def hang(rank: int, folder: str) -> None:
 
 
 def test_a_process_that_hangs_ends_the_others_with_a_sentence(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    first, second = (context.Process(target=hang, args=(rank, str(tmp_path))) for rank in (0, 1))
+    first, second = (FORKS.Process(target=hang, args=(rank, str(tmp_path))) for rank in (0, 1))
     first.start(), second.start()
     try:
         first.join(90)
@@ -229,7 +236,7 @@ def linger(rank: int, folder: str) -> None:
 
 
 def test_a_process_that_waits_at_the_end_is_no_silent_one(tmp_path):
-    torch.multiprocessing.spawn(linger, args=(str(tmp_path),), nprocs=2)
+    fork(linger, tmp_path)
     assert {p.name for p in tmp_path.glob("left.*")} == {"left.0", "left.1"}
 
 
@@ -277,7 +284,7 @@ def sharded(rank: int, store: str) -> None:
 
 
 def test_sharded_weights_go_back_and_their_logits_are_float32(tmp_path):
-    torch.multiprocessing.spawn(sharded, args=(str(tmp_path / "store"),), nprocs=2)
+    fork(sharded, tmp_path / "store")
     assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1"}
 
 
@@ -313,5 +320,5 @@ def small_steps(rank: int, store: str) -> None:
 
 
 def test_small_steps_of_sharded_weights_in_bfloat16_move_them(tmp_path):
-    torch.multiprocessing.spawn(small_steps, args=(str(tmp_path / "store"),), nprocs=2)
+    fork(small_steps, tmp_path / "store")
     assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1"}
