@@ -363,6 +363,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (train_grpo, ["--rewards", "best"], "--rewards best is unknown; choose from outcome, process"),
         (train_grpo, ["--held-out", 1000], "--held-out should be above 0 and leave some of the"),
         (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),
+        (train_grpo, ["--native-thinking"], "--native-thinking changes nothing with --recipe mtsql_r1;"),
         (train_grpo, ["--curriculum", tmp_path / "none.jsonl"], "none.jsonl is not there; make it with"),
         (
             train_sft,
