@@ -154,6 +154,17 @@ def test_summary_table_is_aligned():
     assert any(line.split() == ["exec_sql", "calls", "0.75", "an", "answer"] for line in lines)
 
 
+def test_questions_whose_prompt_is_too_long_are_counted():
+    assert "not asked" not in format_summary(summarise(RECORDS))  # one ran out of tokens, but had been asked
+    ended = RECORDS[-1]
+    assert ended["status"] == Status.OUT_OF_TOKENS and ended["response_tokens"] > 0
+    summary = summarise([*RECORDS, ended | {"response_tokens": 0, "sampled_tokens": 0}])
+    assert summary["not_asked"] == 1
+    assert "1 of 5 were not asked, and count as wrong: their prompt is longer than --max-prompt-tokens" in (
+        format_summary(summary).splitlines()
+    )
+
+
 def test_coverage_is_shown_as_in_table_7():
     rounds = [
         {"round": 1, "sampled": 160, "right": 90, "questions_asked": 8, "questions_solved": 5}

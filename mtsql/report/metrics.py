@@ -120,6 +120,9 @@ def summarise(records: Sequence[dict]) -> dict:
             **{name: means(metric, name) for name in by},
         }
     summary["further"] = {metric: _mean(r[metric] for r in records) for metric in FURTHER_METRICS}
+    # An episode whose prompt is longer than --max-prompt-tokens ends before the policy has written anything.
+    unwritten = [r for r in records if r["status"] == Status.OUT_OF_TOKENS and not r["response_tokens"]]
+    summary["not_asked"] = len(unwritten)
     answers = [r for r in records if r["predicted"] is not None]
     summary["answers"] = len(answers)
     summary["official_grammar_cannot_read"] = sum(not r["pred_parses"] for r in answers)
@@ -182,6 +185,9 @@ def format_summary(summary: dict) -> str:
     unread, answers = summary["official_grammar_cannot_read"], summary["answers"]
     lines += [f"the official grammar cannot read {unread} of {answers} answers", ""]
     lines += [f"{status:<32}{_percent(share)} %" for status, share in summary["status"].items()]
+    if summary["not_asked"]:
+        counted = f"{summary['not_asked']} of {summary['questions']} were not asked, and count as wrong"
+        lines.append(f"{counted}: their prompt is longer than --max-prompt-tokens")
     lines.append("")
     lines += [f"{tool + ' calls':<32}{mean:>9.2f} an answer" for tool, mean in summary["tool_calls"].items()]
     lines += [f"{key.replace('_', ' '):<32}{summary[key]:>9.2f} an answer" for key in COUNTS]
