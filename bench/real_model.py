@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     chosen = parser.parse_args()
     numbers = {"hardware": hardware(), "dtype": chosen.dtype, "threads": torch.get_num_threads()}
-    for measure in (fine_tuning, rollouts, grpo_step):
+    # grpo_step first: a child's peak memory on Linux is at least what its parent held when it was started.
+    for measure in (grpo_step, fine_tuning, rollouts):
         numbers |= measure(chosen)
         print(json.dumps(numbers, indent=1), flush=True)
     if chosen.json:
