@@ -170,6 +170,7 @@ class DemonstrationsConfig(RewardOptions):
     SECTION: ClassVar = "demonstrations"
     samples_per_question: Positive = option(1, "answers of each question, each a first proposal")
     temperature: float = option(1.0, "of these answers")
+    gold_questions: Count = option(0, "further questions, not sampled: the gold SQL is proposed first")
 
 
 @dataclass(frozen=True, kw_only=True)

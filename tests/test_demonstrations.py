@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -166,14 +167,19 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     out = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown",
-        "--samples-per-question", 2, "--temperature", 1.0,
+        "--samples-per-question", 2, "--temperature", 1.0, "--questions", 20, "--gold-questions", 8,
     )  # fmt: skip
-    assert "first proposal" in out
     path = tmp_path / "shown" / "demonstrations.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kinds = Counter(line["first_proposal"] for line in lines)
     repaired = sum(any("unlearned" in m for m in line["messages"]) for line in lines)
     assert repaired and kinds["gold, beside a repaired one"] == repaired
+    alone = [line for line in lines if line["first_proposal"] == "gold, of a question that was not sampled"]
+    sampled = {line["example_id"] for line in lines if line not in alone}
+    assert len(alone) == 8 and not {line["example_id"] for line in alone} & sampled
+    assert not any("unlearned" in m for line in alone for m in line["messages"])
+    with_tools = sum(line.get("tool_set") != "none" for line in alone)
+    assert re.search(rf"gold, of a question that was not sampled +{with_tools}\n", out)
     assert {line.get("tool_set", "both") for line in lines} > {"both"}
     for line in lines:
         assert ("tools: none" in line["messages"][0]["content"]) == (line.get("tool_set") == "none")
@@ -192,3 +198,7 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
     )
     assert "leave out --tools" in refused
+    refused = run(
+        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--gold-questions", 2, expect=2
+    )
+    assert "--gold-questions needs --questions above 0" in refused

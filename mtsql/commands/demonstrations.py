@@ -5,8 +5,9 @@
 
 The model answers training questions without tools, --samples-per-question times each. A scripted agent then
 plays each question, mostly with both tools: it proposes a sampled answer, judges what it sees, and repairs
-what it found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). OUT/demonstrations.jsonl has one
-conversation a line, and `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
+what it found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). Then it plays --gold-questions more
+with the gold SQL as first proposal, which costs no sampling. OUT/demonstrations.jsonl has one conversation a
+line, and `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
 
 This step is not in the paper, whose model calls the tools untrained, if badly when it is small.
 """
@@ -31,8 +32,9 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.demonstrations import (
-    CUT,
     GOLD,
+    GOLD_ALONE,
+    GOLD_CUT,
     Demonstration,
     demonstrate,
     draw_tool_set,
@@ -59,12 +61,16 @@ def main(config: DemonstrationsConfig) -> None:
         raise UserError("demonstrations follow --recipe mtsql_r1 alone")
     if config.rewards:
         raise UserError("demonstrations earn no reward; leave out --rewards")
+    if config.gold_questions and not config.questions:
+        raise UserError("--gold-questions needs --questions above 0: with 0 all questions are sampled")
     check_samples(config)
     run = begin_run(config, "train")
-    asked = training_questions(config, run)
+    drawn = training_questions(replace(config, questions=config.questions + config.gold_questions), run)
+    asked, shown = (drawn[: config.questions], drawn[config.questions :]) if config.questions else (drawn, [])
     environments = {name: replace(run.environment, tools=make_tools(name)) for name in TOOL_SETS}
     share = run.processes.share(list(enumerate(asked)))
     found = list(chain.from_iterable(run.processes.gather(play_answers(config, run, environments, share))))
+    found += run.processes.gather(play_gold(config, environments, run.processes.share(shown)))
     if run.processes.is_main:
         kept = keep_share_of_wrong(found, random.Random(config.seed))
         if not kept:
@@ -87,11 +93,10 @@ def play_answers(
 ) -> list[list[Demonstration]]:
     """The demonstrations of each question of a process's share; `environments` by their set of tools."""
     answering = replace(run, environment=environments["none"])
-    tool_sets = {e.id: draw_tool_set(random.Random(f"{config.seed}/{e.id}")) for _, e in numbered}
     found = []
     with weights_for_rollouts(config, run):
         for example, sampled in sample_questions(config, answering, numbered, (config.seed,), "sample"):
-            tool_set = tool_sets[example.id]
+            tool_set = tool_set_of(config, example)
             shown_of = []
             for trajectory in sampled:
                 answer = trajectory.answer_sql
@@ -106,23 +111,41 @@ def play_answers(
                 if not right and shown.trajectory is not None:
                     (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
                     beside = demonstrate(episode, shown_gold(example), True)
-                    first = GOLD if beside.trajectory is not None else CUT
+                    first = GOLD if beside.trajectory is not None else GOLD_CUT
                     shown_of.append(replace(beside, tool_set=tool_set, first=first))
             found.append(shown_of)
     return found
 
 
+def play_gold(
+    config: DemonstrationsConfig, environments: Mapping[str, Environment], asked: Sequence[Example]
+) -> list[Demonstration]:
+    """Questions that nobody sampled, whose first proposal is the gold SQL."""
+    found = []
+    for example in asked:
+        tool_set = tool_set_of(config, example)
+        (episode,) = environments[tool_set].episodes(example, [0])
+        shown = demonstrate(episode, shown_gold(example), True)
+        first = GOLD_ALONE if shown.trajectory is not None else GOLD_CUT
+        found.append(replace(shown, tool_set=tool_set, first=first))
+    return found
+
+
+def tool_set_of(config: DemonstrationsConfig, example: Example) -> str:
+    """The tools with which a question is played."""
+    return draw_tool_set(random.Random(f"{config.seed}/{example.id}"))
+
+
 def format_demonstrations(found: list[Demonstration], kept: list[Demonstration]) -> str:
     """A small table of the first proposals: how many were sampled, how many are in the file."""
-    with_tools = [[d for d in of if d.tool_set != "none" and d.first != GOLD] for of in (found, kept)]
+    with_tools = [[d for d in of if d.sampled] for of in (found, kept)]
     sampled, written = (Counter(d.first for d in of) for of in with_tools)
     lines = [f"{'first proposal':<45}{'sampled':>10}{'written':>10}"]
     lines += [f"{name:<45}{count:>10,}{written[name]:>10,}" for name, count in sampled.most_common()]
     shares = (100 * sum(not d.right for d in of) / max(1, len(of)) for of in with_tools)
-    direct, gold = sum(d.tool_set == "none" for d in kept), sum(d.first == GOLD for d in kept)
-    lines += [
-        f"{name:<45}{'':>10}{n:>10,}" for name, n in ((GOLD, gold), ("gold SQL, without tools", direct))
-    ]
+    without = "gold SQL, without tools"
+    unsampled = Counter(without if d.tool_set == "none" else d.first for d in kept if not d.sampled)
+    lines += [f"{name:<45}{'':>10}{unsampled[name]:>10,}" for name in (GOLD, GOLD_ALONE, without)]
     return "\n".join([*lines, f"{'wrong':<45}" + "".join(f"{share:>9.1f}%" for share in shares)])
 
 

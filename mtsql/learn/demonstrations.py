@@ -26,6 +26,8 @@ from mtsql.sql.execute import ExecutionResult, as_executed
 
 RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
 GOLD = "gold, beside a repaired one"
+GOLD_ALONE = "gold, of a question that was not sampled"
+GOLD_CUT = "gold, beyond a limit of the episode"
 ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
 ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
 REFERS_BACK = re.compile(
@@ -39,7 +41,7 @@ LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
 @dataclass(frozen=True)
 class Demonstration:
     """A first proposal, whether it was `right`, and what came `first`: RIGHT, what showed that it was wrong,
-    GOLD if nobody sampled it, or UNSEEN or CUT, which have no trajectory.
+    GOLD or GOLD_ALONE if nobody sampled it, or UNSEEN, CUT or GOLD_CUT, which have no trajectory.
 
     `tool_set` is one of TOOL_SETS.
     """
@@ -49,6 +51,11 @@ class Demonstration:
     first: str
     trajectory: Trajectory | None
     tool_set: str = "both"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the first proposal is the model's own."""
+        return self.tool_set != "none" and self.first not in (GOLD, GOLD_ALONE, GOLD_CUT)
 
 
 def draw_tool_set(rng: random.Random) -> str:
@@ -140,11 +147,11 @@ def keep_share_of_wrong(found: Sequence[Demonstration], rng: random.Random) -> l
     """The usable demonstrations, with as many right first proposals left out as keep the share of wrong ones.
 
     Wrong ones whose mistake nothing shows, and what a limit cut, are not usable; without leaving out right
-    ones the model would learn that it errs less than it does. Direct answers without tools and GOLD ones all
-    stay.
+    ones the model would learn that it errs less than it does. Direct answers without tools and what nobody
+    sampled all stay.
     """
-    sampled = [d for d in found if d.tool_set != "none" and d.first != GOLD]
-    usable = [d for d in found if d.first not in (UNSEEN, CUT)]
+    sampled = [d for d in found if d.sampled]
+    usable = [d for d in found if d.first not in (UNSEEN, CUT, GOLD_CUT)]
     right = [d for d in usable if d.first == RIGHT and d.tool_set != "none"]
     repaired, wrong = sum(not d.right for d in usable), sum(not d.right for d in sampled)
     count = len(right)
