@@ -172,10 +172,15 @@ def main() -> None:
     parser.add_argument("--other", default="", help="folder of the other of the two, for out of domain")
     parser.add_argument("--model", default="", help="base model [toy: that of models/toy, or made]")
     parser.add_argument("--config", default="", help="settings, if not those of the suite")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="", help="of --suite real [its settings']"
+    )
     chosen = parser.parse_args()
     if chosen.suite == "real":
         reproduce_real(chosen)
         return
+    if chosen.dtype:
+        raise UserError(f"--dtype is for --suite real; --suite {chosen.suite} takes that of its --config")
     name, out, data, other = chosen.suite, chosen.out, chosen.data, chosen.other
     suite = SUITES[name]._replace(config=chosen.config or SUITES[name].config)
     shared = []
@@ -211,14 +216,14 @@ def reproduce_real(chosen: argparse.Namespace) -> None:
         raise UserError(
             "--suite real needs --data, a folder of several data sets, and --model; and no --other"
         )
-    config, seeds = chosen.config or REAL_CONFIG, chosen.seeds
-    parts = {s: real_parts(Path(chosen.data), chosen.model, chosen.out, s, config) for s in seeds}
+    config, seeds, dtype = chosen.config or REAL_CONFIG, chosen.seeds, chosen.dtype
+    parts = {s: real_parts(Path(chosen.data), chosen.model, chosen.out, s, config, dtype) for s in seeds}
     if run_suite([part for own in parts.values() for part in own], chosen):
         made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --seeds "
-        made_with += " ".join(map(str, seeds))
+        made_with += " ".join(map(str, seeds)) + (f" --dtype {dtype}" if dtype else "")
         ours = config == REAL_CONFIG and Path(chosen.model).name == "smollm2-135m-instruct"
         path = (Path("docs/results") if ours else chosen.out) / "real.md"
-        listing = real_parts(Path("DATA"), chosen.model, Path("runs/real"), 0, config)
+        listing = real_parts(Path("DATA"), chosen.model, Path("runs/real"), 0, config, dtype)
         print(f"\n{write_real_page(parts, path, chosen.model, listing, made_with)}")
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.config import (
@@ -34,17 +34,18 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_commands_are_valid_and_come_after_what_they_need(seed, monkeypatch):
+@pytest.mark.parametrize(("seed", "dtype"), [(0, ""), (1, "bfloat16")])
+def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, monkeypatch):
     monkeypatch.chdir(ROOT)
     first = Path("runs/real/seed0")
     earlier = [first / "sft/policy", first / "short_sft/policy", first / "curriculum/counts.jsonl"]
     made = {"base", *(map(str, earlier) if seed else ())}
     arms = {}
-    for part in real_parts(Path("data"), "base", Path("runs/real"), seed):
+    for part in real_parts(Path("data"), "base", Path("runs/real"), seed, dtype=dtype):
         words = part.command[1:] if part.command[0] == "-m" else part.command
         config = read_options(SCRIPTS[words[0]], "", words[1:])
         assert config.model in made and config.seed == seed, part.title
+        assert config.dtype == (dtype or "float32"), part.title
         assert {getattr(config, "curriculum", ""), getattr(config, "teacher", "")} <= {*made, ""}
         assert config.lora_rank == 0 or config.model == "base" if hasattr(config, "lora_rank") else True
         made |= {str(part.done), f"{config.out}/policies/round_1"}
@@ -57,6 +58,12 @@ def test_commands_are_valid_and_come_after_what_they_need(seed, monkeypatch):
     assert all(found == asked for found in arms.values())
     assert arms.keys() == (ARMS.keys() if seed == 0 else arms.keys() & ARMS.keys())
     assert {"short_rl", "rl_outcome", "rl"} <= arms.keys()
+
+
+def test_a_dtype_is_for_the_real_suite_alone():
+    assert "--dtype is for --suite real" in run(
+        "reproduce.py", "--suite", "toy", "--dtype", "bfloat16", expect=2
+    )
 
 
 def record(number: int, db_id: str, ex: int) -> dict:

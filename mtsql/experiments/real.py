@@ -29,13 +29,19 @@ ARMS = {
 }
 
 
-def real_parts(data: Path, model: str, out: Path, seed: int, config: str = CONFIG) -> list[Part]:
-    """Training and evaluation of one seed; one above 0 has RL of its own, from the warm start of seed 0."""
+def real_parts(
+    data: Path, model: str, out: Path, seed: int, config: str = CONFIG, dtype: str = ""
+) -> list[Part]:
+    """Training and evaluation of one seed; one above 0 has RL of its own, from the warm start of seed 0.
+
+    `dtype` is every command's --dtype, if it is not to be that of `config`.
+    """
     folder, first = out / f"seed{seed}", out / "seed0"
     parts: list[Part] = []
     mix = ["--data", str(data / "real/train_mix.json"), "--tables", str(data / "sparc/tables.json")]
     mix += ["--databases", str(data / "database")]
     shared = ["--config", config, "--seed", str(seed)]
+    shared += ["--dtype", dtype] if dtype else []
     no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
