@@ -466,11 +466,11 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     summary = json.loads((tmp_path / "refused" / "summary.json").read_text())
     assert summary["served_in_last_session"]["refused"] == 1 and summary["status"]["no_action"] > 0
     out = run(
-        "-m", "mtsql.collect", *TOY, "--data", work / "benchmark", *there, "--questions", 4,
+        "-m", "mtsql.collect", *TOY, "--data", work / "benchmark", *there, "--questions", 16,
         "--protocol", "chat", "--out", tmp_path / "taught",
     )  # fmt: skip
     lines = (tmp_path / "taught" / "teacher.jsonl").read_text().splitlines()
-    assert f"{len(lines)} of 4 trajectories have an answer" in out and lines
+    assert f"{len(lines)} of 16 trajectories have an answer" in out and lines
     assert all("weight" not in m for line in lines for m in json.loads(line)["messages"])
     with pytest.raises(UserError, match="exists already; take another --out"):
         collect(CollectConfig(data=("other",), out=str(tmp_path / "taught")))
