@@ -180,6 +180,7 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     assert not any("unlearned" in m for line in alone for m in line["messages"])
     with_tools = sum(line.get("tool_set") != "none" for line in alone)
     assert re.search(rf"gold, of a question that was not sampled +{with_tools}\n", out)
+    assert "left out 0: gold, beyond a limit of the episode" in out
     assert {line.get("tool_set", "both") for line in lines} > {"both"}
     for line in lines:
         assert ("tools: none" in line["messages"][0]["content"]) == (line.get("tool_set") == "none")

@@ -146,7 +146,9 @@ def format_demonstrations(found: list[Demonstration], kept: list[Demonstration])
     without = "gold SQL, without tools"
     unsampled = Counter(without if d.tool_set == "none" else d.first for d in kept if not d.sampled)
     lines += [f"{name:<45}{'':>10}{unsampled[name]:>10,}" for name in (GOLD, GOLD_ALONE, without)]
-    return "\n".join([*lines, f"{'wrong':<45}" + "".join(f"{share:>9.1f}%" for share in shares)])
+    lines.append(f"{'wrong':<45}" + "".join(f"{share:>9.1f}%" for share in shares))
+    cut = sum(d.first == GOLD_CUT for d in found)
+    return "\n".join([*lines, f"left out {cut:,}: {GOLD_CUT}"])
 
 
 if __name__ == "__main__":
