@@ -6,8 +6,8 @@
 The model answers training questions without tools, --samples-per-question times each. A scripted agent then
 plays each question, mostly with both tools: it proposes a sampled answer, judges what it sees, and repairs
 what it found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). Then it plays --gold-questions more
-with the gold SQL as first proposal, which costs no sampling; where they are most of what is learned, the
-repairs are not (docs/results/real_notes.md). OUT/demonstrations.jsonl has one conversation a line, and
+with the gold SQL as first proposal, which costs no sampling; with seven of them to a repair the repairs were
+not learned (docs/results/real_notes.md). OUT/demonstrations.jsonl has one conversation a line, and
 `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
 
 This step is not in the paper, whose model calls the tools untrained, if badly when it is small.
