@@ -24,7 +24,7 @@ from transformers import (
 
 from mtsql.agent import cache, graphs
 from mtsql.agent.cache import RowCache, cache_bytes_per_token, few_shapes
-from mtsql.agent.generator import STATIC_WIDTH, Generator
+from mtsql.agent.generator import STATIC_WIDTH, Generator, _inverse_cdf
 from mtsql.agent.prefix import families, shared_length
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
@@ -310,6 +310,27 @@ def test_sampling_follows_the_distribution(model):
     assert np.abs(counts / 4000 - expected).max() < 0.03
 
 
+@pytest.mark.parametrize("vocabulary", [1, 97, 768, 151_936])
+def test_a_token_is_the_one_of_the_plain_inverse_cdf(vocabulary):
+    """Blocks and then tokens find what adding up the whole vocabulary finds; never a token without mass."""
+    torch.manual_seed(0)
+    logits = torch.randn(200, vocabulary) * torch.linspace(0.1, 30, 200)[:, None]  # (rows, vocabulary)
+    logits.masked_fill_(torch.rand(200, vocabulary) < 0.5, -torch.inf)
+    logits[:, torch.randint(vocabulary, ())] = 0.0  # so that some token can come
+    probabilities = logits.softmax(-1)
+    uniforms = torch.rand(200, 1, dtype=torch.float64)
+    uniforms[:4, 0] = torch.tensor([0.0, 1 - 2**-53, 0.0, 1 - 2**-53])
+    chosen = _inverse_cdf(probabilities, uniforms)[:, 0]
+    cdf = probabilities.double().cumsum(-1)
+    at = torch.arange(200)
+    assert (probabilities[at, chosen] > 0).all()
+    share = uniforms[:, 0] * cdf[:, -1]
+    assert (cdf[at, chosen] >= share - 1e-6).all()
+    assert (cdf[at, chosen] - probabilities[at, chosen] <= share + 1e-6).all()
+    plain = torch.searchsorted(cdf, share[:, None], right=True)[:, 0]
+    assert (plain == chosen).float().mean() > 0.97
+
+
 def test_training_flags_are_restored(model):
     model.train()
     model.lm_head.eval()
@@ -406,7 +427,7 @@ def test_the_decode_step_has_few_static_shapes(model):
 
 
 def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
-    monkeypatch.setattr(cache, "LOWEST_TIER", 16)
+    monkeypatch.setattr(cache, "TIER_STEP", 16)
     free = ids_by_seed(play(model, list(range(12)), 1.0))
     need, most, again, youngest, playing = [], [], [], [], []
     enter = Generator.__enter__
@@ -454,7 +475,7 @@ def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
 
 def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
     """All first messages are there although the cache holds one row, and nobody answers any before."""
-    monkeypatch.setattr(cache, "LOWEST_TIER", 16)
+    monkeypatch.setattr(cache, "TIER_STEP", 16)
     asked = [prompt for prompt in prompts(12) if len(prompt) > 20][::2]
 
     def first_messages(gib: float) -> list[list[int]]:
@@ -493,7 +514,7 @@ def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, 
 
 def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys):
     """The cache is halved while rows are short; they grow beyond that half."""
-    monkeypatch.setattr(cache, "LOWEST_TIER", 16)
+    monkeypatch.setattr(cache, "TIER_STEP", 16)
     passes, original = [], Generator._compute
 
     def messages() -> list[list[int]]:
@@ -538,7 +559,7 @@ def test_a_row_takes_the_positions_that_it_uses(model):
         assert generator.cache.reserved == 2 * 128 + 1024
         for _ in range(30):
             generator.step()
-        assert [row.tier.capacity for row in rows] == [256, 256, 2048]
+        assert [row.tier.capacity for row in rows] == [192, 192, 1088]
         assert [row.slot for row in rows] == [0, 1, 0]
         generator.release(rows[1:])
         for _ in range(5):

@@ -1,8 +1,9 @@
 """The key/value cache of a generator, one row a trajectory, and the attention that reads it.
 
-Rows live in tiers by their length: one of 300 tokens takes 512 positions, whatever its limits would allow.
-A row that outgrows its tier moves to the next, which has twice the positions. So memory goes by what rows
-use, short rows are never read as far as long ones, and every tensor stays dense.
+Rows live in tiers by their length: one of 300 tokens takes 320 positions, whatever its limits would allow.
+A row that outgrows its tier moves to a wider one. So memory goes by what rows use, short rows are never read
+as far as long ones, and every tensor stays dense. A decode step reads a tier's rows to its end: in half
+precision a CPU's matrix products would first copy a part that is cut out of it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from mtsql.errors import UserError
 
 GROUPED = "sdpa_grouped_queries"
-LOWEST_TIER = 128  # positions of the shortest rows,
-STATIC_LOWEST_TIER = 512  # or so many where the decode step has few shapes
-STATIC_REACHES = 4  # and a tier is read as far as a multiple of a quarter of it.
-DECODE_ROWS = 64  # Elsewhere each block of so many rows is read only as far as its longest row.
+TIER_STEP = 64  # Tiers have multiples of so many positions,
+STATIC_LOWEST_TIER = 512  # or so many and twice and four times as many where the decode step has few shapes,
+STATIC_REACHES = 4  # and is read as far as a multiple of a quarter of its tier.
 SHARE_OF_FREE = 0.7  # of the device's free memory, for the cache; the rest is for activations
 WATERMARK = 16  # A row comes in only if a 16th of the cache stays free for those inside to grow.
 
@@ -131,9 +131,11 @@ class RowCache:
 
     def capacity(self, need: int) -> int:
         """Positions of the tier for rows of `need` positions."""
-        lowest = STATIC_LOWEST_TIER if self.static_shapes else LOWEST_TIER
-        doubled = lowest << max(0, (max(need, 1) - 1) // lowest).bit_length()
-        return max(need, min(doubled, self.longest or doubled))
+        if self.static_shapes:
+            wide = STATIC_LOWEST_TIER << max(0, (max(need, 1) - 1) // STATIC_LOWEST_TIER).bit_length()
+        else:
+            wide = TIER_STEP * max(1, -(-need // TIER_STEP))
+        return max(need, min(wide, self.longest or wide))
 
     def admit(self, row: CachedRow, need: int) -> bool:
         """Give a row a slot of at least `need` positions; False if there is no room."""
@@ -184,9 +186,7 @@ class RowCache:
                 reach = min(tier.capacity, -(-max(lengths) // step) * step)
                 pieces.append(Piece(tier, slice(0, few_shapes(len(lengths))), reach))
             elif lengths:
-                for i in range(0, len(lengths), DECODE_ROWS):
-                    block = lengths[i : i + DECODE_ROWS]
-                    pieces.append(Piece(tier, slice(i, i + len(block)), max(block)))
+                pieces.append(Piece(tier, slice(0, len(lengths)), tier.capacity))
         return pieces
 
     def aim(self, pieces: Sequence[Piece], positions: Tensor, dtype: torch.dtype) -> list[AimedPiece]:
@@ -331,9 +331,9 @@ def _decode_attention(
     """
     keys, values = key.flatten(0, 1), value.flatten(0, 1)  # (rows x kv_heads, reach, head_dim), views
     scores = torch.bmm(keys, (query * scaling).flatten(0, 1).transpose(1, 2))  # (any, reach, shared)
-    scores.unflatten(0, (-1, key.shape[1])).add_(attention_mask[:, 0, None, :, None])
-    weights = scores.transpose(1, 2).softmax(-1, torch.float32).to(values.dtype)
-    return torch.bmm(weights, values).view_as(query)
+    scores = scores.transpose(1, 2).float().view(*query.shape[:3], -1)  # (rows, kv_heads, shared, reach)
+    weights = (scores + attention_mask[:, None]).softmax(-1).to(values.dtype).flatten(0, 1)
+    return torch.bmm(weights, values).view_as(query)  # weights are (rows x kv_heads, shared, reach)
 
 
 # Without an entry of that name for attention masks transformers makes none.

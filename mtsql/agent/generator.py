@@ -12,6 +12,7 @@ again when others have ended.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ TOKENS_PER_FORWARD_ELSEWHERE = 8192
 WIDEST = 1024  # tokens of one row in a forward pass,
 MASK_ELEMENTS = 2**25  # and elements of its attention mask
 STATIC_WIDTH = 64  # With static shapes a chunk is as wide as a multiple of this.
+BLOCK = 256  # tokens of the vocabulary whose probabilities are added up before one of them is sampled
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 TOO_SMALL = (
     "the device's memory does not hold one trajectory; lower --max-prompt-tokens or --max-response-tokens, "
@@ -145,6 +147,10 @@ class Generator:
         self._attention = self.model.config._attn_implementation
         self.model.set_attn_implementation(GROUPED)
         self.model.eval()
+        if self.head is not None and not isinstance(self.model, FSDPModule):
+            weight = self.head.weight.detach()  # (vocabulary, hidden)
+            # On a CPU `float32_logits` would convert it in every step.
+            self.head_weight = weight.float() if weight.device.type == "cpu" else weight
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -355,28 +361,48 @@ class Generator:
         if self.head is None:
             return self.model(**inputs, logits_to_keep=1).logits[:, -1]
         hidden = self.inner.base_model(**inputs).last_hidden_state[:, -1]  # (rows, hidden)
-        return float32_logits(hidden, self.head.weight)
+        return float32_logits(hidden, self.head_weight)
 
     def _sample(self, logits: Tensor, rngs: Sequence[np.random.Generator]) -> tuple[list[int], list[float]]:
         """One token per row of `logits` (rows, vocabulary), with its log-probability."""
         scores = logits.float()  # (rows, vocabulary)
-        if self.temperature > 0:
+        if self.temperature not in (0, 1):
             scores = scores / self.temperature
-        logprobs = scores.log_softmax(-1)  # (rows, vocabulary)
+        probabilities = scores.softmax(-1)  # (rows, vocabulary)
         if self.temperature > 0:
-            cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)  # (rows, vocabulary)
             # Drawn when nothing large is left to allocate: a step that ran out of memory has drawn nothing.
             uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)  # (rows, 1)
-            chosen = _inverse_cdf(cdf, uniforms.to(logits.device))  # (rows, 1)
+            chosen = _inverse_cdf(probabilities, uniforms.to(logits.device))  # (rows, 1)
         else:
-            chosen = logprobs.argmax(-1, keepdim=True)  # (rows, 1)
-        picked = logprobs.gather(-1, chosen)[:, 0].tolist()
+            chosen = scores.argmax(-1, keepdim=True)  # (rows, 1)
+        picked = probabilities.gather(-1, chosen)[:, 0].log().tolist()
         if any(p != p for p in picked):
             raise FloatingPointError("The model's logits hold NaN.")
         return chosen[:, 0].tolist(), picked
 
 
-def _inverse_cdf(cdf: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample ids (rows, 1) from `cdf` (rows, vocabulary), by one uniform number for each row, (rows, 1)."""
-    # Uniforms are below 1, so a token with mass is found; only NaN leads past the end.
-    return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True).clamp(max=cdf.shape[-1] - 1)
+def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Token ids (rows, 1) with `probabilities` (rows, vocabulary) by one uniform number each, (rows, 1).
+
+    First the block of tokens that the number falls into, then the token in it: adding up the vocabulary one
+    by one takes as long as a layer or two of the model.
+    """
+    size = math.gcd(probabilities.shape[1], BLOCK)
+    blocks = probabilities.unflatten(1, (-1, size))  # (rows, blocks, size)
+    masses = blocks.sum(-1).double()  # (rows, blocks)
+    block, within = _fall_into(masses, uniforms)  # (rows, 1) both
+    chosen = blocks.gather(1, block[..., None].expand(-1, 1, size))[:, 0]  # (rows, size)
+    return block * size + _fall_into(chosen.double(), within)[0]
+
+
+def _fall_into(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the `masses` (rows, count) float64 a share in [0, 1) of their sum falls into, (rows, 1) int64,
+    and at which share of that, (rows, 1) in [0, 1). It is one above 0, but for NaN.
+    """
+    cdf = masses.cumsum(-1)  # (rows, count)
+    total = cdf[:, -1:]  # (rows, 1)
+    share = (uniforms * total).minimum(total.nextafter(torch.zeros_like(total)))  # (rows, 1), below the total
+    place = torch.searchsorted(cdf, share, right=True).clamp(max=masses.shape[1] - 1)  # (rows, 1)
+    mass = masses.gather(1, place)  # (rows, 1)
+    within = (share - (cdf.gather(1, place) - mass)) / mass  # (rows, 1), up to rounding
+    return place, within.clamp(0, 1 - 2**-53)
