@@ -93,7 +93,7 @@ def test_sampler_and_trainer_have_the_heads_logits_in_float32(dtype, monkeypatch
     exact = gaps(model, sample(model))
     for module in ("generator", "logprobs"):
         package = "agent" if module == "generator" else "learn"
-        rounded = lambda hidden, weight: (hidden @ weight.t()).float()  # noqa: E731
+        rounded = lambda hidden, weight: (hidden @ weight.t().to(hidden.dtype)).float()  # noqa: E731
         monkeypatch.setattr(f"mtsql.{package}.{module}.float32_logits", rounded)
     assert exact.mean() < gaps(model, sample(model)).mean()
     hidden, weight = torch.randn(3, 8).to(model.dtype), torch.randn(5, 8).to(model.dtype)
