@@ -55,6 +55,8 @@ PAPER = {
     },
 }
 CONTRASTS = {  # of EX, the first arm minus the second
+    "RL without tools, beside its warm start": ("short_rl", "short_sft"),
+    "demonstrations of the protocol, beside gold SQL alone": ("demonstrations", "short_sft"),
     "warm start, beside gold SQL alone": ("round_2", "short_sft"),
     "RL (outcome), beside its warm start": ("rl_outcome", "round_2"),
     "RL (outcome and process), beside its warm start": ("rl", "round_2"),
