@@ -231,9 +231,9 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
         if set(cells) != {EMPTY}:
             lines.append([title, f"`{better}` - `{worse}`", *cells])
     note = (
-        "`short_rl` has the questions and steps of `rl_outcome`, chosen with `round_2`. The earlier SQL "
-        "stands in every prompt, as in the paper's. Intervals resample databases alone: they say nothing of "
-        "other seeds, and a warm start of seed 0 stands beside every seed of RL."
+        "By the suite's commands `short_rl` has the questions and steps of `rl_outcome`, chosen with "
+        "`round_2`. The earlier SQL stands in every prompt, as in the paper's. Intervals resample databases "
+        "alone: they say nothing of other seeds, and a warm start of seed 0 stands beside every seed of RL."
     )
     return table(["step", "arms", *(NAMES[name] for name in of)], lines, note)
 
