@@ -7,7 +7,7 @@ The model answers training questions without tools, --samples-per-question times
 plays each question, mostly with both tools: it proposes a sampled answer, judges what it sees, and repairs
 what it found to be wrong to the gold SQL (mtsql/learn/demonstrations.py). Then it plays --gold-questions more
 with the gold SQL as first proposal, which costs no sampling; with seven of them to a repair the repairs were
-not learned (docs/results/real_notes.md). OUT/demonstrations.jsonl has one conversation a line, and
+not learned (docs/results/real_trials.md). OUT/demonstrations.jsonl has one conversation a line, and
 `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
 
 This step is not in the paper, whose model calls the tools untrained, if badly when it is small.

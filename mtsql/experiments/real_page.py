@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -306,9 +306,9 @@ def curve_figure(rows: Sequence[Row], path: Path) -> str:
     return f"![EX on held-out databases over the steps of RL]({file.name})"
 
 
-def _breakdown(of: Mapping[str, Sequence[Row]], key: str, shown: Callable[[Row], bool]) -> str:
-    """The shares below `key` of the rows of the dev sets."""
-    rows = [r for dataset in DATASETS for r in of[dataset] if shown(r)]
+def _breakdown(of: Mapping[str, Sequence[Row]], key: str) -> str:
+    """The shares below `key` of the rows of the dev sets, of seed 0."""
+    rows = [r for dataset in DATASETS for r in of[dataset] if r["seed"] == 0]
     names = list(dict.fromkeys(name for r in rows for name, value in r[key].items() if value is not None))
     lines = [
         [NAMES[r["dataset"]], f"`{r['arm']}`", str(r["seed"]), *(decimal(r[key].get(name)) for name in names)]
@@ -319,11 +319,10 @@ def _breakdown(of: Mapping[str, Sequence[Row]], key: str, shown: Callable[[Row],
 
 def breakdown_table(of: Mapping[str, Sequence[Row]]) -> str:
     """EX by turn and by hardness."""
-    return joined(*(_breakdown(of, key, lambda r: r["seed"] == 0) for key in ("by_turn", "by_hardness")))
+    return joined(*(_breakdown(of, key) for key in ("by_turn", "by_hardness")))
 
 
 def errors_table(of: Mapping[str, Sequence[Row]]) -> str:
-    """Kinds of errors before and after."""
-    arms = ("short_sft", "demonstrations", "round_2", "rl")
-    shown = _breakdown(of, "errors", lambda r: r["seed"] == 0 and r["arm"] in arms)
+    """Kinds of errors of every arm."""
+    shown = _breakdown(of, "errors")
     return joined(shown, "Share of all questions, in %; an answer may have several." if shown else "")
