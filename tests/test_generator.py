@@ -98,7 +98,7 @@ class ScriptedEpisode:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Prompts of 1 to 80 tokens, each given twice."""
+    """Prompts of 1 to 80 tokens, two of each length."""
     draw = np.random.default_rng(0)
     lengths = [1, 80, *draw.integers(2, 80, count)][: (count + 1) // 2]
     return [draw.integers(4, VOCABULARY, n).tolist() for n in lengths for _ in range(2)][:count]
