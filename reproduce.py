@@ -2,7 +2,7 @@
 
     python reproduce.py --suite toy --out runs/suite --seeds 0 1 2
     python reproduce.py --suite sparc --data sparc --other cosql --model Qwen/Qwen3-1.7B --out runs/sparc
-    python reproduce.py --suite real --data DATA --model models/smollm2-135m-instruct --out runs/real
+    python reproduce.py --suite real --data DATA --model models/smollm2-135m-instruct
 
 Runs the parts below for each seed, skipping those whose result is there: stop it at any time and start it
 again. Several seeds may run side by side, each in a process of its own with the same --out. The page in
@@ -20,7 +20,8 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 - elsewhere: the split of unseen themes, or the other data set
 - half and twice the embedded model, with seed 0
 The real suite has its own arms: mtsql/experiments/real.py. Its DATA is a folder of several data sets, and its
-seeds above 0 start from the warm start of seed 0.
+seeds above 0 start from the warm start of seed 0. Its own defaults are --out runs/real and --seeds 0; with
+SmolLM2-135M it brings docs/results/real.md and real.json up to date, rows of other parts stay.
 """
 
 from __future__ import annotations
@@ -175,6 +176,8 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="", help="of --suite real [its settings']"
     )
+    if parser.parse_args().suite == "real":  # its parts have names of the others'
+        parser.set_defaults(out=Path("runs/real"), seeds=[0])
     chosen = parser.parse_args()
     if chosen.suite == "real":
         reproduce_real(chosen)
@@ -219,8 +222,8 @@ def reproduce_real(chosen: argparse.Namespace) -> None:
     config, seeds, dtype = chosen.config or REAL_CONFIG, chosen.seeds, chosen.dtype
     parts = {s: real_parts(Path(chosen.data), chosen.model, chosen.out, s, config, dtype) for s in seeds}
     if run_suite([part for own in parts.values() for part in own], chosen):
-        made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --seeds "
-        made_with += " ".join(map(str, seeds)) + (f" --dtype {dtype}" if dtype else "")
+        made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --out runs/real"
+        made_with += f" --seeds {' '.join(map(str, seeds))}" + (f" --dtype {dtype}" if dtype else "")
         ours = config == REAL_CONFIG and Path(chosen.model).name == "smollm2-135m-instruct"
         path = (Path("docs/results") if ours else chosen.out) / "real.md"
         listing = real_parts(Path("DATA"), chosen.model, Path("runs/real"), 0, config, dtype)

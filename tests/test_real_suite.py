@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,12 @@ def test_a_dtype_is_for_the_real_suite_alone():
     assert "--dtype is for --suite real" in run(
         "reproduce.py", "--suite", "toy", "--dtype", "bfloat16", expect=2
     )
+
+
+def test_the_real_suite_keeps_its_parts_apart_from_the_toy_suites():
+    listed = run("reproduce.py", "--suite", "real", "--data", "DATA", "--model", "BASE", "--list")
+    outs = re.findall(r"--out (\S+)", listed)
+    assert outs and all(out.startswith("runs/real/seed0/") for out in outs)
 
 
 def record(number: int, db_id: str, ex: int) -> dict:

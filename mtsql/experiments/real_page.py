@@ -291,7 +291,11 @@ def curve_table(rows: Sequence[Row]) -> str:
         if r["curve"]
     ]
     header = ["arm", "seed", *(f"step {step}" for step in steps)]
-    return table(header, lines, "EX on the first dialogues over the held-out databases, after so many steps.")
+    note = (
+        "EX on the first dialogues over the held-out databases, after so many steps. The table above has all "
+        "dialogues."
+    )
+    return table(header, lines, note)
 
 
 def curve_figure(rows: Sequence[Row], path: Path) -> str:
@@ -325,4 +329,5 @@ def breakdown_table(of: Mapping[str, Sequence[Row]]) -> str:
 def errors_table(of: Mapping[str, Sequence[Row]]) -> str:
     """Kinds of errors of every arm."""
     shown = _breakdown(of, "errors")
-    return joined(shown, "Share of all questions, in %; an answer may have several." if shown else "")
+    note = "Share of all questions, in %; an answer may have several. execution: none, or it fails."
+    return joined(shown, note if shown else "")
