@@ -222,11 +222,15 @@ def reproduce_real(chosen: argparse.Namespace) -> None:
     config, seeds, dtype = chosen.config or REAL_CONFIG, chosen.seeds, chosen.dtype
     parts = {s: real_parts(Path(chosen.data), chosen.model, chosen.out, s, config, dtype) for s in seeds}
     if run_suite([part for own in parts.values() for part in own], chosen):
-        made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --out runs/real"
-        made_with += f" --seeds {' '.join(map(str, seeds))}" + (f" --dtype {dtype}" if dtype else "")
+        made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --out {chosen.out}"
+        made_with += f" --config {config}" if config != REAL_CONFIG else ""
+        made_with += f" --dtype {dtype}" if dtype else ""
         ours = config == REAL_CONFIG and Path(chosen.model).name == "smollm2-135m-instruct"
         path = (Path("docs/results") if ours else chosen.out) / "real.md"
-        listing = real_parts(Path("DATA"), chosen.model, Path("runs/real"), 0, config, dtype)
+
+        def listing(seed: int) -> list[Part]:
+            return real_parts(Path("DATA"), chosen.model, chosen.out, seed, config, dtype)
+
         print(f"\n{write_real_page(parts, path, chosen.model, listing, made_with)}")
 
 

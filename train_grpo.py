@@ -135,7 +135,7 @@ def main(config: GrpoConfig) -> None:
                     dev_log.append(scores)
             stop = any(processes.all_gather(bool(interrupted)))
             if stop or step + 1 == config.steps or (step + 1) % config.save_every == 0:
-                save_checkpoint(config, run, run.optimizer, step + 1, {})
+                save_checkpoint(run, step + 1, {})
             if stop:
                 break
     if not stop:

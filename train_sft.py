@@ -106,7 +106,7 @@ def main(config: SftConfig) -> None:
         for sentence in idle_targets(config):
             print(sentence)
         log = MetricsLog(run.out / "metrics.csv", run.step, config.track)
-    optimizer, stop = run.optimizer, False
+    stop = False
     with finish_step_on_interrupt() as interrupted:
         for round_index in range(progress.round, config.rounds):
             progress.round = round_index
@@ -129,11 +129,11 @@ def main(config: SftConfig) -> None:
                         f"no trajectory of {config.teacher or config.model} can be kept: "
                         "the counts above say why, and there is nothing to learn from"
                     )
-                save_checkpoint(config, run, optimizer, progress.step, progress.to_plain())
+                save_checkpoint(run, progress.step, progress.to_plain())
             rng.setstate(progress.rng_state)
 
             # S3: supervised fine-tuning on T, only on what the policy wrote.
-            stop = fine_tune(config, run, optimizer, progress, rng, log, interrupted)
+            stop = fine_tune(config, run, progress, rng, log, interrupted)
             if stop:
                 break
 
@@ -142,7 +142,7 @@ def main(config: SftConfig) -> None:
             if not progress.remaining or progress.round + 1 == config.rounds:
                 break
             save_result(run, policies / f"round_{progress.round + 1}")
-            optimizer.state.clear()  # a round begins with fresh moments
+            run.optimizer.state.clear()  # a round begins with fresh moments
     if not stop:
         save_result(run, run.out / "policy")
     if processes.is_main and stop:
@@ -223,7 +223,6 @@ def taught_answers(
 def fine_tune(
     config: SftConfig,
     run: Training,
-    optimizer: torch.optim.Optimizer,
     progress: Progress,
     rng: random.Random,
     log: MetricsLog | None,
@@ -265,7 +264,7 @@ def fine_tune(
                 sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         run.processes.sum_gradients(run.parameters)
         rate = cosine_rate(config.learning_rate, (index + 0.5) / steps)
-        norm = optimizer_step(optimizer, run.parameters, rate)
+        norm = optimizer_step(run.optimizer, run.parameters, rate)
         totals: Counter[str] = Counter()
         for share in run.processes.all_gather(sums):
             totals.update(share)
@@ -287,7 +286,7 @@ def fine_tune(
         progress.step, progress.index = progress.step + 1, index + 1
         stop = any(run.processes.all_gather(bool(interrupted)))
         if stop or progress.index % config.save_every == 0:
-            save_checkpoint(config, run, optimizer, progress.step, progress.to_plain())
+            save_checkpoint(run, progress.step, progress.to_plain())
         if stop:
             return True
     return False

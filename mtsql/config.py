@@ -36,6 +36,7 @@ from typing import (
 
 from mtsql.errors import MissingDatabase, UserError, printable
 from mtsql.files import write_atomically
+from mtsql.parts import hardware
 from mtsql.recipes import RECIPES, load_recipe
 
 Config = TypeVar("Config")
@@ -49,6 +50,7 @@ class AtLeast(NamedTuple):
 
 Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
+NotNegative = Annotated[float, AtLeast(0)]
 Seconds = Annotated[float, AtLeast(0.01)]
 Paths = tuple[str, ...]
 
@@ -126,7 +128,7 @@ class PolicyOptions(AgentOptions, EpisodeOptions):
 
     history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
     rows: Positive = option(256, "trajectories that are sampled at once")
-    cache_gib: float = option(0.0, "GiB of the key/value cache; 0: most of what the device has free")
+    cache_gib: NotNegative = option(0.0, "GiB of the key/value cache; 0: most of what the device has free")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ class CurriculumConfig(RewardOptions):
 
     SECTION: ClassVar = "curriculum"
     samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
-    temperature: float = option(1.0, "of these trajectories")
+    temperature: NotNegative = option(1.0, "of these trajectories")
     correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
 
 
@@ -169,7 +171,7 @@ class DemonstrationsConfig(RewardOptions):
 
     SECTION: ClassVar = "demonstrations"
     samples_per_question: Positive = option(1, "answers of each question, each a first proposal")
-    temperature: float = option(1.0, "of these answers")
+    temperature: NotNegative = option(1.0, "of these answers")
     gold_questions: Count = option(0, "further questions, not sampled: the gold SQL is proposed first")
 
 
@@ -185,15 +187,17 @@ class SftConfig(TrainingOptions):
     teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
     teacher_kept: Count = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
     samples_per_question: Positive = option(20, "rollouts of each question in each round (paper: 20)")
-    temperature: float = option(0.7, "of these rollouts (paper: 0.7)")
+    temperature: NotNegative = option(0.7, "of these rollouts (paper: 0.7)")
     correct: Literal["ex_em", "ex"] = option("ex_em", "a rollout is right by (paper: ex_em)")
     embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
-    epochs: float = option(2.0, "passes over the kept trajectories in each round; the last may be a part")
+    epochs: NotNegative = option(
+        2.0, "passes over the kept trajectories in each round; the last may be a part"
+    )
     trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
     databases_per_step: Count = option(
         0, "databases they are over, so that with --layout shared they share its schema; 0: whatever comes"
     )
-    learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
+    learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
     layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
     save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
 
@@ -206,13 +210,13 @@ class GrpoConfig(TrainingOptions):
     steps: Positive = option(100, "batches of questions")
     prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
     samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
-    temperature: float = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
-    learning_rate: float = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
+    temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
+    learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
     curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
     weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
-    clip_low: float = option(0.2, "epsilon below 1")
-    clip_high: float = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
+    clip_low: NotNegative = option(0.2, "epsilon below 1")
+    clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
     updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
     ratio: Literal["token", "sequence"] = option("token", "importance ratio of each token, or GSPO's")
     aggregate: Literal["trajectory", "token", "constant"] = option(
@@ -222,16 +226,16 @@ class GrpoConfig(TrainingOptions):
         "group",
         "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
     )
-    beta: Annotated[float, AtLeast(0)] = option(0.0, "weight of the KL penalty")
+    beta: NotNegative = option(0.0, "weight of the KL penalty")
     kl: Literal["k1", "k2", "k3"] = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
-    dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
+    dual_clip: NotNegative = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
     tis_cap: float = option(
         -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
     )
     truncated: Literal["keep", "exclude", "penalise"] = option(
         "keep", "trajectories out of tokens, in the loss"
     )
-    truncation_penalty: float = option(1.0, "taken off their reward with --truncated penalise")
+    truncation_penalty: NotNegative = option(1.0, "taken off their reward with --truncated penalise")
     filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
     filter_threshold: float = option(0.0, "the quality that a trajectory has to exceed")
     resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
@@ -288,7 +292,7 @@ class ChatConfig(AddressOptions, AgentOptions):
     database: str = option(..., "SQLite file; it is only read")
     model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
     port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
-    temperature: float = option(0.0, "of the answers; 0 is greedy")
+    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +302,7 @@ class CollectConfig(ServedOptions):
     SECTION: ClassVar = "collect"
     questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     samples_per_question: Positive = option(1, "trajectories of each question")
-    temperature: float = option(0.7, "of these trajectories")
+    temperature: NotNegative = option(0.7, "of these trajectories")
 
 
 SECTIONS = (
@@ -444,13 +448,14 @@ def idle_options(config: Any, reasons: dict[str, str | bool]) -> list[str]:
 
 
 def save_config(config: Any, folder: Path) -> None:
-    """Write run.json: the options, the command, the git commit, and the versions in use."""
+    """Write run.json: the options, the command, the git commit, the versions and the hardware in use."""
     names = ("torch", "transformers", "peft", "sqlglot", "numpy")
     content = {
         "config": asdict(config),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         **git_state(),
         "python": platform.python_version(),
+        "hardware": hardware(),
         "versions": {name: importlib.metadata.version(name) for name in names},
     }
     write_atomically(folder / "run.json", json.dumps(content, indent=1))

@@ -348,11 +348,9 @@ def find_checkpoint(out: Path, resume: bool) -> Path | None:
     return newest
 
 
-def save_checkpoint(
-    config: TrainingOptions, run: Training, optimizer: torch.optim.Optimizer, step: int, state: dict[str, Any]
-) -> None:
+def save_checkpoint(run: Training, step: int, state: dict[str, Any]) -> None:
     """Write the state of a training run after `step` steps; all processes must call it."""
-    weights, optimizer_state = whole_state(run.policy, optimizer)
+    weights, optimizer_state = whole_state(run.policy, run.optimizer)
     if run.processes.is_main:
         with new_checkpoint(run.out, step, KEPT_CHECKPOINTS) as folder:
             save_policy(run.policy, run.tokens.tokenizer, folder / "policy", weights)
@@ -384,8 +382,14 @@ def save_result(run: Run, folder: Path) -> None:
 def load_dev(config: GrpoConfig, run: Run) -> Run:
     """The run with the first dialogues of another split, for evaluations during training.
 
-    With --held-out it is `held_out`, else `dev`.
+    With --held-out it is `held_out`, else `dev`. Raises UserError where that would be what is trained on.
     """
+    files = [source for source in config.data if Path(source).is_file()]
+    if files and not config.held_out:
+        raise UserError(
+            f"--evaluate-every needs other questions than those trained on, and {files[0]} has one split; "
+            "give --held-out, or --evaluate-every 0"
+        )
     dataset = load_split(config, "held_out" if config.held_out else "dev")
     dataset = replace(dataset, dialogues=dataset.dialogues[: config.evaluate_dialogues or None])
     environment = make_environment(config, dataset, run.tokens, config.tools)

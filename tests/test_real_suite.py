@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mtsql.config import (
     SftConfig,
     read_options,
 )
+from mtsql.errors import UserError
 from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT, real_parts
 from mtsql.experiments.real_page import contrast_table, write_real_page
 from mtsql.experiments.real_trajectories import KINDS, chosen
@@ -83,9 +85,9 @@ def record(number: int, db_id: str, ex: int) -> dict:
     }  # fmt: skip
 
 
-def lay_out(out: Path, dataset: str, arm: str, right: str) -> Part:
+def lay_out(out: Path, dataset: str, arm: str, right: str, seed: int = 0) -> Part:
     """A finished evaluation over two databases, of which the first has two questions."""
-    folder = out / "seed0" / "evaluation" / dataset / arm
+    folder = out / f"seed{seed}" / "evaluation" / dataset / arm
     folder.mkdir(parents=True)
     records = [record(i, "aabbb"[i], int(bit)) for i, bit in enumerate(right)]
     (folder / "summary.json").write_text(json.dumps(summarise(records)))
@@ -99,14 +101,14 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     before = [
         lay_out(tmp_path / "one", "sparc", arm, right) for arm, right in (("rl", "11110"), ("base", "00000"))
     ]
-    write_real_page({0: before}, page, "base", [], "make it")
+    write_real_page({0: before}, page, "base", lambda seed: [], "make it")
     (tmp_path / "two/seed0/rl").mkdir(parents=True)
     (tmp_path / "two/seed0/rl/dev.csv").write_text("step,ex,em\n9,0.25,0\n19,0.5,0\n")
     after = [
         lay_out(tmp_path / "two", "sparc", "round_2", "01000"),
         lay_out(tmp_path / "two", HELD_OUT, "rl", "10101"),
     ]
-    write_real_page({0: after}, page, "base", [], "make it")
+    write_real_page({0: after}, page, "base", lambda seed: [], "make it")
     rows = json.loads((tmp_path / "real.json").read_text())
     assert [(r["dataset"], r["arm"], r["ex"], r["right"]) for r in rows] == [
         ("held_out", "rl", 60.0, "10101"), ("sparc", "base", 0.0, "00000"),
@@ -117,15 +119,45 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     low, high = bootstrap_interval([[100.0, 0.0], [100.0, 100.0, 0.0]])
     text = page.read_text()
     assert f"| `rl` - `round_2` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – |" in text
-    assert "**Not measured yet:** `short_sft`, `demonstrations`" in text and "secret" not in text
+    assert "**Not measured yet, or not on both dev sets:** `base`, `short_sft`," in text
+    assert "`make it --seeds 0`" in text and "secret" not in text
     assert "| `rl` | 0 | 25.0 | 50.0 |" in text and "(real_curves.png)" in text
     assert (tmp_path / "real_curves.png").read_bytes().startswith(b"\x89PNG")
     assert "_trajectories_" not in text
     assert "| `rl` | 80.0 / 0.0 | 76.2 / 66.1 | 79.0 / 68.7 |" in text
     notes = tmp_path / "real_notes.md"
     notes.write_text("What was tried.\n")
-    write_real_page({0: []}, page, "base", [], "make it")
+    write_real_page({0: []}, page, "base", lambda seed: [], "make it")
     assert "What was tried." in page.read_text() and json.loads((tmp_path / "real.json").read_text()) == rows
+
+
+def test_a_row_of_other_questions_is_refused_and_changes_nothing(tmp_path):
+    page = tmp_path / "real.md"
+    write_real_page(
+        {0: [lay_out(tmp_path, "sparc", "rl", "11110")]}, page, "base", lambda seed: [], "make it"
+    )
+    before = (tmp_path / "real.json").read_bytes()
+    fewer = lay_out(tmp_path, "sparc", "base", "0000")
+    with pytest.raises(UserError, match="sparc: rl, seed 0, has other questions than base, seed 0"):
+        write_real_page({0: [fewer]}, page, "base", lambda seed: [], "make it")
+    assert (tmp_path / "real.json").read_bytes() == before
+
+
+def test_commands_of_a_later_seed_are_listed_where_they_are_others(tmp_path):
+    parts = {seed: [lay_out(tmp_path, "sparc", "rl", "11110", seed)] for seed in (0, 1)}
+    page = tmp_path / "real.md"
+    write_real_page(
+        parts, page, "base", lambda seed: real_parts(Path("D"), "base", Path("R"), seed), "make it"
+    )
+    lines = page.read_text().splitlines()
+    assert (
+        "SEED stands for each of 0, 1." in lines and "- `make it --seeds 0 1`, in parts" in page.read_text()
+    )
+    training = [line for line in lines if line.startswith("python train_grpo.py") and "/rl --rewards" in line]
+    assert ["--seed 0" in line for line in training] == [True, False]
+    assert all("--model R/seed0/sft/policy" in line for line in training)  # the warm start of seed 0
+    evaluation = [line for line in lines if "evaluation/sparc/rl" in line and "sparc/rl_" not in line]
+    assert len(evaluation) == 1 and "--model R/seedSEED/rl/policy" in evaluation[0]
 
 
 def test_only_a_warm_start_stands_beside_other_seeds():
@@ -154,22 +186,23 @@ PLAYED = [  # database, ex, what the model wrote, tools that it called
     ("c", 1, "".join(FAILED.values()), list(FAILED)), ("e", 0, PASSED, list(FAILED)),
     ("a", 0, "<exec_verify> pass\n</exec_verify>", [EXEC_SQL]),
     ("b", 0, FAILED[MEMORY_RETRIEVE], [MEMORY_RETRIEVE]),
+    ("f", 0, PASSED, [EXEC_SQL, "no_such_tool"]), ("g", 0, PASSED, [EXEC_SQL, EXEC_SQL]),
 ]  # fmt: skip
 
 
 def played_records() -> list[dict]:
     return [
-        record(i, db_id, ex) | {"tool_calls": dict.fromkeys(called, 1), "gold": f"gold {i}"}
+        record(i, db_id, ex) | {"tool_calls": dict(Counter(called)), "gold": f"gold {i}"}
         for i, (db_id, ex, _, called) in enumerate(PLAYED)
     ]
 
 
 def test_trajectories_are_the_first_two_of_each_kind_from_different_databases():
-    cut = record(12, "z", 0) | {"tool_calls": {EXEC_SQL: 1}, "gold": "gold 12", "status": "out_of_tokens"}
+    cut = record(14, "z", 0) | {"tool_calls": {EXEC_SQL: 1}, "gold": "gold 14", "status": "out_of_tokens"}
     texts = [played(text) for *_, text, _ in PLAYED] + [played(FAILED[EXEC_SQL])]
     shown = chosen([*played_records(), cut], texts)
     golds = [[int(text.split("gold: `gold ")[1].split("`")[0]) for text in shown[kind]] for kind in KINDS]
-    assert golds == [[0, 3], [6, 8], [7, 8], [10], [11]]  # 5 and 9 called a tool and did not judge it
+    assert golds == [[0, 3], [6, 8], [7, 8], [10], [11]]  # 5, 9, 12 and 13 have calls that they did not judge
     first = shown["Right, and every check passed"][0]
     assert "[prompt]\nschema ~ ~ ~ x" in first and f"[model]\n{PASSED}\n[environment]\nrows" in first
     assert max(map(len, first.splitlines())) == 162  # the fence in the text was spaced out after the cut
@@ -186,7 +219,7 @@ def test_the_page_links_the_trajectories_of_the_furthest_arm_and_of_earlier_mach
         (folder / "trajectories.jsonl").write_text("".join(lines))
     page = tmp_path / "real.md"
     (tmp_path / "real_trajectories_rl.md").write_text("of another machine")
-    write_real_page({0: parts}, page, "base", [], "make it")
+    write_real_page({0: parts}, page, "base", lambda seed: [], "make it")
     assert "`round_1`, seed 0, on SParC dev" in (tmp_path / "real_trajectories_round_1.md").read_text()
     assert not (tmp_path / "real_trajectories_demonstrations.md").exists()
     text = page.read_text()

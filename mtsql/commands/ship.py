@@ -32,8 +32,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--base", required=True, help="of the adapter, seen from the folder to write")
     chosen = parser.parse_args()
-    if not (chosen.adapter / ADAPTER_FILE).is_file():
-        raise UserError(f"{chosen.adapter} holds no LoRA adapter")
+    if not all((chosen.adapter / name).is_file() for name in (ADAPTER_FILE, WEIGHTS)):
+        raise UserError(f"{chosen.adapter} holds no LoRA adapter: {ADAPTER_FILE} and {WEIGHTS}")
     config = json.loads((chosen.adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
     weights = load_file(chosen.adapter / WEIGHTS)
     halved = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}

@@ -105,15 +105,15 @@ def minutes_table(parts: Sequence[Part], seeds: Sequence[int]) -> str:
 
 
 def command_list(parts: Sequence[Part], seeds: Sequence[int]) -> str:
-    """The commands of the first seed, and those that all seeds share, with SEED for the seed."""
+    """Those of the first seed, with SEED for the seed if all have them, and what other seeds have else."""
     groups: dict[str, list[str]] = {"# data and training": [], "# evaluation": []}
     lines = [(part, seed_of(part), command_line(part)) for part in parts]
     of_seed = {s: {with_seed_placeholder(line, s) for _, seed, line in lines if seed == s} for s in seeds}
     of_all = set.intersection(*of_seed.values()) if of_seed else set()  # some are of one seed alone
     for part, seed, line in lines:
-        if seed in (None, *seeds[:1]):
+        common = line if seed is None else with_seed_placeholder(line, seed)
+        if common not in of_all or seed in (None, *seeds[:1]):
             group = "# evaluation" if _evaluates(part) else "# data and training"
-            common = line if seed is None else with_seed_placeholder(line, seed)
             groups[group].append(common if common in of_all else line)
     blocks = joined(*("\n".join([head, *lines]) for head, lines in groups.items() if lines))
     if not blocks:

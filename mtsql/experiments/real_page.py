@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mtsql.errors import UserError
 from mtsql.experiments.arms import read_evaluation, read_json
 from mtsql.experiments.figures import DPI, log_figure
 from mtsql.experiments.markdown import EMPTY, decimal, joined, listed, signed, table
@@ -75,12 +76,13 @@ def write_real_page(
     parts_by_seed: Mapping[int, Sequence[Part]],
     path: Path,
     model: str,
-    listing: Sequence[Part],
+    listing: Callable[[int], Sequence[Part]],
     made_with: str,
 ) -> Path:
     """Bring the .json beside `path` up to date, write the page and return its path.
 
-    `listing` are the parts whose commands the page shows.
+    `listing` gives the parts of a seed whose commands the page shows, `made_with` is the suite's command but
+    for the seeds. Raises UserError if a row has other questions than the others of its data set.
     """
     numbers = path.with_suffix(".json")
     rows = {(r["dataset"], r["arm"], r["seed"]): r for r in read_json(numbers) or []}
@@ -92,7 +94,9 @@ def write_real_page(
             rows[key] = row | {name: rows[key][name] for name in ("date", "hardware")} if same else row
     order = {arm: place for place, arm in enumerate(ARMS)}
     found = sorted(rows.values(), key=lambda r: (r["dataset"], order[r["arm"]], r["seed"]))
+    check_questions(found)
     write_atomically(numbers, "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+    seeds = sorted({r["seed"] for r in found})
     of = {name: [r for r in found if r["dataset"] == name] for name in (*DATASETS, HELD_OUT)}
     sections = {
         "EX and EM": accuracy_table(of),
@@ -101,8 +105,9 @@ def write_real_page(
         "During RL": joined(curve_figure(of[HELD_OUT], path), curve_table(of[HELD_OUT])),
         "By turn and by hardness": breakdown_table(of),
         "Kinds of errors": errors_table(of),
-        "Commands": command_list(listing, [0]),
+        "Commands": command_list([part for seed in seeds for part in listing(seed)], seeds),
     }
+    made_with += f" --seeds {' '.join(map(str, seeds))}"
     top = f"# {Path(model).name} on SParC and CoSQL\n\n{heading(found, made_with)}"
     write_trajectories(parts_by_seed.get(0, ()), path)
     to_read = sorted(file.name for file in path.parent.glob(f"{path.stem}_trajectories_*.md"))
@@ -114,6 +119,18 @@ def write_real_page(
     below = (f"## {head}\n\n{body}" for head, body in sections.items() if body)
     write_atomically(path, joined(top, text, *below) + "\n")
     return path
+
+
+def check_questions(rows: Sequence[Row]) -> None:
+    """Raise UserError for a row whose questions are not those of its data set's first row."""
+    first = {r["dataset"]: r for r in reversed(rows)}
+    for row in rows:
+        if row["databases"] != first[row["dataset"]]["databases"]:
+            named = [f"{r['arm']}, seed {r['seed']}" for r in (row, first[row["dataset"]])]
+            raise UserError(
+                f"{row['dataset']}: {named[0]}, has other questions than {named[1]}; evaluate it with the "
+                "same data and databases"
+            )
 
 
 def finished_row(part: Part) -> Row | None:
@@ -143,7 +160,7 @@ def finished_row(part: Part) -> Row | None:
         "status": {name: _share(value) for name, value in summary["status"].items()},
         "tool_calls": {name: round(value, 2) for name, value in summary["tool_calls"].items()},
         "date": datetime.fromtimestamp(part.done.stat().st_mtime, UTC).date().isoformat(),
-        "hardware": hardware(),
+        "hardware": run.get("hardware") or hardware(),
         "commit": run.get("commit"),
         "databases": databases,
         "curve": curve(folder.parents[2] / folder.name) if folder.parent.name == HELD_OUT else [],
@@ -174,14 +191,17 @@ def _by_database(rows: Iterable[tuple[Sequence[Sequence], Sequence[float]]]) -> 
 
 def heading(rows: Sequence[Row], made_with: str) -> str:
     """What was measured, on what, and what is missing."""
-    missing = [arm for arm in ARMS if not any(r["arm"] == arm and r["dataset"] in DATASETS for r in rows)]
+    measured = {(r["arm"], r["dataset"]) for r in rows}
+    missing = [arm for arm in ARMS if not measured.issuperset((arm, dataset) for dataset in DATASETS)]
     lines = [
         f"- Dates: {', '.join(sorted({r['date'] for r in rows}) or [EMPTY])}",
         f"- Hardware: {', '.join(sorted({r['hardware'] for r in rows}) or [EMPTY])}",
         f"- `{made_with}`, in parts that resume; raw figures in real.json, with the commit of each.",
     ]
     if missing:
-        lines.append(f"- **Not measured yet:** {', '.join(f'`{arm}`' for arm in missing)}")
+        lines.append(
+            f"- **Not measured yet, or not on both dev sets:** {', '.join(f'`{arm}`' for arm in missing)}"
+        )
     reading = (
         "EX is execution accuracy, EM exact set match, greedy, with gold history, in %. In brackets: 95 % "
         "intervals, resampling databases. The training data is a mix of Spider, CoSQL and SParC whose SParC "
@@ -207,7 +227,8 @@ def accuracy_table(of: Mapping[str, Sequence[Row]]) -> str:
             if own:
                 groups = _by_database((r["databases"], [100.0 * int(bit) for bit in r["right"]]) for r in own)
                 interval = f" [{', '.join(map(decimal, bootstrap_interval(groups)))}]"
-            cells += [f"{decimal(ex)}{interval}", decimal(em)]
+            each = by_seed({r["seed"]: decimal(r["ex"]) for r in own})
+            cells += [f"{decimal(ex)}{interval}{each}", decimal(em)]
         seeds = sorted({r["seed"] for rows in of.values() for r in _seeds(rows, arm).values()})
         if seeds:
             lines.append([f"`{arm}`", description, *cells, listed(seeds)])
@@ -215,7 +236,7 @@ def accuracy_table(of: Mapping[str, Sequence[Row]]) -> str:
     for name, rows in of.items():
         count = rows[0]["questions"] if rows else 0
         header += [f"{NAMES[name]} ({count}): EX", "EM"]
-    return table([*header, "seeds"], lines, "Means over seeds.")
+    return table([*header, "seeds"], lines, "Means over seeds; behind an interval EX of each seed.")
 
 
 def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
@@ -225,32 +246,45 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
         cells = []
         for rows in of.values():
             found = _difference(_seeds(rows, better), _seeds(rows, worse), worse in WARM_STARTS)
-            cells.append(
-                EMPTY if found is None else f"{signed(found[0])} [{signed(found[1])}, {signed(found[2])}]"
-            )
+            if found is None:
+                cells.append(EMPTY)
+            else:
+                mean, low, high, of_seed = found
+                each = by_seed({seed: signed(value) for seed, value in of_seed.items()})
+                cells.append(f"{signed(mean)} [{signed(low)}, {signed(high)}]{each}")
         if set(cells) != {EMPTY}:
             lines.append([title, f"`{better}` - `{worse}`", *cells])
     note = (
         "By the suite's commands `short_rl` has the questions and steps of `rl_outcome`, chosen with "
         "`round_2`. The earlier SQL stands in every prompt, as in the paper's. Intervals resample databases "
-        "alone: they say nothing of other seeds, and a warm start of seed 0 stands beside every seed of RL."
+        "alone, all seeds together: they say nothing of other seeds. Behind them is each seed's own "
+        "difference; a warm start of seed 0 stands beside every seed of RL."
     )
     return table(["step", "arms", *(NAMES[name] for name in of)], lines, note)
 
 
 def _difference(
     better: Mapping[int, Row], worse: Mapping[int, Row], is_warm_start: bool
-) -> tuple[float, float, float] | None:
-    """Mean and interval in points; a warm start of seed 0 stands beside every better seed."""
-    pairs = [(row, worse.get(0 if is_warm_start else seed)) for seed, row in better.items()]
-    pairs = [(a, b) for a, b in pairs if b is not None and a["databases"] == b["databases"]]
-    if not pairs:
+) -> tuple[float, float, float, dict[int, float]] | None:
+    """Mean, interval and each seed's mean in points; a warm start of seed 0 stands beside every seed."""
+    of_seed, databases = {}, {}
+    for seed, a in better.items():
+        b = worse.get(0 if is_warm_start else seed)
+        if b is not None:
+            pairs = zip(a["right"], b["right"], strict=True)
+            of_seed[seed], databases[seed] = [100.0 * (int(x) - int(y)) for x, y in pairs], a["databases"]
+    if not of_seed:
         return None
-    groups = _by_database(
-        (a["databases"], [100.0 * (int(x) - int(y)) for x, y in zip(a["right"], b["right"], strict=True)])
-        for a, b in pairs
-    )
-    return fmean(value for group in groups for value in group), *bootstrap_interval(groups)
+    groups = _by_database((databases[seed], values) for seed, values in of_seed.items())
+    means = {seed: fmean(values) for seed, values in of_seed.items()}
+    return fmean(value for group in groups for value in group), *bootstrap_interval(groups), means
+
+
+def by_seed(values: Mapping[int, str]) -> str:
+    """What several seeds have, or which other than seed 0 is the only one; nothing of seed 0 alone."""
+    if set(values) <= {0}:
+        return ""
+    return f" (seed {', '.join(f'{seed}: {value}' for seed, value in sorted(values.items()))})"
 
 
 def paper_table(of: Mapping[str, Sequence[Row]]) -> str:

@@ -15,12 +15,13 @@ from mtsql.parts import Part
 from mtsql.recipes.mtsql_r1_prompts import VERDICT
 
 OF_EACH, WIDEST_LINE = 2, 160
+UNJUDGED = "unjudged"
 ARMS_WITH_TOOLS = ("rl", "rl_outcome", "round_2", "round_1", "demonstrations")  # the first that is there
-Verdicts = Mapping[str, Sequence[str]]  # "pass" or "no_pass", in order, by each tool that was called
+Verdicts = Mapping[str, Sequence[str]]  # "pass", "no_pass" or UNJUDGED for each call, by the tool
 
 
 def _all_passed(verdicts: Verdicts) -> bool:
-    """Whether every tool that was called was judged, and never with "no_pass"."""
+    """Whether every call of a tool was judged, and never with "no_pass"."""
     return all(set(found) == {"pass"} for found in verdicts.values())
 
 
@@ -79,7 +80,10 @@ def chosen(records: Sequence[Mapping], played: Sequence[Mapping]) -> dict[str, l
         if not record["tool_calls"] or record["status"] != "answered":
             continue
         wrote = "".join(s["text"] for s in trajectory["segments"] if s["role"] == "model")
-        verdicts = {tool: VERDICT[tool].findall(wrote) for tool in record["tool_calls"]}
+        verdicts = {}
+        for tool, calls in record["tool_calls"].items():  # of a tool that there is, or of none
+            said = VERDICT[tool].findall(wrote) if tool in VERDICT else []
+            verdicts[tool] = [*said, *[UNJUDGED] * (calls - len(said))]
         for kind, holds in KINDS.items():
             of_kind = found[kind]
             if holds(record["ex"], verdicts) and len(of_kind) < OF_EACH and record["db_id"] not in of_kind:

@@ -96,15 +96,15 @@ def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
         verdicts = verdict(tool, not failed) + "\n"
         step += 1
         if failed:  # repaired, and checked from the beginning
-            sql, wrong, first, step = shown_gold(example), False, found, 0
+            sql, wrong, first, step = as_shown(example.gold_sql), False, found, 0
     if episode.trajectory.status is not Status.ANSWERED:
         return Demonstration(example, right, CUT, None)
     return Demonstration(example, right, first, episode.trajectory)
 
 
-def shown_gold(example: Example) -> str:
-    """The gold SQL with EX's repairs, for the tool runs what is written: SQLite refuses "> ="."""
-    return as_executed(example.gold_sql, keep_distinct=True)
+def as_shown(sql: str) -> str:
+    """SQL with EX's repairs, for a tool and a user run what is written: SQLite refuses "> ="."""
+    return as_executed(sql, keep_distinct=True)
 
 
 def execution_problem(question: str, result: ExecutionResult) -> str | None:

@@ -15,6 +15,7 @@ from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.config import SftConfig, idle_options
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
+from mtsql.learn.demonstrations import as_shown
 from mtsql.recipes.rewards import Rewards, is_right
 
 
@@ -121,14 +122,14 @@ class Progress:
 
 
 def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example]]) -> list[Collected]:
-    """The gold SQL of every question as a direct answer: the data of the short-horizon baseline.
+    """The gold SQL of every question, as it runs, as a direct answer: the data of the short-horizon baseline.
 
     Each question comes with its number, which is not used: there is nothing to draw.
     """
     found = []
     for _, example in numbered:
         episode = environment.episodes(example, [0])[0]
-        ids = environment.tokens.message_ids(environment.recipe.answer(example.gold_sql))
+        ids = environment.tokens.message_ids(environment.recipe.answer(as_shown(example.gold_sql)))
         fits = episode.trajectory.status is None
         if fits:
             episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
