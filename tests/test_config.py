@@ -49,6 +49,15 @@ def load(*argv):
     return read_options(Small, "test", ["--data", "d", "--out", "o", *argv])
 
 
+@pytest.mark.parametrize("given", ["--learning-rate=-1e-4", "--epochs=nan", "--temperature=inf"])
+def test_numbers_that_break_training_are_refused_at_once(given, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        read_options(SftConfig, "", ["--data", "D", "--out", "O", "--model", "M", given])
+    name, value = given.split("=")
+    assert stopped.value.code == 2
+    assert f"{name} should be at least 0 and finite, not {float(value)}" in capsys.readouterr().err
+
+
 def test_command_line_overrides_file_and_defaults(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('[common]\nseed = 3\ntools = "none"\n[sft]\nrate = 2\n[grpo]\nanything = 1\n')

@@ -63,10 +63,13 @@ def test_an_error_is_seen_and_repaired_to_the_gold_sql(tiny):
     assert unlearned(tiny, shown) == ["SELECT nme FROM singer", "", "", ""]  # its mistake is not taught
 
 
-def test_gold_sql_is_repaired_to_what_the_tool_can_run(tiny):
+def test_sql_is_repaired_to_what_the_tool_can_run(tiny):
     """EX mends "> ="; the tool shows SQLite's error for it, which the model must not learn to pass."""
-    episode = make_episode(tiny)
-    episode.example = replace(episode.example, gold_sql="SELECT name FROM singer WHERE age > = 30")
+    episode, split = make_episode(tiny), "SELECT name FROM singer WHERE age > = 30"
+    episode.example = replace(episode.example, gold_sql=split)
+    proposed = demonstrate(make_episode(tiny), split, right=True)
+    assert proposed.first == RIGHT and proposed.trajectory.answer_sql == split.replace("> =", ">=")
+    assert "error" not in proposed.trajectory.observations[0].text
     shown = demonstrate(episode, "SELECT nme FROM singer", right=False)
     assert shown.trajectory.answer_sql == "SELECT name FROM singer WHERE age >= 30" and episode.result.ok
     scorer = Scorer({"music": tiny.schema}, tiny.executor)

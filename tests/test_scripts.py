@@ -143,6 +143,13 @@ def test_short_horizon_fine_tuning_learns_the_gold_answers(work):
     assert not environment_said and all(t["segments"][1]["loss_mask_sum"] > 0 for t in kept)
 
 
+def test_evaluation_during_rl_refuses_the_questions_that_are_trained_on(work, tmp_path):
+    command = ["train_grpo.py", *TOY, "--data", work / "benchmark" / "train.json", "--out", tmp_path / "grpo"]
+    command += ["--databases", work / "benchmark" / "database", "--model", work / "imitation"]
+    refused = run(*command, "--evaluate-every", 1, "--steps", 1, expect=2)
+    assert "train.json has one split; give --held-out" in refused and not (tmp_path / "grpo").exists()
+
+
 def test_curriculum_is_counted_and_followed_level_by_level(work):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--held-out", 1]
     out = run(

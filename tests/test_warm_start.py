@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from conftest import GOLD, Tiny, make_episode, say
 
+from mtsql.agent.env import Environment, Limits
+from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.config import SftConfig
-from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
-from mtsql.recipes.mtsql_r1 import make_reward
+from mtsql.learn.warm_start import Collected, Progress, gold_answers, idle_targets, rejection
+from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
@@ -74,6 +77,16 @@ def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(ti
     assert (again.remaining, again.solved, again.coverage) == (pool, {pool[0].id}, progress.coverage)
     again.drop_solved()
     assert again.remaining == [] and not again.collected and again.index == 0
+
+
+def test_gold_answers_are_learned_as_they_run(tiny):
+    example, recipe = make_episode(tiny).example, MtsqlR1(PromptOptions(True, 40))
+    environment = Environment(
+        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, Limits(), make_tools("none")
+    )
+    split = replace(example, gold_sql="SELECT name FROM singer WHERE age ! = 30")
+    ((trajectory,),) = (found.kept for found in gold_answers(environment, [(0, split)]))
+    assert trajectory.answer_sql == "SELECT name FROM singer WHERE age != 30"
 
 
 def test_options_that_collect_nothing_say_so():

@@ -37,7 +37,6 @@ from mtsql.learn.demonstrations import (
     GOLD_ALONE,
     GOLD_CUT,
     Demonstration,
-    as_shown,
     demonstrate,
     draw_tool_set,
     keep_share_of_wrong,
@@ -100,18 +99,18 @@ def play_answers(
             tool_set = tool_set_of(config, example)
             shown_of = []
             for trajectory in sampled:
-                if trajectory.answer_sql is None:
+                answer = trajectory.answer_sql
+                if answer is None:
                     continue  # a message that holds no SQL is no proposal
-                answer = as_shown(trajectory.answer_sql)
                 right = bool(run.scorer.ex(example.db_id, example.gold_sql, answer))
                 if tool_set == "none":  # nothing to look at, so that only the gold SQL is worth showing
-                    answer, right = as_shown(example.gold_sql), True
+                    answer, right = example.gold_sql, True
                 (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
                 shown = demonstrate(episode, answer, right)
                 shown_of.append(replace(shown, tool_set=tool_set))
                 if not right and shown.trajectory is not None:
                     (episode,) = environments[tool_set].episodes(example, [trajectory.seed])
-                    beside = demonstrate(episode, as_shown(example.gold_sql), True)
+                    beside = demonstrate(episode, example.gold_sql, True)
                     first = GOLD if beside.trajectory is not None else GOLD_CUT
                     shown_of.append(replace(beside, tool_set=tool_set, first=first))
             found.append(shown_of)
@@ -126,7 +125,7 @@ def play_gold(
     for example in asked:
         tool_set = tool_set_of(config, example)
         (episode,) = environments[tool_set].episodes(example, [0])
-        shown = demonstrate(episode, as_shown(example.gold_sql), True)
+        shown = demonstrate(episode, example.gold_sql, True)
         first = GOLD_ALONE if shown.trajectory is not None else GOLD_CUT
         found.append(replace(shown, tool_set=tool_set, first=first))
     return found

@@ -64,9 +64,9 @@ def draw_tool_set(rng: random.Random) -> str:
 
 
 def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
-    """Play an episode that starts with `proposal`, which is `right` or wrong."""
+    """Play an episode that starts with `proposal`, as it runs; it is `right` or wrong by EX."""
     tools, recipe, example = episode.tools, episode.recipe, episode.example
-    sql, wrong, first, verdicts = proposal, not right, RIGHT, ""
+    sql, wrong, first, verdicts = as_shown(proposal), not right, RIGHT, ""
     checks = [EXEC_SQL] if EXEC_SQL in tools else []
     checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
 
