@@ -30,7 +30,7 @@ from mtsql.agent.generator import Generator
 from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
-from mtsql.config import EvaluateConfig, read_options
+from mtsql.config import EvaluateConfig, hardware, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
@@ -38,7 +38,6 @@ from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import load_policy, merged_adapter
 from mtsql.learn.warm_start import gold_answers
 from mtsql.model_folder import load_tokenizer
-from mtsql.parts import hardware
 from mtsql.questions import load_split, make_environment
 
 CONFIG = "configs/real_smollm2.toml"

@@ -36,7 +36,6 @@ from typing import (
 
 from mtsql.errors import MissingDatabase, UserError, printable
 from mtsql.files import write_atomically
-from mtsql.parts import hardware
 from mtsql.recipes import RECIPES, load_recipe
 
 Config = TypeVar("Config")
@@ -228,7 +227,7 @@ class GrpoConfig(TrainingOptions):
     )
     beta: NotNegative = option(0.0, "weight of the KL penalty")
     kl: Literal["k1", "k2", "k3"] = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
-    dual_clip: NotNegative = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
+    dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
     tis_cap: float = option(
         -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
     )
@@ -459,6 +458,19 @@ def save_config(config: Any, folder: Path) -> None:
         "versions": {name: importlib.metadata.version(name) for name in names},
     }
     write_atomically(folder / "run.json", json.dumps(content, indent=1))
+
+
+def hardware() -> str:
+    """The processor, the number of cores and the GPU, if any."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].partition(":")[2].strip() if lines else name
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{os.cpu_count()} cores of {name}{gpu}"
 
 
 def git_state() -> dict[str, Any]:

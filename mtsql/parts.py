@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -59,16 +57,3 @@ def minutes_of(done: Path) -> float:
 
 def _minutes_file(done: Path) -> Path:
     return done.parent / f"{done.name}.minutes"
-
-
-def hardware() -> str:
-    """The processor, the number of cores and the GPU, if any."""
-    import torch
-
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(":")[2].strip() if lines else name
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{os.cpu_count()} cores of {name}{gpu}"

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from mtsql.config import hardware
 from mtsql.experiments.arms import DESCRIPTIONS, ELSEWHERE, Arms
 from mtsql.experiments.markdown import decimal, joined, listed, table, with_seed_placeholder
 from mtsql.experiments.suite import command_line
 from mtsql.files import write_atomically
-from mtsql.parts import Part, hardware, minutes_of
+from mtsql.parts import Part, minutes_of
 
 
 def write_page(

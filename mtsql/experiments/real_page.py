@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mtsql.config import hardware
 from mtsql.errors import UserError
 from mtsql.experiments.arms import read_evaluation, read_json
 from mtsql.experiments.figures import DPI, log_figure
@@ -23,7 +24,7 @@ from mtsql.experiments.page import command_list, seed_of
 from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT
 from mtsql.experiments.real_trajectories import write_trajectories
 from mtsql.files import write_atomically
-from mtsql.parts import Part, hardware, minutes_of
+from mtsql.parts import Part, minutes_of
 from mtsql.report.metrics import bootstrap_interval
 from mtsql.report.plots import save_figure
 
