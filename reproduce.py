@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="", help="of --suite real [its settings']"
     )
-    if parser.parse_args().suite == "real":  # its parts have names of the others'
+    if parser.parse_args().suite == "real":  # apart from the others, whose parts have the same names
         parser.set_defaults(out=Path("runs/real"), seeds=[0])
     chosen = parser.parse_args()
     if chosen.suite == "real":

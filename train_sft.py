@@ -10,7 +10,8 @@ rounds: policies/round_N/), trajectories.jsonl (the set T, for mtsql.report.view
 as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics.csv and checkpoints/
 (for --resume).
 
-`--targets gold --tools none --rounds 1` is the short-horizon baseline: direct answers with the gold SQL.
+`--targets gold --tools none --rounds 1` is the short-horizon baseline: direct answers with the gold
+SQL, a split "! =" joined as the official evaluation joins it.
 `--targets teacher --teacher FILE.jsonl --rounds 1` learns from a teacher's right trajectories instead
 (SQL-Trail, section 3.2): chat messages of any source, played again in our environment.
 

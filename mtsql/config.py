@@ -440,7 +440,7 @@ def idle_options(config: Any, reasons: dict[str, str | bool]) -> list[str]:
     """A sentence for each option that is not its default and, for a reason, does nothing."""
     defaults = {item.name: item.default for item in fields(config)}
     return [
-        f"{_flag(name)} does nothing here: {reason}"
+        f"{_flag(name)} (given here or in --config) does nothing: {reason}"
         for name, reason in reasons.items()
         if reason and getattr(config, name) != defaults[name]
     ]

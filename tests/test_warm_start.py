@@ -95,6 +95,6 @@ def test_options_that_collect_nothing_say_so():
     sentences = idle_targets(SftConfig(**given, samples_per_question=4, correct="ex", targets="gold"))
     assert [sentence.split()[0] for sentence in sentences] == ["--samples-per-question", "--correct"]
     (sentence,) = idle_targets(SftConfig(**given, rewards="paper", targets="gold"))
-    assert sentence == "--rewards does nothing here: --targets gold takes every answer"
+    assert sentence == "--rewards (given here or in --config) does nothing: --targets gold takes every answer"
     (sentence,) = idle_targets(SftConfig(**given, teacher_kept=7))
-    assert sentence == "--teacher-kept does nothing here: --targets is not teacher"
+    assert sentence == "--teacher-kept (given here or in --config) does nothing: --targets is not teacher"

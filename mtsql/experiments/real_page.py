@@ -282,7 +282,7 @@ def _difference(
 
 
 def by_seed(values: Mapping[int, str]) -> str:
-    """What several seeds have, or which other than seed 0 is the only one; nothing of seed 0 alone."""
+    """The values of several seeds, or of one that is not seed 0; "" for seed 0 alone."""
     if set(values) <= {0}:
         return ""
     return f" (seed {', '.join(f'{seed}: {value}' for seed, value in sorted(values.items()))})"
@@ -364,5 +364,5 @@ def breakdown_table(of: Mapping[str, Sequence[Row]]) -> str:
 def errors_table(of: Mapping[str, Sequence[Row]]) -> str:
     """Kinds of errors of every arm."""
     shown = _breakdown(of, "errors")
-    note = "Share of all questions, in %; an answer may have several. execution: none, or it fails."
+    note = "Share of all questions, in %; an answer may have several. execution: no SQL, or it fails."
     return joined(shown, note if shown else "")
