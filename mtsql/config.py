@@ -90,6 +90,7 @@ class QuestionOptions(CommonOptions):
         False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
     )
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
+    error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
     max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
     max_prompt_tokens: Positive = option(4000, "longest prompt (paper: 4000)")
     max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
@@ -169,9 +170,9 @@ class DemonstrationsConfig(RewardOptions):
     """Demonstrations with the model's own mistakes (mtsql.commands.demonstrations)."""
 
     SECTION: ClassVar = "demonstrations"
-    samples_per_question: Positive = option(1, "answers of each question, each a first proposal")
-    temperature: NotNegative = option(1.0, "of these answers")
-    gold_questions: Count = option(0, "further questions, not sampled: the gold SQL is proposed first")
+    samples_per_question: Positive = option(8, "answers of each question, each a first proposal")
+    temperature: NotNegative = option(0.7, "of these answers")
+    kept_per_question: Positive = option(2, "conversations of each question, with right and with wrong ones")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,9 @@ def make_environment(
     limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
     recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
     executor = Executor(timeout_seconds=config.sql_timeout)
-    return Environment(dataset.schemas, recipe, tokens, executor, limits, make_tools(tools))
+    return Environment(
+        dataset.schemas, recipe, tokens, executor, limits, make_tools(tools), config.error_hints
+    )
 
 
 def prompt_options(config: QuestionOptions) -> PromptOptions:

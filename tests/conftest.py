@@ -92,11 +92,21 @@ def make_episode(
         "How many singers are there?", "SELECT count(*) FROM singer" if gold_history else None
     )
     example = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, (earlier,) if history else ())
+    return environment_of(tiny, tools, limits, compact, result_characters).episodes(example, [0])[0]
+
+
+def environment_of(
+    tiny: Tiny,
+    tools: str = "both",
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    compact: bool = True,
+    result_characters: int = 40,
+    error_hints: bool = False,
+) -> Environment:
+    """The environment of `make_episode`."""
     recipe = MtsqlR1(PromptOptions(compact, result_characters))
-    environment = Environment(
-        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools)
-    )
-    return environment.episodes(example, [0])[0]
+    schemas, chosen = {"music": tiny.schema}, make_tools(tools)
+    return Environment(schemas, recipe, tiny.tokens, tiny.executor, limits, chosen, error_hints)
 
 
 def say(episode: Episode, text: str) -> bool:

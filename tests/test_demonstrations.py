@@ -9,19 +9,21 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, TOY, make_episode, run
+from conftest import GOLD, TOY, environment_of, make_episode, run
 
 from mtsql.agent.env import Limits
-from mtsql.agent.trajectory import ActionType, Status
-from mtsql.data.datasets import HistoryTurn
+from mtsql.agent.trajectory import ActionType, Segment, Status
+from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.learn.demonstrations import (
     CUT,
     RIGHT,
     UNSEEN,
+    UNSOLVED,
     Demonstration,
+    choose_demonstrations,
     demonstrate,
+    demonstrate_samples,
     execution_problem,
-    keep_share_of_wrong,
     memory_problem,
 )
 from mtsql.report.records import question_record
@@ -46,51 +48,68 @@ def unlearned(tiny, demonstration: Demonstration) -> list[str]:
     return found
 
 
+MISSPELT, RENAMED = "SELECT nme FROM singer", "SELECT title FROM singer"
+
+
+def play(
+    tiny, wrong: list[str], end: str | None, example: Example | None = None, history: bool = False, **kinds
+) -> Demonstration:
+    """A demonstration for make_episode's question or another, the environment as in `environment_of`."""
+    example = example or make_episode(tiny, history).example
+    return demonstrate(environment_of(tiny, **kinds), example, wrong, end)
+
+
 def test_a_right_answer_passes_both_checks(tiny):
-    shown = demonstrate(make_episode(tiny, history=True), GOLD, right=True)
+    shown = play(tiny, [], GOLD, history=True)
     expected = ["propose", "execute", "e_verify pass", "m_verify pass", "finalize"]
-    assert shown.first == RIGHT and actions(shown) == expected and unlearned(tiny, shown) == ["", "", ""]
+    assert shown.right and shown.first == RIGHT
+    assert actions(shown) == expected and unlearned(tiny, shown) == ["", "", ""]
     assert shown.trajectory.off_protocol == 0 and shown.trajectory.answer_sql == GOLD
 
 
-def test_an_error_is_seen_and_repaired_to_the_gold_sql(tiny):
-    shown = demonstrate(make_episode(tiny, history=True), "SELECT nme FROM singer", right=False)
-    assert shown.first == "error" and shown.trajectory.answer_sql == GOLD
+def test_an_error_is_seen_and_repaired(tiny):
+    shown = play(tiny, [MISSPELT], GOLD, history=True)
+    assert not shown.right and shown.first == "error" and shown.trajectory.answer_sql == GOLD
     assert actions(shown)[:6] == [
         "propose", "execute", "e_verify no_pass", "self_correct", "execute", "e_verify pass",
     ]  # fmt: skip
     assert shown.trajectory.off_protocol == 0 and shown.trajectory.status is Status.ANSWERED
-    assert unlearned(tiny, shown) == ["SELECT nme FROM singer", "", "", ""]  # its mistake is not taught
+    assert unlearned(tiny, shown) == [MISSPELT, "", "", ""]  # its mistake is not taught
+
+
+def test_a_second_query_may_fail_too(tiny):
+    shown = play(tiny, [MISSPELT, RENAMED], GOLD, history=True)
+    verdicts = [a for a in actions(shown) if "verify" in a]
+    assert verdicts == ["e_verify no_pass", "e_verify no_pass", "e_verify pass", "m_verify pass"]
+    assert shown.trajectory.off_protocol == 0 and shown.trajectory.answer_sql == GOLD
+    assert unlearned(tiny, shown) == [MISSPELT, RENAMED, "", "", ""]
 
 
 def test_sql_is_repaired_to_what_the_tool_can_run(tiny):
     """EX mends "> ="; the tool shows SQLite's error for it, which the model must not learn to pass."""
-    episode, split = make_episode(tiny), "SELECT name FROM singer WHERE age > = 30"
-    episode.example = replace(episode.example, gold_sql=split)
-    proposed = demonstrate(make_episode(tiny), split, right=True)
-    assert proposed.first == RIGHT and proposed.trajectory.answer_sql == split.replace("> =", ">=")
-    assert "error" not in proposed.trajectory.observations[0].text
-    shown = demonstrate(episode, "SELECT nme FROM singer", right=False)
-    assert shown.trajectory.answer_sql == "SELECT name FROM singer WHERE age >= 30" and episode.result.ok
+    split = "SELECT name FROM singer WHERE age > = 30"
+    example = replace(make_episode(tiny).example, gold_sql=split)
+    shown = play(tiny, [MISSPELT], split, example)
+    assert shown.trajectory.answer_sql == split.replace("> =", ">=")
+    assert "error" not in shown.trajectory.observations[1].text
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    record = question_record(shown.trajectory, episode.example, scorer, tiny.tokens.decode)
+    record = question_record(shown.trajectory, example, scorer, tiny.tokens.decode)
     assert record["gold_result"] == record["answer_result"] and "Bruno" in record["gold_result"]
 
 
-def test_what_nothing_shows_is_no_demonstration(tiny):
-    wrong = "SELECT name FROM singer WHERE country = 'italy'"
-    assert demonstrate(make_episode(tiny), wrong, right=False) == Demonstration(
-        make_episode(tiny).example, False, UNSEEN, None
-    )
+def test_what_nothing_shows_or_nothing_repairs_is_no_demonstration(tiny):
+    hidden, question = "SELECT name FROM singer WHERE country = 'italy'", make_episode(tiny).example
+    assert play(tiny, [hidden], GOLD) == Demonstration(question, False, UNSEEN, None)
+    assert play(tiny, [MISSPELT, hidden], GOLD) == Demonstration(question, False, UNSEEN, None)
+    assert play(tiny, [MISSPELT], None) == Demonstration(question, False, UNSOLVED, None)
 
 
 def test_a_lost_constraint_is_seen_in_the_memory(tiny):
-    episode = make_episode(tiny, history=True)
     earlier = HistoryTurn("Who is 31?", "SELECT name FROM singer WHERE age = 31")
-    episode.example = replace(episode.example, question="Which of those are from France?", history=(earlier,))
     gold = "SELECT name FROM singer WHERE age = 31 AND country = 'france'"
-    episode.example = replace(episode.example, gold_sql=gold)
-    shown = demonstrate(episode, GOLD, right=False)
+    example = make_episode(tiny).example
+    example = replace(example, question="Which of those are from France?", history=(earlier,), gold_sql=gold)
+    shown = play(tiny, [GOLD], gold, example)
     assert shown.first == "a constraint of an earlier turn is gone"
     assert actions(shown)[2:6] == ["e_verify pass", "m_verify no_pass", "self_correct", "execute"]
     assert shown.trajectory.answer_sql == gold and shown.trajectory.off_protocol == 0
@@ -106,8 +125,29 @@ def test_a_lost_constraint_is_seen_in_the_memory(tiny):
     ],
 )
 def test_what_a_limit_cuts_is_no_demonstration(tiny, tools, limits):
-    shown = demonstrate(make_episode(tiny, limits=limits, tools=tools), GOLD + " " * 40, right=True)
+    shown = play(tiny, [], GOLD + " " * 40, limits=limits, tools=tools)
     assert (shown.right, shown.first, shown.trajectory) == (True, CUT, None)
+
+
+def test_a_sample_is_repaired_to_the_right_one_that_is_most_like_it(tiny):
+    environment, example = environment_of(tiny), make_episode(tiny).example
+    lower = GOLD.replace("'france'", "lower('FRANCE')")
+    hidden = "SELECT name FROM singer WHERE country = 'italy'"
+    near = GOLD.replace("country", "contry")
+    samples = [near, GOLD, lower, near.replace("'france'", "lower('FRANCE')"), hidden]
+    right = [False, True, True, False, False]
+    answers, failed_twice = [], 0
+    for seed in range(40):
+        found = demonstrate_samples(environment, example, samples, right, random.Random(seed))
+        assert [d.first for d in found] == ["error", RIGHT, RIGHT, "error", UNSEEN]
+        calls = [sum(o.tool == "exec_sql" for o in d.trajectory.observations) for d in found[:4]]
+        assert calls[1:3] == [1, 1] and {calls[0], calls[3]} <= {2, 3}
+        failed_twice += calls[0] == 3
+        answers += [(calls[0], found[0].trajectory.answer_sql)]
+    # The repair is of what failed last: the other sample, where there were two.
+    assert set(answers) == {(2, GOLD), (3, lower)} and 1 <= failed_twice <= 12
+    found = demonstrate_samples(environment, example, [near, hidden], [False, False], random.Random(0))
+    assert [d.first for d in found] == [UNSOLVED, UNSEEN]
 
 
 @pytest.mark.parametrize(
@@ -147,51 +187,52 @@ def test_values_of_the_last_turn_are_looked_for_where_a_question_refers_back(tin
 
 
 def test_the_share_of_wrong_proposals_stays(tiny):
-    example = make_episode(tiny).example
+    example, played = make_episode(tiny).example, play(tiny, [], GOLD).trajectory
 
-    def shown(right: bool, first: str, count: int, tools: str = "both") -> list[Demonstration]:
-        return [Demonstration(example, right, first, None, tools) for _ in range(count)]
+    def shown(right: bool, first: str, tools: str = "both", words: int = 0) -> Demonstration:
+        """One of a trajectory that is like no other of other `words`, without any if nothing can be shown."""
+        usable = first in (RIGHT, "error")
+        other = replace(played, segments=[*played.segments, Segment.given("environment", [5] * words)])
+        return Demonstration(example, right, first, other if usable else None, tools)
 
-    right, wrong = shown(True, RIGHT, 60), shown(False, "error", 10)
-    found = right + wrong + shown(False, UNSEEN, 30)
-    kept = keep_share_of_wrong(found, random.Random(0))
-    assert [d.first for d in kept] == [RIGHT] * 15 + ["error"] * 10  # a quarter of the wrong ones: 40 %
-    cut = shown(True, CUT, 12) + shown(False, CUT, 32)
-    kept = keep_share_of_wrong(found + cut, random.Random(0))
-    assert [d.first for d in kept] == [RIGHT] * 10 + ["error"] * 10  # 72 of 144 were wrong
-    assert keep_share_of_wrong(right, random.Random(0)) == right
-    beside = shown(True, "gold, beside a repaired one", 10)
-    assert keep_share_of_wrong(found + beside, random.Random(0))[25:] == beside
-    direct = shown(True, RIGHT, 5, "none")
-    assert keep_share_of_wrong(found + direct + shown(True, CUT, 3, "none"), random.Random(0))[25:] == direct
+    # Of eight samples four are right, two of them the same; of the wrong ones one cannot be shown.
+    question = [shown(True, RIGHT, words=n) for n in (1, 1, 2, 3)]
+    question += [shown(False, "error", words=n) for n in (4, 5, 6)] + [shown(False, UNSEEN)]
+    kept = choose_demonstrations([question] * 10, 2, random.Random(0))
+    assert Counter(d.right for d in kept) == {True: 20, False: 20}  # two of each kind, and half are wrong
+    kept = choose_demonstrations([question] * 10, 5, random.Random(0))
+    assert Counter(d.right for d in kept) == {True: 30, False: 30}  # all that differ
+    unsolved = [shown(False, UNSOLVED)] * 8
+    kept = choose_demonstrations([question, unsolved] * 10, 2, random.Random(0))
+    assert Counter(d.right for d in kept) == {True: 7, False: 20}  # three of four are wrong
+    direct = [shown(True, RIGHT, "none")]
+    kept = choose_demonstrations([question, direct, [shown(True, CUT, "none")]], 2, random.Random(0))
+    assert kept[-1:] == direct and len(kept) == 5
+    assert len(choose_demonstrations([question[:4]], 2, random.Random(0))) == 2  # none is wrong
 
 
 def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     out = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown",
-        "--samples-per-question", 2, "--temperature", 1.0, "--questions", 20, "--gold-questions", 8,
+        "--samples-per-question", 6, "--temperature", 1.0, "--questions", 30,
     )  # fmt: skip
     path = tmp_path / "shown" / "demonstrations.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    repaired = [line for line in lines if any("unlearned" in m for m in line["messages"])]
     kinds = Counter(line["first_proposal"] for line in lines)
-    repaired = sum(any("unlearned" in m for m in line["messages"]) for line in lines)
-    assert repaired and kinds["gold, beside a repaired one"] == repaired
-    alone = [line for line in lines if line["first_proposal"] == "gold, of a question that was not sampled"]
-    sampled = {line["example_id"] for line in lines if line not in alone}
-    assert len(alone) == 8 and not {line["example_id"] for line in alone} & sampled
-    assert not any("unlearned" in m for line in alone for m in line["messages"])
-    with_tools = sum(line.get("tool_set") != "none" for line in alone)
-    assert re.search(rf"gold, of a question that was not sampled +{with_tools}\n", out)
-    assert "left out 0: gold, beyond a limit of the episode" in out
+    assert repaired and len(repaired) == kinds.total() - kinds["right"]
+    assert max(Counter(line["example_id"] for line in repaired).values()) <= 2
+    with_tools = sum(line.get("tool_set") != "none" for line in lines if line["first_proposal"] == "right")
+    assert re.search(rf"right +\d+ +{with_tools}\n", out)
     assert {line.get("tool_set", "both") for line in lines} > {"both"}
     for line in lines:
         assert ("tools: none" in line["messages"][0]["content"]) == (line.get("tool_set") == "none")
     out = run(
         "train_sft.py", *data, "--out", tmp_path / "sft", "--targets", "teacher", "--teacher", path,
-        "--rounds", 1, "--epochs", 1,
+        "--rounds", 1, "--epochs", 1, "--correct", "ex",
     )  # fmt: skip
-    assert f"{'  kept':<52}{len(lines):>8,}" in out
+    assert f"{'  kept':<52}{len(lines):>8,}" in out, out
     assert "another observation" not in out
     chat = [json.loads(line) for line in (tmp_path / "sft" / "chat.jsonl").read_text().splitlines()]
     names = ("example_id", "messages", "tool_set")
@@ -202,7 +243,3 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
     )
     assert "leave out --tools" in refused
-    refused = run(
-        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--gold-questions", 2, expect=2
-    )
-    assert "--gold-questions needs --questions above 0" in refused

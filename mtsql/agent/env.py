@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mtsql.agent.memory import MemoryEntry
@@ -18,6 +18,7 @@ from mtsql.agent.trajectory import Action, ActionType, Observation, Segment, Sta
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult, Executor
+from mtsql.sql.hints import error_hint
 from mtsql.sql.text import same_query
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
@@ -123,6 +124,7 @@ class Episode:
         self.recipe = environment.recipe
         self.tokens = environment.tokens
         self.executor = environment.executor
+        self.error_hints = environment.error_hints
         self.limits = environment.limits
         self.tools = environment.tools
         prompt = Segment.given("prompt", prompt_ids)
@@ -140,8 +142,11 @@ class Episode:
         return min(self.limits.max_response_tokens - response, self.limits.max_sequence_tokens - whole)
 
     def execute(self, sql: str) -> ExecutionResult:
-        """Run a query on the question's database."""
+        """Run a query on the question's database; an error may have a hint behind it."""
         self.result = self.executor.execute(self.schema.path, sql)
+        hint = error_hint(self.result.message, sql, self.schema) if self.error_hints else ""
+        if hint:
+            self.result = replace(self.result, message=f"{self.result.message}; {hint}")
         return self.result
 
     def step(
@@ -261,7 +266,10 @@ class WatchedEpisode:
 
 @dataclass(frozen=True)
 class Environment:
-    """What all episodes of a run share; `tools` by name."""
+    """What all episodes of a run share; `tools` by name.
+
+    With `error_hints` an error of SQLite names what there is instead (`mtsql.sql.hints`).
+    """
 
     schemas: dict[str, Schema]
     recipe: Recipe
@@ -269,6 +277,7 @@ class Environment:
     executor: Executor
     limits: Limits
     tools: Mapping[str, Tool]
+    error_hints: bool = False
 
     def episodes(self, example: Example, seeds: list[int]) -> list[Episode]:
         """One episode a seed, all from the same prompt ids (a GRPO group)."""

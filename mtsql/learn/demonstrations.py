@@ -2,11 +2,11 @@
 
 A model too small to follow instructions never calls the tools, and is shown how: a scripted
 agent proposes what that model sampled, runs it, judges it by what the tools show, and repairs what it has
-found wrong to the gold SQL. It finds nothing that cannot be seen in the question, the SQL, its result and the
-memory; mistakes of another kind are no demonstration. Gold only tells false alarms from real ones.
-SQL that is repaired later has loss mask 0: the model learns to run, to judge and to repair what it wrote, not
-to make its mistakes. So each such conversation has another beside it whose first proposal is the gold SQL: a
-model that learned the call around it alone would not know what to write there.
+found wrong to that model's nearest right sample. It finds nothing that cannot be seen in the question, the
+SQL, its result and the memory; mistakes of another kind are no demonstration. Gold only tells which samples
+are right: repairs to the gold SQL, which the model could not have written, were not learned
+(docs/results/real_trials.md). SQL that is repaired later has loss mask 0: the model learns to run, to judge
+and to repair what it wrote, not to make its mistakes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
-from mtsql.agent.env import Episode, outcome_of
+from mtsql.agent.env import Environment, outcome_of
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult, as_executed
+from mtsql.sql.text import query_words, same_query
 
 RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
-GOLD = "gold, beside a repaired one"
-GOLD_ALONE = "gold, of a question that was not sampled"
-GOLD_CUT = "gold, beyond a limit of the episode"
+UNSOLVED = "wrong, and no sample is right"
+SECOND_FAILURES = 0.25  # share of repairs of which a first one fails as well
 ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
 ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
 REFERS_BACK = re.compile(
@@ -41,9 +42,9 @@ LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
 @dataclass(frozen=True)
 class Demonstration:
     """A first proposal, whether it was `right`, and what came `first`: RIGHT, what showed that it was wrong,
-    GOLD or GOLD_ALONE if nobody sampled it, or UNSEEN, CUT or GOLD_CUT, which have no trajectory.
+    or UNSEEN, UNSOLVED or CUT, which have no trajectory.
 
-    `tool_set` is one of TOOL_SETS.
+    `tool_set` is one of TOOL_SETS; without tools the proposal is the gold SQL.
     """
 
     question: Example
@@ -52,51 +53,95 @@ class Demonstration:
     trajectory: Trajectory | None
     tool_set: str = "both"
 
-    @property
-    def sampled(self) -> bool:
-        """Whether the first proposal is the model's own."""
-        return self.tool_set != "none" and self.first not in (GOLD, GOLD_ALONE, GOLD_CUT)
-
 
 def draw_tool_set(rng: random.Random) -> str:
     """The tools of a demonstration: mostly both, else fewer, so that the model knows Table 4's prompts."""
     return rng.choices(list(TOOL_SETS), [0.7 if name == "both" else 0.1 for name in TOOL_SETS])[0]
 
 
-def demonstrate(episode: Episode, proposal: str, right: bool) -> Demonstration:
-    """Play an episode that starts with `proposal`, as it runs; it is `right` or wrong by EX."""
-    tools, recipe, example = episode.tools, episode.recipe, episode.example
-    sql, wrong, first, verdicts = as_shown(proposal), not right, RIGHT, ""
+def demonstrate_samples(
+    environment: Environment,
+    example: Example,
+    samples: Sequence[str],
+    right: Sequence[bool],
+    rng: random.Random,
+) -> list[Demonstration]:
+    """One demonstration of each sampled answer to a question, as first proposal; `right` are so by EX.
+
+    A wrong one is repaired to the right sample that is most like it, in a quarter of cases after another.
+    One that is right and looks wrong, such as an empty result that gold has too, repairs nothing.
+    """
+
+    def looks_right(sql: str) -> bool:
+        result = environment.executor.execute(environment.schemas[example.db_id].path, as_shown(sql))
+        return execution_problem(example.question, result) is None
+
+    solved = [sql for sql, is_right in zip(samples, right, strict=True) if is_right and looks_right(sql)]
+    missed = [sql for sql, is_right in zip(samples, right, strict=True) if not is_right]
+    found = []
+    for sql, is_right in zip(samples, right, strict=True):
+        wrong = [] if is_right else [sql]
+        others = [other for other in missed if not same_query(other, sql)]
+        if wrong and others and rng.random() < SECOND_FAILURES:
+            wrong.append(rng.choice(others))
+        end = sql if is_right else most_like(wrong[-1], solved)
+        shown = demonstrate(environment, example, wrong, end)
+        if shown.first == UNSEEN and len(wrong) > 1:  # perhaps of the second alone
+            shown = demonstrate(environment, example, wrong[:1], most_like(sql, solved))
+        found.append(shown)
+    return found
+
+
+def most_like(sql: str, others: Sequence[str]) -> str | None:
+    """The one of `others` that shares most words with `sql`, in their order; None without any."""
+    words = query_words(sql)
+    return max(others, key=lambda o: SequenceMatcher(None, words, query_words(o)).ratio(), default=None)
+
+
+def demonstrate(
+    environment: Environment, example: Example, wrong: Sequence[str], end: str | None
+) -> Demonstration:
+    """Play an episode that proposes all `wrong` SQL, which it has to find wrong, and then `end`, as they run.
+
+    Without an `end` there is nothing to repair to.
+    """
+    (episode,) = environment.episodes(example, [0])
+    tools, recipe, right = episode.tools, episode.recipe, not wrong
+    attempts = [as_shown(sql) for sql in (*wrong, end) if sql is not None]
     checks = [EXEC_SQL] if EXEC_SQL in tools else []
     checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
+    first, verdicts = RIGHT, ""
 
-    def say(text: str) -> None:
+    def say(text: str, sql: str, learned: bool) -> bool:
+        """Whether the episode goes on."""
         ids = episode.tokens.message_ids(text)
         written = json.dumps(sql, ensure_ascii=False)[1:-1]  # as it stands in a call
-        loss_mask = episode.tokens.loss_mask_without(ids, written) if wrong else None
+        loss_mask = None if learned else episode.tokens.loss_mask_without(ids, written)
         episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN, loss_mask)
+        return episode.trajectory.status is None
 
-    step = 0  # of the checks
-    while episode.trajectory.status is None:
-        if step == len(checks) and wrong:
+    for number, sql in enumerate(attempts):
+        is_wrong = number < len(wrong)
+        problem = None
+        for tool in checks:
+            call = recipe.call(sql) if tool == EXEC_SQL else tool_call(tool, sql)
+            if episode.trajectory.status is not None or not say(verdicts + call, sql, not is_wrong):
+                return Demonstration(example, right, CUT, None)
+            if is_wrong and tool == EXEC_SQL:
+                problem = execution_problem(example.question, episode.result)
+            elif is_wrong:
+                problem = memory_problem(example, sql)
+            verdicts = verdict(tool, problem is None) + "\n"
+            if problem is not None:
+                break
+        if is_wrong and problem is None:
             return Demonstration(example, right, UNSEEN, None)
-        if step == len(checks):
-            say(verdicts + recipe.answer(sql))
-            break
-        tool = checks[step]
-        say(verdicts + (recipe.call(sql) if tool == EXEC_SQL else tool_call(tool, sql)))
-        if episode.trajectory.status is not None:
-            break
-        found = (
-            execution_problem(example.question, episode.result)
-            if tool == EXEC_SQL
-            else memory_problem(example, sql)
-        )
-        failed = wrong and found is not None
-        verdicts = verdict(tool, not failed) + "\n"
-        step += 1
-        if failed:  # repaired, and checked from the beginning
-            sql, wrong, first, step = as_shown(example.gold_sql), False, found, 0
+        if is_wrong and number == 0:
+            first = problem
+    if end is None:
+        return Demonstration(example, right, UNSOLVED, None)
+    if episode.trajectory.status is None:
+        say(verdicts + recipe.answer(attempts[-1]), attempts[-1], True)
     if episode.trajectory.status is not Status.ANSWERED:
         return Demonstration(example, right, CUT, None)
     return Demonstration(example, right, first, episode.trajectory)
@@ -143,19 +188,24 @@ def _plain(value: str) -> str:
     return value.strip("'\"").lower()
 
 
-def keep_share_of_wrong(found: Sequence[Demonstration], rng: random.Random) -> list[Demonstration]:
-    """The usable demonstrations, with as many right first proposals left out as keep the share of wrong ones.
+def choose_demonstrations(
+    found: Sequence[Sequence[Demonstration]], per_question: int, rng: random.Random
+) -> list[Demonstration]:
+    """Of each question's demonstrations at most so many of each kind, right and repaired, no two the same.
 
-    Wrong ones whose mistake nothing shows, and what a limit cut, are not usable; without leaving out right
-    ones the model would learn that it errs less than it does. Direct answers without tools and what nobody
-    sampled all stay.
+    Then as many right ones are left out as keep the share of wrong first proposals among all that were
+    sampled: else the model would learn that it errs less than it does, for what nothing shows, and what no
+    sample repairs, cannot be shown. Direct answers without tools all stay.
     """
-    sampled = [d for d in found if d.sampled]
-    usable = [d for d in found if d.first not in (UNSEEN, CUT, GOLD_CUT)]
-    right = [d for d in usable if d.first == RIGHT and d.tool_set != "none"]
-    repaired, wrong = sum(not d.right for d in usable), sum(not d.right for d in sampled)
-    count = len(right)
+    sampled = [d for of in found for d in of if d.tool_set != "none"]
+    direct = [d for of in found for d in of if d.tool_set == "none" and d.trajectory is not None]
+    usable: dict[bool, list[Demonstration]] = {True: [], False: []}
+    for of in found:
+        for right, kept in usable.items():
+            played = [d for d in of if d.trajectory and d.right is right and d.tool_set != "none"]
+            different = list({tuple(d.trajectory.ids): d for d in played}.values())
+            kept += rng.sample(different, min(per_question, len(different)))
+    wrong, count = sum(not d.right for d in sampled), len(usable[True])
     if wrong:
-        count = min(count, round(repaired * (len(sampled) - wrong) / wrong))
-    left_out = {id(d) for d in rng.sample(right, len(right) - count)}
-    return [d for d in usable if id(d) not in left_out]
+        count = min(count, round(len(usable[False]) * (len(sampled) - wrong) / wrong))
+    return [*rng.sample(usable[True], count), *usable[False], *direct]

@@ -50,11 +50,11 @@ class PromptOptions:
 
 
 def compact_result(result: ExecutionResult | None, limit: int) -> str:
-    """Rows or the error in the compact wording, cut to `limit` characters."""
+    """Rows in the compact wording, cut to `limit` characters, or the error, to four times as many."""
     if result is None:
         return "?"
     if not result.ok:
-        return f"error: {result.message}"[: 2 * limit]
+        return f"error: {result.message}"[: 4 * limit]
     cells = ["|".join("null" if v is None else str(v) for v in row) for row in result.rows]
     text = " ; ".join(cells) or "empty"
     return text if len(text) <= limit else text[:limit] + " ..."

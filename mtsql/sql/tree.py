@@ -28,6 +28,16 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     a string, as in SQLite. A name that the schema does not explain stays as it is.
     Raises SqlParseError if sqlglot cannot read it or it is no query.
     """
+    tree = query_tree(sql)
+    if tree.find(exp.Fetch):
+        raise SqlParseError("FETCH is not SQLite's")
+    with unreadable_if_it_fails():
+        _resolve_names(tree, schema)
+    return tree
+
+
+def query_tree(sql: str) -> exp.Query:
+    """The first statement of `sql` as it is written; SqlParseError if sqlglot cannot read it as a query."""
     if len(sql) > MAX_CHARACTERS:
         raise SqlParseError(f"longer than {MAX_CHARACTERS} characters")
     text = "".join(first_statement(join_operators(sql)))
@@ -39,10 +49,6 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
         tree = SQLite().parser().parse(tokens, text)[0]
     if not isinstance(tree, exp.Query):
         raise SqlParseError("not a query")
-    if tree.find(exp.Fetch):
-        raise SqlParseError("FETCH is not SQLite's")
-    with unreadable_if_it_fails():
-        _resolve_names(tree, schema)
     return tree
 
 

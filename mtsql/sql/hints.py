@@ -1,0 +1,51 @@
+"""What a database could have said beside "no such column": where it is, as PostgreSQL's hints do."""
+
+from __future__ import annotations
+
+import re
+
+from sqlglot import exp
+
+from mtsql.data.schema import Schema
+from mtsql.sql.structure import SqlParseError
+from mtsql.sql.tree import query_tree
+
+NO_TABLE = re.compile(r"no such table: (?P<name>.+)")
+AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)")
+NO_COLUMN = re.compile(r'no such column: (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?')
+
+
+def error_hint(message: str, sql: str, schema: Schema) -> str:
+    """The names that there are instead of one that SQLite's `message` misses; "" for other errors.
+
+    Instead of a table: all tables. Instead of a column: the tables that have it, then the columns of the
+    table before its dot, or of all that the query reads. For an ambiguous column: the tables that have it.
+    """
+    names = [table.name for table in schema.tables]
+    if NO_TABLE.fullmatch(message):
+        return f"tables: {', '.join(names)}"
+    found = NO_COLUMN.fullmatch(message) or AMBIGUOUS.fullmatch(message)
+    if found is None:
+        return ""
+    having = [t.name for t in schema.tables if _has(t.columns, found["name"])]
+    hints = [f"{found['name']} is in {', '.join(having)}"] if having else []
+    if found.re is NO_COLUMN:
+        read = _tables_by_alias(sql)
+        asked = found["table"] and {read.get(found["table"].lower(), found["table"].lower())}
+        wanted = asked or set(read.values())
+        tables = (t for t in schema.tables if t.name.lower() in wanted)
+        hints += [f"{t.name} has {', '.join(name for name, _ in t.columns)}" for t in tables]
+    return "; ".join(hints)
+
+
+def _has(columns: tuple[tuple[str, str], ...], wanted: str) -> bool:
+    return any(name.lower() == wanted.lower() for name, _ in columns)
+
+
+def _tables_by_alias(sql: str) -> dict[str, str]:
+    """The tables that a query reads, by the names that it gives them, in lower case; none if unreadable."""
+    try:
+        tables = query_tree(sql).find_all(exp.Table)
+    except SqlParseError:
+        return {}
+    return {table.alias_or_name.lower(): table.name.lower() for table in tables}
