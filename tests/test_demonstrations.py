@@ -97,6 +97,13 @@ def test_sql_is_repaired_to_what_the_tool_can_run(tiny):
     assert record["gold_result"] == record["answer_result"] and "Bruno" in record["gold_result"]
 
 
+def test_texts_are_shown_in_single_quotes_which_json_need_not_escape(tiny):
+    wrong = 'SELECT nme FROM singer WHERE country = "france"'
+    shown = play(tiny, [wrong], 'SELECT "name" FROM singer WHERE country = "france"')
+    assert shown.trajectory.answer_sql == "SELECT \"name\" FROM singer WHERE country = 'france'"
+    assert unlearned(tiny, shown)[0] == wrong.replace('"', "'")
+
+
 def test_what_nothing_shows_or_nothing_repairs_is_no_demonstration(tiny):
     hidden, question = "SELECT name FROM singer WHERE country = 'italy'", make_episode(tiny).example
     assert play(tiny, [hidden], GOLD) == Demonstration(question, False, UNSEEN, None)
@@ -120,6 +127,8 @@ def test_a_lost_constraint_is_seen_in_the_memory(tiny):
     ("tools", "limits"),
     [
         ("both", Limits(max_response_tokens=30)),
+        ("both", Limits(max_turn_tokens=30)),
+        ("none", Limits(max_turn_tokens=10)),
         ("both", Limits(max_prompt_tokens=5)),
         ("none", Limits(max_prompt_tokens=5)),
     ],

@@ -24,7 +24,7 @@ from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult, as_executed
-from mtsql.sql.text import query_words, same_query
+from mtsql.sql.text import query_words, same_query, single_quoted
 
 RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
 UNSOLVED = "wrong, and no sample is right"
@@ -107,7 +107,9 @@ def demonstrate(
     """
     (episode,) = environment.episodes(example, [0])
     tools, recipe, right = episode.tools, episode.recipe, not wrong
-    attempts = [as_shown(sql) for sql in (*wrong, end) if sql is not None]
+    names = {name.lower() for table in episode.schema.tables for name in (table.name, *dict(table.columns))}
+    # Within a call's JSON double quotes need escapes, which a small model forgets.
+    attempts = [single_quoted(as_shown(sql), names) for sql in (*wrong, end) if sql is not None]
     checks = [EXEC_SQL] if EXEC_SQL in tools else []
     checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
     first, verdicts = RIGHT, ""
@@ -117,7 +119,8 @@ def demonstrate(
         ids = episode.tokens.message_ids(text)
         written = json.dumps(sql, ensure_ascii=False)[1:-1]  # as it stands in a call
         loss_mask = None if learned else episode.tokens.loss_mask_without(ids, written)
-        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN, loss_mask)
+        cut = len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens())
+        episode.step(ids, [0.0] * len(ids), Stop.LIMIT if cut else Stop.END_OF_TURN, loss_mask)
         return episode.trajectory.status is None
 
     for number, sql in enumerate(attempts):
@@ -140,7 +143,7 @@ def demonstrate(
             first = problem
     if end is None:
         return Demonstration(example, right, UNSOLVED, None)
-    if episode.trajectory.status is None:
+    if episode.trajectory.status is None:  # the prompt was not too long
         say(verdicts + recipe.answer(attempts[-1]), attempts[-1], True)
     if episode.trajectory.status is not Status.ANSWERED:
         return Demonstration(example, right, CUT, None)

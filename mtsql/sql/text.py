@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 PIECE = re.compile(
     r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)
@@ -42,6 +43,21 @@ def query_words(sql: str) -> tuple[str, ...]:
     while words and words[-1] == ";":
         words.pop()
     return tuple(words)
+
+
+def single_quoted(sql: str, names: Collection[str]) -> str:
+    """Double quotes around texts made single, as standard SQL has them; those around `names` stay.
+
+    `names` are in lower case.
+    """
+
+    def written(piece: str) -> str:
+        if len(piece) < 2 or piece[0] != '"' or piece[1:-1].lower() in names:
+            return piece
+        inner = piece[1:-1].replace('""', '"').replace("'", "''")
+        return f"'{inner}'"
+
+    return "".join(map(written, PIECE.findall(sql)))
 
 
 def without_distinct(sql: str) -> str:
