@@ -4,9 +4,9 @@ A model too small to follow instructions never calls the tools, and is shown how
 agent proposes what that model sampled, runs it, judges it by what the tools show, and repairs what it has
 found wrong to that model's nearest right sample. It finds nothing that cannot be seen in the question, the
 SQL, its result and the memory; mistakes of another kind are no demonstration. Gold only tells which samples
-are right: repairs to the gold SQL, which the model could not have written, were not learned
-(docs/results/real_trials.md). SQL that is repaired later has loss mask 0: the model learns to run, to judge
-and to repair what it wrote, not to make its mistakes.
+are right, since repairs to the gold SQL were not learned (docs/results/real_trials.md has both kinds). SQL
+that is repaired later has loss mask 0: the model learns to run, to judge and to repair what it wrote, not to
+make its mistakes.
 """
 
 from __future__ import annotations
