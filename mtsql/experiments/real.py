@@ -14,6 +14,10 @@ from mtsql.parts import Part
 CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
 DATASETS = ("sparc", "cosql")  # whose dev sets are answered, beside the held-out databases of the mix
 HELD_OUT = "held_out"
+# Beside CONFIG, which is for two cores: fine-tuning on a thousand trajectories, where gold SQL has 16,350,
+# and RL with tools, whose steps take many times as long as those without.
+SMALL_STEPS = ("--trajectories-per-step", "8", "--learning-rate", "5e-4")
+TOOLS_BUDGET = ("--steps", "20", "--prompts-per-step", "12")
 ARMS = {
     "base": "untrained, both tools",
     "short_sft": "fine-tuned on gold SQL, no tools",
@@ -42,6 +46,7 @@ def real_parts(
     mix += ["--databases", str(data / "database")]
     shared = ["--config", config, "--seed", str(seed)]
     shared += ["--dtype", dtype] if dtype else []
+    small_steps, tools_budget = (SMALL_STEPS, TOOLS_BUDGET) if config == CONFIG else ((), ())
     no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
@@ -68,9 +73,9 @@ def real_parts(
         showing = ["-m", "mtsql.commands.demonstrations"]
         shown = train("shown", showing, short_sft, done="demonstrations.jsonl")
         taught = ("--targets", "teacher", "--teacher", shown, "--questions", "0", "--correct", "ex")
-        demonstrations = train("demonstrations", sft, short_sft, *once, *taught, resume)
+        demonstrations = train("demonstrations", sft, short_sft, *once, *taught, *small_steps, resume)
         evaluate("demonstrations", demonstrations)
-        round_2 = train("sft", sft, demonstrations, "--rounds", "2", resume)
+        round_2 = train("sft", sft, demonstrations, "--rounds", "2", *small_steps, resume)
         evaluate("round_1", str(folder / "sft" / "policies" / "round_1"))
         evaluate("round_2", round_2)
         train("curriculum", ["-m", "mtsql.commands.curriculum"], round_2, done="counts.jsonl")
@@ -78,8 +83,9 @@ def real_parts(
     curriculum = ("--curriculum", str(first / "curriculum" / "counts.jsonl"), resume)
     short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *curriculum)
     evaluate("short_rl", short_rl, *no_tools)
-    evaluate("rl_outcome", train("rl_outcome", grpo, warm, "--rewards", "outcome", *curriculum))
-    final = train("rl", grpo, warm, "--rewards", "process", *curriculum)
+    outcome = train("rl_outcome", grpo, warm, "--rewards", "outcome", *tools_budget, *curriculum)
+    evaluate("rl_outcome", outcome)
+    final = train("rl", grpo, warm, "--rewards", "process", *tools_budget, *curriculum)
     evaluate("rl", final)
     for tools in ("no_execution", "no_memory"):
         evaluate(f"rl_{tools}", final, "--tools", tools)
