@@ -46,7 +46,8 @@ def real_parts(
     mix += ["--databases", str(data / "database")]
     shared = ["--config", config, "--seed", str(seed)]
     shared += ["--dtype", dtype] if dtype else []
-    small_steps, tools_budget = (SMALL_STEPS, TOOLS_BUDGET) if config == CONFIG else ((), ())
+    small = config == CONFIG
+    small_steps, tools_budget = (SMALL_STEPS, TOOLS_BUDGET) if small else ((), ())
     no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
@@ -81,7 +82,8 @@ def real_parts(
         train("curriculum", ["-m", "mtsql.commands.curriculum"], round_2, done="counts.jsonl")
     warm, short_sft = str(first / "sft" / "policy"), str(first / "short_sft" / "policy")
     curriculum = ("--curriculum", str(first / "curriculum" / "counts.jsonl"), resume)
-    short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *curriculum)
+    drawn = (resume,) if small else curriculum  # of 240 questions 60 steps would make six passes
+    short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *drawn)
     evaluate("short_rl", short_rl, *no_tools)
     outcome = train("rl_outcome", grpo, warm, "--rewards", "outcome", *tools_budget, *curriculum)
     evaluate("rl_outcome", outcome)

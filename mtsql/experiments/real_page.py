@@ -256,11 +256,11 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
         if set(cells) != {EMPTY}:
             lines.append([title, f"`{better}` - `{worse}`", *cells])
     note = (
-        "By the suite's commands `short_rl` has the steps of `rl_outcome` with Qwen3, and with SmolLM2 about "
-        "the time of its fewer steps; its curriculum is of `round_2`. The earlier SQL stands in every "
-        "prompt, as in the paper's. Intervals resample databases alone, all seeds together: they say nothing "
-        "of other seeds. Behind them is each seed's own difference; a warm start of seed 0 stands beside "
-        "every seed of RL."
+        "By the suite's commands `short_rl` has the questions and steps of `rl_outcome` with Qwen3; with "
+        "SmolLM2 it has more of both and no curriculum, since a step with tools takes several times as "
+        "long. The earlier SQL stands in every prompt, as in the paper's. Intervals resample databases "
+        "alone, all seeds together: they say nothing of other seeds. Behind them is each seed's own "
+        "difference; a warm start of seed 0 stands beside every seed of RL."
     )
     return table(["step", "arms", *(NAMES[name] for name in of)], lines, note)
 
