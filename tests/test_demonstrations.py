@@ -155,7 +155,15 @@ def test_a_sample_is_repaired_to_the_right_one_that_is_most_like_it(tiny):
         answers += [(calls[0], found[0].trajectory.answer_sql)]
     # The repair is of what failed last: the other sample, where there were two.
     assert set(answers) == {(2, GOLD), (3, lower)} and 1 <= failed_twice <= 12
-    found = demonstrate_samples(environment, example, [near, hidden], [False, False], random.Random(0))
+
+
+def test_where_no_sample_is_right_the_repair_is_the_gold_sql_if_it_looks_right(tiny):
+    environment, example = environment_of(tiny), make_episode(tiny).example
+    samples = [MISSPELT, "SELECT name FROM singer WHERE country = 'italy'"]
+    (repaired, hidden) = demonstrate_samples(environment, example, samples, [False] * 2, random.Random(0))
+    assert (repaired.first, repaired.trajectory.answer_sql, hidden.first) == ("error", GOLD, UNSEEN)
+    empty = replace(example, gold_sql=GOLD.replace("france", "nowhere"))
+    found = demonstrate_samples(environment, empty, samples, [False] * 2, random.Random(0))
     assert [d.first for d in found] == [UNSOLVED, UNSEEN]
 
 

@@ -5,8 +5,9 @@
 
 The model answers training questions without tools, --samples-per-question times each. A scripted agent then
 plays each question, mostly with both tools: it proposes a sampled answer, judges what it sees, and repairs
-what it found to be wrong to a right sample (mtsql/learn/demonstrations.py). OUT/demonstrations.jsonl has one
-conversation a line, and `train_sft.py --targets teacher --teacher OUT/demonstrations.jsonl` learns from them.
+what it found to be wrong to a right sample or to the gold SQL (mtsql/learn/demonstrations.py).
+OUT/demonstrations.jsonl has one conversation a line, and `train_sft.py --targets teacher --teacher
+OUT/demonstrations.jsonl` learns from them.
 
 This step is not in the paper, whose model calls the tools untrained, if badly when it is small.
 """

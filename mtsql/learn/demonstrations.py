@@ -2,11 +2,11 @@
 
 A model too small to follow instructions never calls the tools, and is shown how: a scripted
 agent proposes what that model sampled, runs it, judges it by what the tools show, and repairs what it has
-found wrong to that model's nearest right sample. It finds nothing that cannot be seen in the question, the
-SQL, its result and the memory; mistakes of another kind are no demonstration. Gold only tells which samples
-are right, since repairs to the gold SQL were not learned (docs/results/real_trials.md has both kinds). SQL
-that is repaired later has loss mask 0: the model learns to run, to judge and to repair what it wrote, not to
-make its mistakes.
+found wrong to that model's nearest right sample, or to the gold SQL where no sample is right: what the model
+has yet to learn (docs/results/real_trials.md has each kind alone). It finds nothing that cannot be seen in
+the question, the SQL, its result and the memory; mistakes of another kind are no demonstration. SQL that is
+repaired later has loss mask 0: the model learns to run, to judge and to repair what it wrote, not to make
+its mistakes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtsql.sql.execute import ExecutionResult, as_executed
 from mtsql.sql.text import query_words, same_query, single_quoted
 
 RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
-UNSOLVED = "wrong, and no sample is right"
+UNSOLVED = "wrong, and what is right looks so too"
 SECOND_FAILURES = 0.25  # share of repairs of which a first one fails as well
 ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
 ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
@@ -68,15 +68,16 @@ def demonstrate_samples(
 ) -> list[Demonstration]:
     """One demonstration of each sampled answer to a question, as first proposal; `right` are so by EX.
 
-    A wrong one is repaired to the right sample that is most like it, in a quarter of cases after another.
-    One that is right and looks wrong, such as an empty result that gold has too, repairs nothing.
+    A wrong one is repaired to the right sample that is most like it, or to gold where there is none, in a
+    quarter of cases after another. What is right and looks wrong, such as an empty result, repairs nothing.
     """
 
     def looks_right(sql: str) -> bool:
         result = environment.executor.execute(environment.schemas[example.db_id].path, as_shown(sql))
         return execution_problem(example.question, result) is None
 
-    solved = [sql for sql, is_right in zip(samples, right, strict=True) if is_right and looks_right(sql)]
+    solved = [sql for sql, is_right in zip(samples, right, strict=True) if is_right] or [example.gold_sql]
+    repairs = [sql for sql in solved if looks_right(sql)]
     missed = [sql for sql, is_right in zip(samples, right, strict=True) if not is_right]
     found = []
     for sql, is_right in zip(samples, right, strict=True):
@@ -84,10 +85,10 @@ def demonstrate_samples(
         others = [other for other in missed if not same_query(other, sql)]
         if wrong and others and rng.random() < SECOND_FAILURES:
             wrong.append(rng.choice(others))
-        end = sql if is_right else most_like(wrong[-1], solved)
+        end = sql if is_right else most_like(wrong[-1], repairs)
         shown = demonstrate(environment, example, wrong, end)
         if shown.first == UNSEEN and len(wrong) > 1:  # perhaps of the second alone
-            shown = demonstrate(environment, example, wrong[:1], most_like(sql, solved))
+            shown = demonstrate(environment, example, wrong[:1], most_like(sql, repairs))
         found.append(shown)
     return found
 
