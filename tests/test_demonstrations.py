@@ -17,8 +17,8 @@ from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.learn.demonstrations import (
     CUT,
     RIGHT,
+    UNREPAIRED,
     UNSEEN,
-    UNSOLVED,
     Demonstration,
     choose_demonstrations,
     demonstrate,
@@ -108,7 +108,7 @@ def test_what_nothing_shows_or_nothing_repairs_is_no_demonstration(tiny):
     hidden, question = "SELECT name FROM singer WHERE country = 'italy'", make_episode(tiny).example
     assert play(tiny, [hidden], GOLD) == Demonstration(question, False, UNSEEN, None)
     assert play(tiny, [MISSPELT, hidden], GOLD) == Demonstration(question, False, UNSEEN, None)
-    assert play(tiny, [MISSPELT], None) == Demonstration(question, False, UNSOLVED, None)
+    assert play(tiny, [MISSPELT], None) == Demonstration(question, False, UNREPAIRED, None)
 
 
 def test_a_lost_constraint_is_seen_in_the_memory(tiny):
@@ -164,7 +164,7 @@ def test_where_no_sample_is_right_the_repair_is_the_gold_sql_if_it_looks_right(t
     assert (repaired.first, repaired.trajectory.answer_sql, hidden.first) == ("error", GOLD, UNSEEN)
     empty = replace(example, gold_sql=GOLD.replace("france", "nowhere"))
     found = demonstrate_samples(environment, empty, samples, [False] * 2, random.Random(0))
-    assert [d.first for d in found] == [UNSOLVED, UNSEEN]
+    assert [d.first for d in found] == [UNREPAIRED, UNSEEN]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_the_share_of_wrong_proposals_stays(tiny):
     assert Counter(d.right for d in kept) == {True: 20, False: 20}  # two of each kind, and half are wrong
     kept = choose_demonstrations([question] * 10, 5, random.Random(0))
     assert Counter(d.right for d in kept) == {True: 30, False: 30}  # all that differ
-    unsolved = [shown(False, UNSOLVED)] * 8
+    unsolved = [shown(False, UNREPAIRED)] * 8
     kept = choose_demonstrations([question, unsolved] * 10, 2, random.Random(0))
     assert Counter(d.right for d in kept) == {True: 7, False: 20}  # three of four are wrong
     direct = [shown(True, RIGHT, "none")]

@@ -27,7 +27,7 @@ from mtsql.sql.execute import ExecutionResult, as_executed
 from mtsql.sql.text import query_words, same_query, single_quoted
 
 RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
-UNSOLVED = "wrong, and what is right looks so too"
+UNREPAIRED = "wrong, and no repair looks right"
 SECOND_FAILURES = 0.25  # share of repairs of which a first one fails as well
 ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
 ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
@@ -42,7 +42,7 @@ LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
 @dataclass(frozen=True)
 class Demonstration:
     """A first proposal, whether it was `right`, and what came `first`: RIGHT, what showed that it was wrong,
-    or UNSEEN, UNSOLVED or CUT, which have no trajectory.
+    or UNSEEN, UNREPAIRED or CUT, which have no trajectory.
 
     `tool_set` is one of TOOL_SETS; without tools the proposal is the gold SQL.
     """
@@ -143,7 +143,7 @@ def demonstrate(
         if is_wrong and number == 0:
             first = problem
     if end is None:
-        return Demonstration(example, right, UNSOLVED, None)
+        return Demonstration(example, right, UNREPAIRED, None)
     if episode.trajectory.status is None:  # the prompt was not too long
         say(verdicts + recipe.answer(attempts[-1]), attempts[-1], True)
     if episode.trajectory.status is not Status.ANSWERED:
