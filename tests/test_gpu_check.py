@@ -96,5 +96,8 @@ def test_sampler_and_trainer_have_the_heads_logits_in_float32(dtype, monkeypatch
         rounded = lambda hidden, weight: (hidden @ weight.t().to(hidden.dtype)).float()  # noqa: E731
         monkeypatch.setattr(f"mtsql.{package}.{module}.float32_logits", rounded)
     assert exact.mean() < gaps(model, sample(model)).mean()
-    hidden, weight = torch.randn(3, 8).to(model.dtype), torch.randn(5, 8).to(model.dtype)
-    assert torch.equal(float32_logits(hidden, weight), hidden.float() @ weight.float().t())
+    hidden, weight = torch.randn(64, 256).to(model.dtype), torch.randn(512, 256).to(model.dtype)
+    sums = hidden.double() @ weight.double().t()
+    torch.testing.assert_close(float32_logits(hidden, weight).double(), sums, atol=1e-4, rtol=0)
+    first = float32_logits(torch.ones(1, 256), torch.full((1, 256), 1 / 3))  # float32 is not rounded after it
+    torch.testing.assert_close(first.item(), 256 / 3, atol=1e-3, rtol=0)

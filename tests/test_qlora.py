@@ -314,3 +314,21 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(base, t
     assert "holds no LoRA adapter" in run(
         "-m", "mtsql.commands.ship", base, tmp_path / "no", "--base", "x", expect=2
     )
+
+
+def test_adapters_over_a_bfloat16_base_learn_what_those_over_float32_do(base):
+    """Their products are bfloat16 on a CPU: float32 ones would take as long as the base's."""
+    found, factors = {}, []
+    for dtype in ("float32", "bfloat16"):
+        torch.manual_seed(3)
+        policy = randomise_adapters(load_policy(base, dtype, lora_rank=4))
+        for name, module in policy.named_modules():
+            if name.endswith("lora_B.default"):
+                module.register_forward_hook(lambda module, given, out: factors.append(out.dtype))
+        logprobs, _ = token_logprobs(policy, token_batch(make_groups(), "shared", "cpu"))
+        assert set(factors) == {policy.get_base_model().dtype}
+        factors.clear()
+        found[dtype] = gradients(policy, logprobs.sum() / 40)
+        assert {gradient.dtype for gradient in found[dtype]} == {torch.float32}
+    whole = [torch.cat([g.flatten() for g in of]) for of in found.values()]
+    assert torch.nn.functional.cosine_similarity(*whole, dim=0) > 0.995

@@ -322,7 +322,8 @@ def token_logprobs(
     """Log-probability of each trained token and entropy of its distribution, both (tokens,) float32.
 
     Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states at a
-    time, by default as many as give HEAD_CHUNK_BYTES of float32 logits. Entropies carry no gradient. A
+    time, by default as many as give HEAD_CHUNK_BYTES of float32 logits. Entropies carry no gradient. On a
+    CPU float32 adapters over a bfloat16 base are multiplied in bfloat16; their gradients are float32. A
     shared-prompt batch switches the model from "sdpa" to an attention that can do both. Raises UserError if
     that batch meets another attention, and for heads that are more than one matrix.
     """
@@ -348,7 +349,10 @@ def token_logprobs(
     if isinstance(inner, FSDPModule):  # it gathers embedding, last norm and head for its own forward only
         hidden = inner(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
     else:
-        hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
+        # Adapters are float32 over a bfloat16 base. On a CPU their products would take as long as the base's.
+        adapters_in_half = inner.dtype == torch.bfloat16 and inner.device.type == "cpu"
+        with torch.autocast("cpu", torch.bfloat16, enabled=adapters_in_half):
+            hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
     hidden = _take(hidden.flatten(0, 1), batch.source)  # (tokens, hidden)
     if chunk is None:
         chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
