@@ -17,6 +17,7 @@ HELD_OUT = "held_out"
 # Beside CONFIG, which is for two cores: fine-tuning on a thousand trajectories, where gold SQL has 16,350,
 # and RL with tools, whose steps take many times as long as those without.
 SMALL_STEPS = ("--trajectories-per-step", "8", "--learning-rate", "5e-4")
+DEMONSTRATED = ("--epochs", "0.6")  # of 2,215 conversations
 TOOLS_BUDGET = ("--steps", "20", "--prompts-per-step", "12")
 ARMS = {
     "base": "untrained, both tools",
@@ -47,7 +48,7 @@ def real_parts(
     shared = ["--config", config, "--seed", str(seed)]
     shared += ["--dtype", dtype] if dtype else []
     small = config == CONFIG
-    small_steps, tools_budget = (SMALL_STEPS, TOOLS_BUDGET) if small else ((), ())
+    small_steps, tools_budget, part = (SMALL_STEPS, TOOLS_BUDGET, DEMONSTRATED) if small else ((), (), ())
     no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
@@ -74,7 +75,7 @@ def real_parts(
         showing = ["-m", "mtsql.commands.demonstrations"]
         shown = train("shown", showing, short_sft, done="demonstrations.jsonl")
         taught = ("--targets", "teacher", "--teacher", shown, "--questions", "0", "--correct", "ex")
-        demonstrations = train("demonstrations", sft, short_sft, *once, *taught, *small_steps, resume)
+        demonstrations = train("demonstrations", sft, short_sft, *once, *taught, *small_steps, *part, resume)
         evaluate("demonstrations", demonstrations)
         round_2 = train("sft", sft, demonstrations, "--rounds", "2", *small_steps, resume)
         evaluate("round_1", str(folder / "sft" / "policies" / "round_1"))
