@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, run
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.commands.hard_yet_solvable import SelectionConfig
 from mtsql.config import (
     CurriculumConfig,
     DemonstrationsConfig,
@@ -34,6 +35,7 @@ SCRIPTS = {
     "evaluate.py": EvaluateConfig,
     "mtsql.commands.curriculum": CurriculumConfig,
     "mtsql.commands.demonstrations": DemonstrationsConfig,
+    "mtsql.commands.hard_yet_solvable": SelectionConfig,
 }
 
 
@@ -41,14 +43,19 @@ SCRIPTS = {
 def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, monkeypatch):
     monkeypatch.chdir(ROOT)
     first = Path("runs/real/seed0")
-    earlier = [first / "sft/policy", first / "short_sft/policy", first / "curriculum/counts.jsonl"]
+    earlier = [first / "sft/policy", first / "short_sft/policy", first / "chosen/counts.jsonl"]
+    earlier.append(first / "demonstrations/policy")
     made = {"base", *(map(str, earlier) if seed else ())}
     arms = {}
     for part in real_parts(Path("data"), "base", Path("runs/real"), seed, dtype=dtype):
         words = part.command[1:] if part.command[0] == "-m" else part.command
         config = read_options(SCRIPTS[words[0]], "", words[1:])
-        assert config.model in made and config.seed == seed, part.title
-        assert config.dtype == (dtype or "float32"), part.title
+        assert config.seed == seed, part.title
+        if isinstance(config, SelectionConfig):
+            assert config.counts in made
+        else:
+            assert config.model in made, part.title
+            assert config.dtype == (dtype or "float32"), part.title
         assert {getattr(config, "curriculum", ""), getattr(config, "teacher", "")} <= {*made, ""}
         assert config.lora_rank == 0 or config.model == "base" if hasattr(config, "lora_rank") else True
         made |= {str(part.done), f"{config.out}/policies/round_1"}
@@ -155,7 +162,9 @@ def test_commands_of_a_later_seed_are_listed_where_they_are_others(tmp_path):
     )
     training = [line for line in lines if line.startswith("python train_grpo.py") and "/rl --rewards" in line]
     assert ["--seed 0" in line for line in training] == [True, False]
-    assert all("--model R/seed0/sft/policy" in line for line in training)  # the warm start of seed 0
+    assert all(
+        "--model R/seed0/demonstrations/policy" in line for line in training
+    )  # the warm start of seed 0
     evaluation = [line for line in lines if "evaluation/sparc/rl" in line and "sparc/rl_" not in line]
     assert len(evaluation) == 1 and "--model R/seedSEED/rl/policy" in evaluation[0]
 

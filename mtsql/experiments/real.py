@@ -15,10 +15,12 @@ CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
 DATASETS = ("sparc", "cosql")  # whose dev sets are answered, beside the held-out databases of the mix
 HELD_OUT = "held_out"
 # Beside CONFIG, which is for two cores: fine-tuning on a thousand trajectories, where gold SQL has 16,350,
-# and RL with tools, whose steps take many times as long as those without.
+# and RL with tools, whose steps take many times as long as those without: few of them, so only on questions
+# that the policy solves now and then, and from `demonstrations`, since the rounds lose the corrections.
 SMALL_STEPS = ("--trajectories-per-step", "8", "--learning-rate", "5e-4")
 DEMONSTRATED = ("--epochs", "0.6")  # of 2,215 conversations
 TOOLS_BUDGET = ("--steps", "20", "--prompts-per-step", "12")
+SOLVABLE = ("--balanced", "240", "--exploration", "0")
 ARMS = {
     "base": "untrained, both tools",
     "short_sft": "fine-tuned on gold SQL, no tools",
@@ -26,8 +28,8 @@ ARMS = {
     "round_1": "then round 1 of Algorithm 1",
     "round_2": "then round 2",
     "short_rl": "`short_sft`, then RL without tools",
-    "rl_outcome": "`round_2`, then RL with outcome rewards",
-    "rl": "`round_2`, then RL with outcome and process rewards",
+    "rl_outcome": "the warm start with tools, then RL with outcome rewards",
+    "rl": "the warm start with tools, then RL with outcome and process rewards",
     "rl_no_execution": "`rl` without EXECUTE",
     "rl_no_memory": "`rl` without MEMORY-VERIFY",
     "rl_predicted": "`rl` with its own earlier answers in memory",
@@ -49,6 +51,7 @@ def real_parts(
     shared += ["--dtype", dtype] if dtype else []
     small = config == CONFIG
     small_steps, tools_budget, part = (SMALL_STEPS, TOOLS_BUDGET, DEMONSTRATED) if small else ((), (), ())
+    warm_start, counted = ("demonstrations", "chosen") if small else ("sft", "curriculum")
     no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
@@ -80,9 +83,15 @@ def real_parts(
         round_2 = train("sft", sft, demonstrations, "--rounds", "2", *small_steps, resume)
         evaluate("round_1", str(folder / "sft" / "policies" / "round_1"))
         evaluate("round_2", round_2)
-        train("curriculum", ["-m", "mtsql.commands.curriculum"], round_2, done="counts.jsonl")
-    warm, short_sft = str(first / "sft" / "policy"), str(first / "short_sft" / "policy")
-    curriculum = ("--curriculum", str(first / "curriculum" / "counts.jsonl"), resume)
+        start = demonstrations if small else round_2
+        counts = train("curriculum", ["-m", "mtsql.commands.curriculum"], start, done="counts.jsonl")
+        if small:
+            choice = ["-m", "mtsql.commands.hard_yet_solvable", *shared[:4], *mix, "--counts", counts]
+            chosen = folder / "chosen"
+            choice += [*SOLVABLE, "--out", str(chosen)]
+            parts.append(Part("chosen", choice, chosen / "counts.jsonl"))
+    warm, short_sft = (str(first / name / "policy") for name in (warm_start, "short_sft"))
+    curriculum = ("--curriculum", str(first / counted / "counts.jsonl"), resume)
     drawn = (resume,) if small else curriculum  # of 240 questions 60 steps would make six passes
     short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *drawn)
     evaluate("short_rl", short_rl, *no_tools)
