@@ -60,6 +60,7 @@ CONTRASTS = {  # of EX, the first arm minus the second
     "RL without tools, beside its warm start": ("short_rl", "short_sft"),
     "demonstrations of the protocol, beside gold SQL alone": ("demonstrations", "short_sft"),
     "warm start, beside gold SQL alone": ("round_2", "short_sft"),
+    "all of it with outcome and process rewards, beside gold SQL alone": ("rl", "short_sft"),
     "RL (outcome), beside demonstrations": ("rl_outcome", "demonstrations"),
     "RL (outcome and process), beside demonstrations": ("rl", "demonstrations"),
     "RL (outcome), beside round 2": ("rl_outcome", "round_2"),
