@@ -16,11 +16,16 @@ DATASETS = ("sparc", "cosql")  # whose dev sets are answered, beside the held-ou
 HELD_OUT = "held_out"
 # Beside CONFIG, which is for two cores: fine-tuning on a thousand trajectories, where gold SQL has 16,350,
 # and RL with tools, whose steps take many times as long as those without: few of them, so only on questions
-# that the policy solves now and then, and from `demonstrations`, since the rounds lose the corrections.
+# that the policy solves now and then, and from `demonstrations`, since the rounds lost points.
 SMALL_STEPS = ("--trajectories-per-step", "8", "--learning-rate", "5e-4")
-DEMONSTRATED = ("--epochs", "0.6")  # of 2,215 conversations
+DEMONSTRATED = ("--epochs", "0.6")  # of 2,220 conversations
 TOOLS_BUDGET = ("--steps", "20", "--prompts-per-step", "12")
-SOLVABLE = ("--balanced", "240", "--exploration", "0")
+SOLVABLE = (
+    "--balanced",
+    "240",
+    "--exploration",
+    "0",
+)  # all that are right in some samples and wrong in others
 ARMS = {
     "base": "untrained, both tools",
     "short_sft": "fine-tuned on gold SQL, no tools",
@@ -52,6 +57,7 @@ def real_parts(
     small = config == CONFIG
     small_steps, tools_budget, part = (SMALL_STEPS, TOOLS_BUDGET, DEMONSTRATED) if small else ((), (), ())
     warm_start, counted = ("demonstrations", "chosen") if small else ("sft", "curriculum")
+    warm = str(first / warm_start / "policy")
     no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
@@ -83,16 +89,15 @@ def real_parts(
         round_2 = train("sft", sft, demonstrations, "--rounds", "2", *small_steps, resume)
         evaluate("round_1", str(folder / "sft" / "policies" / "round_1"))
         evaluate("round_2", round_2)
-        start = demonstrations if small else round_2
-        counts = train("curriculum", ["-m", "mtsql.commands.curriculum"], start, done="counts.jsonl")
+        counts = train("curriculum", ["-m", "mtsql.commands.curriculum"], warm, done="counts.jsonl")
         if small:
             choice = ["-m", "mtsql.commands.hard_yet_solvable", *shared[:4], *mix, "--counts", counts]
             chosen = folder / "chosen"
             choice += [*SOLVABLE, "--out", str(chosen)]
             parts.append(Part("chosen", choice, chosen / "counts.jsonl"))
-    warm, short_sft = (str(first / name / "policy") for name in (warm_start, "short_sft"))
+    short_sft = str(first / "short_sft" / "policy")
     curriculum = ("--curriculum", str(first / counted / "counts.jsonl"), resume)
-    drawn = (resume,) if small else curriculum  # of 240 questions 60 steps would make six passes
+    drawn = (resume,) if small else curriculum  # of the few that are chosen 60 steps would make many passes
     short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *drawn)
     evaluate("short_rl", short_rl, *no_tools)
     outcome = train("rl_outcome", grpo, warm, "--rewards", "outcome", *tools_budget, *curriculum)
