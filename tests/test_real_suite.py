@@ -115,8 +115,10 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
         lay_out(tmp_path / "two", "sparc", "round_2", "01000"),
         lay_out(tmp_path / "two", HELD_OUT, "rl", "10101"),
     ]
+    after[0].done.with_name("summary.json.minutes").write_text("2.54\n")  # the other was not timed
     write_real_page({0: after}, page, "base", lambda seed: [], "make it")
     rows = json.loads((tmp_path / "real.json").read_text())
+    assert [r["minutes"] for r in rows if r["dataset"] == HELD_OUT or r["arm"] == "round_2"] == [None, 2.5]
     assert [(r["dataset"], r["arm"], r["ex"], r["right"]) for r in rows] == [
         ("held_out", "rl", 60.0, "10101"), ("sparc", "base", 0.0, "00000"),
         ("sparc", "round_2", 20.0, "01000"), ("sparc", "rl", 80.0, "11110"),

@@ -158,7 +158,7 @@ def finished_row(part: Part) -> Row | None:
         "ex_interval": [round(100 * low, 4), round(100 * high, 4)],
         "em": round(100 * summary["em"]["mean"], 4),
         "questions": summary["questions"],
-        "minutes": round(minutes_of(part.done), 1),
+        "minutes": round(minutes_of(part.done), 1) or None,  # unless run by hand
         "by_turn": {name: _share(value) for name, value in summary["ex"]["by_turn"].items()},
         "by_hardness": {name: _share(value) for name, value in summary["ex"]["by_hardness"].items()},
         "errors": {name: _share(value) for name, value in summary["errors"].items()},
