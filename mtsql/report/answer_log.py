@@ -27,7 +27,7 @@ class AnswerLog:
             known, now = json.loads(lines[0]), json.loads(header)
             other = sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
             raise UserError(
-                f"{path} holds answers of an evaluation with another {', '.join(other)}; "
+                f"{path} holds answers of an evaluation that differs in {', '.join(other)}; "
                 "give the same options again, or another --out"
             )
         write_atomically(path, "".join(line + "\n" for line in lines or [header]))
