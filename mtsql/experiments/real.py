@@ -20,12 +20,7 @@ HELD_OUT = "held_out"
 SMALL_STEPS = ("--trajectories-per-step", "8", "--learning-rate", "5e-4")
 DEMONSTRATED = ("--epochs", "0.6")  # of 2,220 conversations
 TOOLS_BUDGET = ("--steps", "20", "--prompts-per-step", "12")
-SOLVABLE = (
-    "--balanced",
-    "240",
-    "--exploration",
-    "0",
-)  # all that are right in some samples and wrong in others
+SOLVABLE = ("--balanced", "240", "--exploration", "0")  # all right in some samples, wrong in others
 ARMS = {
     "base": "untrained, both tools",
     "short_sft": "fine-tuned on gold SQL, no tools",
