@@ -139,7 +139,7 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
         path.write_bytes(path.read_bytes())
         os.utime(path, (0, len(path.name)))  # a clock may be too coarse
         assert options() != before, path
-        with pytest.raises(UserError, match="another files of --model and --data"):
+        with pytest.raises(UserError, match="differs in files of --model and --data"):
             AnswerLog(log, options())
         before = options()
         log.unlink()

@@ -393,10 +393,10 @@ def test_answers_are_kept_and_not_asked_again(tiny, serve, tmp_path):
         file.write('{"cut')  # as a killed process leaves it
     waiting, found = play_unanswered([make_episode(tiny)], AnswerLog(path, options))
     assert waiting == [] and found[0].answer_sql == GOLD and len(requests) == 1
-    with pytest.raises(UserError, match="another temperature;"):
+    with pytest.raises(UserError, match="differs in temperature;"):
         AnswerLog(path, {"temperature": 1.0})
     assert AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 1}).answers == {}
-    with pytest.raises(UserError, match="another dialogues;"):  # a tuple is read back as a list
+    with pytest.raises(UserError, match="differs in dialogues;"):  # a tuple is read back as a list
         AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 2})
 
 
