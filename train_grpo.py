@@ -210,7 +210,7 @@ def clipped_step(
     rate: float,
     step: int,
 ) -> dict[str, float]:
-    """One batch's update (or --updates-per-batch of them) by the clipped surrogate (section 3.3.3); statistics.
+    """One update of a batch (or --updates-per-batch) by the clipped surrogate (section 3.3.3); statistics.
 
     Groups without variance add nothing to it, or the KL in the loss.
     """
