@@ -157,6 +157,15 @@ def test_a_sample_is_repaired_to_the_right_one_that_is_most_like_it(tiny):
     assert set(answers) == {(2, GOLD), (3, lower)} and 1 <= failed_twice <= 12
 
 
+def test_a_second_failure_is_another_query_also_when_its_quotes_are_made_single(tiny):
+    environment, example = environment_of(tiny), make_episode(tiny).example
+    samples = [GOLD.replace("country", "contry"), GOLD.replace("country", "contry").replace("'", '"')]
+    for seed in range(20):  # a second failure in a quarter of cases
+        for shown in demonstrate_samples(environment, example, samples, [False] * 2, random.Random(seed)):
+            assert sum(o.tool == "exec_sql" for o in shown.trajectory.observations) == 2
+            assert shown.trajectory.off_protocol == 0
+
+
 def test_where_no_sample_is_right_the_repair_is_the_gold_sql_if_it_looks_right(tiny):
     environment, example = environment_of(tiny), make_episode(tiny).example
     samples = [MISSPELT, "SELECT name FROM singer WHERE country = 'italy'"]
@@ -256,6 +265,21 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     assert sorted(json.dumps([line.get(name) for name in names]) for line in chat) == sorted(
         json.dumps([line.get(name) for name in names]) for line in lines
     )
+    run(
+        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "rehearsed",
+        "--samples-per-question", 6, "--temperature", 1.0, "--questions", 30, "--rehearse",
+    )  # fmt: skip
+    path = tmp_path / "rehearsed" / "demonstrations.jsonl"
+    rehearsed = [json.loads(line) for line in path.read_text().splitlines()]
+    direct, played = Counter(), []
+    for line in rehearsed:
+        if line.get("tool_set") == "none":
+            direct[line["example_id"]] += 1
+            assert [message["role"] for message in line["messages"]] == ["user", "assistant"]
+        else:
+            played.append(line)
+    assert played == [line for line in lines if line.get("tool_set") != "none"]  # the same beside them
+    assert set(direct.values()) == {1} and set(direct) >= {line["example_id"] for line in lines}
     refused = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -22,6 +22,7 @@ from mtsql.agent.env import Environment, outcome_of
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
+from mtsql.data.schema import Schema
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult, as_executed
 from mtsql.sql.text import query_words, same_query, single_quoted
@@ -79,10 +80,11 @@ def demonstrate_samples(
     solved = [sql for sql, is_right in zip(samples, right, strict=True) if is_right] or [example.gold_sql]
     repairs = [sql for sql in solved if looks_right(sql)]
     missed = [sql for sql, is_right in zip(samples, right, strict=True) if not is_right]
+    names = names_of(environment.schemas[example.db_id])
     found = []
     for sql, is_right in zip(samples, right, strict=True):
         wrong = [] if is_right else [sql]
-        others = [other for other in missed if not same_query(other, sql)]
+        others = [o for o in missed if not same_query(as_written(o, names), as_written(sql, names))]
         if wrong and others and rng.random() < SECOND_FAILURES:
             wrong.append(rng.choice(others))
         end = sql if is_right else most_like(wrong[-1], repairs)
@@ -108,9 +110,7 @@ def demonstrate(
     """
     (episode,) = environment.episodes(example, [0])
     tools, recipe, right = episode.tools, episode.recipe, not wrong
-    names = {name.lower() for table in episode.schema.tables for name in (table.name, *dict(table.columns))}
-    # Within a call's JSON double quotes need escapes, which a small model forgets.
-    attempts = [single_quoted(as_shown(sql), names) for sql in (*wrong, end) if sql is not None]
+    attempts = [as_written(sql, names_of(episode.schema)) for sql in (*wrong, end) if sql is not None]
     checks = [EXEC_SQL] if EXEC_SQL in tools else []
     checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
     first, verdicts = RIGHT, ""
@@ -154,6 +154,16 @@ def demonstrate(
 def as_shown(sql: str) -> str:
     """SQL with EX's repairs, for a tool and a user run what is written: SQLite refuses "> ="."""
     return as_executed(sql, keep_distinct=True)
+
+
+def as_written(sql: str, names: Collection[str]) -> str:
+    """In single quotes: double ones need escapes within the JSON of a call, which a small model forgets."""
+    return single_quoted(as_shown(sql), names)
+
+
+def names_of(schema: Schema) -> set[str]:
+    """Those of tables and columns, in lower case."""
+    return {name.lower() for table in schema.tables for name in (table.name, *dict(table.columns))}
 
 
 def execution_problem(question: str, result: ExecutionResult) -> str | None:
