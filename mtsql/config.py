@@ -173,7 +173,6 @@ class DemonstrationsConfig(RewardOptions):
     samples_per_question: Positive = option(8, "answers of each question, each a first proposal")
     temperature: NotNegative = option(0.7, "of these answers")
     kept_per_question: Positive = option(2, "conversations of each question, with right and with wrong ones")
-    rehearse: bool = option(False, "show each question without tools too, so that its SQL is not unlearned")
 
 
 @dataclass(frozen=True, kw_only=True)

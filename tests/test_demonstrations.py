@@ -265,21 +265,6 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     assert sorted(json.dumps([line.get(name) for name in names]) for line in chat) == sorted(
         json.dumps([line.get(name) for name in names]) for line in lines
     )
-    run(
-        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "rehearsed",
-        "--samples-per-question", 6, "--temperature", 1.0, "--questions", 30, "--rehearse",
-    )  # fmt: skip
-    path = tmp_path / "rehearsed" / "demonstrations.jsonl"
-    rehearsed = [json.loads(line) for line in path.read_text().splitlines()]
-    direct, played = Counter(), []
-    for line in rehearsed:
-        if line.get("tool_set") == "none":
-            direct[line["example_id"]] += 1
-            assert [message["role"] for message in line["messages"]] == ["user", "assistant"]
-        else:
-            played.append(line)
-    assert played == [line for line in lines if line.get("tool_set") != "none"]  # the same beside them
-    assert set(direct.values()) == {1} and set(direct) >= {line["example_id"] for line in lines}
     refused = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
     )

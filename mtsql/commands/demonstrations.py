@@ -86,19 +86,13 @@ def play_samples(
         for example, sampled in sample_questions(config, answering, numbered, (config.seed,), "sample"):
             rng = random.Random(f"{config.seed}/{example.id}")
             tool_set = draw_tool_set(rng)
-            answers = [t.answer_sql for t in sampled if t.answer_sql is not None]
-            right = [bool(run.scorer.ex(example.db_id, example.gold_sql, sql)) for sql in answers]
-            shown = []
-            if tool_set != "none":
-                played = demonstrate_samples(environments[tool_set], example, answers, right, rng)
-                shown += [replace(d, tool_set=tool_set) for d in played]
-            if tool_set == "none" or config.rehearse:
-                solved = [sql for sql, is_right in zip(answers, right, strict=True) if is_right]
-                # What it writes already moves it least; gold where none is right.
-                end = solved[0] if config.rehearse and solved else example.gold_sql
-                direct = demonstrate(environments["none"], example, [], end)
-                shown.append(replace(direct, tool_set="none"))
-            found.append(shown)
+            if tool_set == "none":  # nothing to look at, so that only the gold SQL is worth showing
+                shown = [demonstrate(environments["none"], example, [], example.gold_sql)]
+            else:
+                answers = [t.answer_sql for t in sampled if t.answer_sql is not None]
+                right = [bool(run.scorer.ex(example.db_id, example.gold_sql, sql)) for sql in answers]
+                shown = demonstrate_samples(environments[tool_set], example, answers, right, rng)
+            found.append([replace(d, tool_set=tool_set) for d in shown])
     return found
 
 
