@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -80,11 +80,11 @@ def demonstrate_samples(
     solved = [sql for sql, is_right in zip(samples, right, strict=True) if is_right] or [example.gold_sql]
     repairs = [sql for sql in solved if looks_right(sql)]
     missed = [sql for sql, is_right in zip(samples, right, strict=True) if not is_right]
-    names = names_of(environment.schemas[example.db_id])
+    schema = environment.schemas[example.db_id]
     found = []
     for sql, is_right in zip(samples, right, strict=True):
         wrong = [] if is_right else [sql]
-        others = [o for o in missed if not same_query(as_written(o, names), as_written(sql, names))]
+        others = [o for o in missed if not same_query(as_written(o, schema), as_written(sql, schema))]
         if wrong and others and rng.random() < SECOND_FAILURES:
             wrong.append(rng.choice(others))
         end = sql if is_right else most_like(wrong[-1], repairs)
@@ -110,7 +110,7 @@ def demonstrate(
     """
     (episode,) = environment.episodes(example, [0])
     tools, recipe, right = episode.tools, episode.recipe, not wrong
-    attempts = [as_written(sql, names_of(episode.schema)) for sql in (*wrong, end) if sql is not None]
+    attempts = [as_written(sql, episode.schema) for sql in (*wrong, end) if sql is not None]
     checks = [EXEC_SQL] if EXEC_SQL in tools else []
     checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
     first, verdicts = RIGHT, ""
@@ -156,14 +156,10 @@ def as_shown(sql: str) -> str:
     return as_executed(sql, keep_distinct=True)
 
 
-def as_written(sql: str, names: Collection[str]) -> str:
+def as_written(sql: str, schema: Schema) -> str:
     """In single quotes: double ones need escapes within the JSON of a call, which a small model forgets."""
+    names = {name.lower() for table in schema.tables for name in (table.name, *dict(table.columns))}
     return single_quoted(as_shown(sql), names)
-
-
-def names_of(schema: Schema) -> set[str]:
-    """Those of tables and columns, in lower case."""
-    return {name.lower() for table in schema.tables for name in (table.name, *dict(table.columns))}
 
 
 def execution_problem(question: str, result: ExecutionResult) -> str | None:
