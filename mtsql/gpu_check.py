@@ -52,7 +52,8 @@ QWEN3_17B = {
     "max_position_embeddings": 40_960,
 }  # fmt: skip
 PROMPTS = (3, 40, 70, 130, 300, 520)  # tokens
-GAP = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.02}  # 99th percentile of the log-probability gap
+# 99th percentile of the log-probability gap; TF32 has the mantissa of float16
+GAP = {"float32": 2e-3, "TF32": 0.02, "bfloat16": 0.1, "float16": 0.02}
 LEAST_SHARE = {"cuda": 0.4, "cpu": 0.0}  # of the decode floor at 64 equal rows
 
 
@@ -164,7 +165,7 @@ def gradient(model: PreTrainedModel, played: Sequence[Trajectory], layout: str) 
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Float32 products in full, where ids have to be the same: TF32 rounds by the shape of a product."""
+    """Float32 products in full, where two ways have to agree: TF32 rounds by the shape of a product."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -191,10 +192,18 @@ def check_generate(device: torch.device) -> Measured:
 
 
 def check_gap(dtype: str) -> Callable[[torch.device], Measured]:
-    """A check of one dtype."""
-    return lambda device: gap_row(gaps(m := random_qwen3(device, dtype), sample(m)), dtype)
+    """A check of one dtype, with float32 products in full."""
+    return without_tf32()(lambda device: gap_row(gaps(m := random_qwen3(device, dtype), sample(m)), dtype))
 
 
+def check_tf32(device: torch.device) -> Measured:
+    """Float32 as it is trained on a GPU, its products with TF32."""
+    if torch.get_float32_matmul_precision() == "highest":
+        raise NotAvailable("no TF32")
+    return gap_row(gaps(m := random_qwen3(device), sample(m)), "TF32")
+
+
+@without_tf32()
 def check_lora(device: torch.device) -> Measured:
     """An adapter apart from its base, and merged into it."""
     model = with_lora(random_qwen3(device))
@@ -204,6 +213,7 @@ def check_lora(device: torch.device) -> Measured:
     return gap_row(torch.cat([apart, gaps(model, played)]).sort().values, "float32")
 
 
+@without_tf32()
 def check_4_bits(device: torch.device) -> Measured:
     """Sampling from a 4-bit base, and gradients for all adapters after it."""
     with TemporaryDirectory() as folder:
@@ -410,6 +420,7 @@ def all_checks() -> list[tuple[str, str, Callable[[torch.device], Measured]]]:
     for dtype in ("float32", "bfloat16", "float16"):
         checks.append((f"log-probability gap, {dtype}", f"99 % within {GAP[dtype]:g}", check_gap(dtype)))
     checks += [
+        ("log-probability gap, TF32", f"99 % within {GAP['TF32']:g}", check_tf32),
         ("log-probability gap, LoRA apart and merged", f"99 % within {GAP['float32']:g}", check_lora),
         ("4 bits: gap, and gradients after sampling", f"99 % within {GAP['float32']:g}, all", check_4_bits),
         ("gradients of the layouts", "within 1e-4 (CPU), 5e-3", check_layouts),

@@ -27,6 +27,7 @@ from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import GrpoConfig
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, recover_folder, write_atomically
+from mtsql.learn import logprobs as attention
 from mtsql.learn import model as learned
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.checkpoint import load_training_state, save_training_state
@@ -136,6 +137,23 @@ def difference(one: list[Tensor], other: list[Tensor]) -> float:
     assert [(a.shape, a.dtype) for a in one] == [(b.shape, b.dtype) for b in other]
     apart = [(a - b).abs().max() / max(1.0, b.abs().max().item()) for a, b in zip(one, other, strict=True)]
     return torch.stack(apart).nan_to_num(nan=float("inf")).max().item()
+
+
+def test_attention_takes_more_sequences_together_on_a_gpu_and_gives_the_same(model, monkeypatch):
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(1, VOCABULARY, 9).tolist()
+    group = [make_trajectory(draw, prompt, [length]) for length in (3, 5, 2, 8, 1, 4)]
+    few = shared_prompt_batch([group])
+    expected, _ = token_logprobs(model, few)
+    monkeypatch.setattr(attention, "KEYS_TOGETHER", {})  # as elsewhere than on a CPU
+    together = shared_prompt_batch([group])
+    assert [len(r.slots) for r in few.layout.responses] == [4, 1]  # one predicts from the prompt alone
+    assert [len(r.slots) for r in together.layout.responses] == [5]
+    found, _ = token_logprobs(model, together)
+    assert difference([found], [expected]) <= 1e-5
+    assert difference(gradients(model, found.sum()), gradients(model, expected.sum())) <= 1e-5
+    monkeypatch.setattr(attention, "KEYS_TOGETHER_ELSEWHERE", 5 * 13)  # five have 16 keys at most, 80 in all
+    assert [len(r.slots) for r in shared_prompt_batch([group]).layout.responses] == [4, 1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,7 @@ all trajectories of a question; `row_batch`, one padded row a trajectory, is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 SHARED_PROMPT = "sdpa_shared_prompt"
-SEQUENCES_TOGETHER = 4  # Attention takes so many sequences of similar length, padded to the longest.
+# Attention takes so many sequences of similar length together, padded to the longest; a GPU, for which
+# padding costs less than another call, as many more as have so many keys in all.
+SEQUENCES_TOGETHER = 4
+KEYS_TOGETHER = {"cpu": 0}
+KEYS_TOGETHER_ELSEWHERE = 16_384
 HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
 
 T = TypeVar("T")
@@ -186,24 +190,37 @@ def _layout(
     prompts: list[Span], responses: list[tuple[Span, Span]], device: torch.device | str
 ) -> SharedPromptLayout:
     prompts = sorted(prompts, key=lambda span: span[1])
-    computed = [_slots(spans) for spans in _chunks(prompts)]  # all that attention will give, in its order
+    most = KEYS_TOGETHER.get(torch.device(device).type, KEYS_TOGETHER_ELSEWHERE)
+    together = _chunks(prompts, lambda span: span[1], most)
+    computed = [_slots(spans) for spans in together]  # all that attention will give, in its order
     prompt_slots = tuple(slots.to(device) for slots, _ in computed)
-    together = []
-    for pairs in _chunks(sorted(responses, key=lambda pair: (pair[0][1], pair[1][1]))):
+    several = []
+    responses = sorted(responses, key=lambda pair: (pair[0][1], pair[1][1]))
+    for pairs in _chunks(responses, lambda pair: pair[0][1] + pair[1][1], most):
         (seen, seen_real), own = (_slots(spans) for spans in zip(*pairs, strict=True))
         count, longest = own[0].shape
         sees_prompt = seen_real[:, None].expand(-1, longest, -1)
         causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, -1, -1)
         attention_mask = torch.cat([sees_prompt, causal], dim=2)[:, None]
-        together.append(Responses(*(x.to(device) for x in (seen, own[0], attention_mask))))
+        several.append(Responses(*(x.to(device) for x in (seen, own[0], attention_mask))))
         computed.append(own)
     slots, real = (torch.cat([x.flatten() for x in xs]) for xs in zip(*computed, strict=True))  # (slots,)
     unpad = real.nonzero()[:, 0][slots[real].argsort()]  # (positions,): each is in exactly one span
-    return SharedPromptLayout(prompt_slots, tuple(together), unpad.to(device))
+    return SharedPromptLayout(prompt_slots, tuple(several), unpad.to(device))
 
 
-def _chunks(items: list[T]) -> Iterator[list[T]]:
-    return (items[i : i + SEQUENCES_TOGETHER] for i in range(0, len(items), SEQUENCES_TOGETHER))
+def _chunks(items: Sequence[T], keys: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Neighbours that attention takes together: a few, and more while they have `most` keys or less."""
+    chunk: list[T] = []
+    longest = 0
+    for item in items:
+        longest = max(longest, keys(item))
+        if len(chunk) >= SEQUENCES_TOGETHER and (len(chunk) + 1) * longest > most:
+            yield chunk
+            chunk, longest = [], keys(item)
+        chunk.append(item)
+    if chunk:
+        yield chunk
 
 
 def _take(x: Tensor, slots: Tensor) -> Tensor:
