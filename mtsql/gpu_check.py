@@ -1,4 +1,4 @@
-"""The first five minutes on a GPU: does everything compute what it should, in the memory and time it should?
+"""The first minute on a GPU: does everything compute what it should, in the memory and time it should?
 
     python -m mtsql.gpu_check --json runs/gpu_check.json
     python -m mtsql.gpu_check --device cpu             what can be checked without one
