@@ -165,7 +165,7 @@ def gradient(model: PreTrainedModel, played: Sequence[Trajectory], layout: str) 
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Float32 products in full, where two ways have to agree: TF32 rounds by the shape of a product."""
+    """Float32 products in full, for ids and log-probabilities: TF32 rounds by the shape of a product."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -191,10 +191,10 @@ def _layout(
 ) -> SharedPromptLayout:
     prompts = sorted(prompts, key=lambda span: span[1])
     most = KEYS_TOGETHER.get(torch.device(device).type, KEYS_TOGETHER_ELSEWHERE)
-    together = _chunks(prompts, lambda span: span[1], most)
-    computed = [_slots(spans) for spans in together]  # all that attention will give, in its order
+    # Slots of all that attention will give, in its order.
+    computed = [_slots(spans) for spans in _chunks(prompts, lambda span: span[1], most)]
     prompt_slots = tuple(slots.to(device) for slots, _ in computed)
-    several = []
+    together = []
     responses = sorted(responses, key=lambda pair: (pair[0][1], pair[1][1]))
     for pairs in _chunks(responses, lambda pair: pair[0][1] + pair[1][1], most):
         (seen, seen_real), own = (_slots(spans) for spans in zip(*pairs, strict=True))
@@ -202,15 +202,18 @@ def _layout(
         sees_prompt = seen_real[:, None].expand(-1, longest, -1)
         causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, -1, -1)
         attention_mask = torch.cat([sees_prompt, causal], dim=2)[:, None]
-        several.append(Responses(*(x.to(device) for x in (seen, own[0], attention_mask))))
+        together.append(Responses(*(x.to(device) for x in (seen, own[0], attention_mask))))
         computed.append(own)
     slots, real = (torch.cat([x.flatten() for x in xs]) for xs in zip(*computed, strict=True))  # (slots,)
     unpad = real.nonzero()[:, 0][slots[real].argsort()]  # (positions,): each is in exactly one span
-    return SharedPromptLayout(prompt_slots, tuple(several), unpad.to(device))
+    return SharedPromptLayout(prompt_slots, tuple(together), unpad.to(device))
 
 
 def _chunks(items: Sequence[T], keys: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Neighbours that attention takes together: a few, and more while they have `most` keys or less."""
+    """Neighbours that attention takes together: a few, and more while they have `most` keys or less, padded.
+
+    `keys` gives the positions that an item attends to.
+    """
     chunk: list[T] = []
     longest = 0
     for item in items:
