@@ -173,6 +173,7 @@ class DemonstrationsConfig(RewardOptions):
     samples_per_question: Positive = option(8, "answers of each question, each a first proposal")
     temperature: NotNegative = option(0.7, "of these answers")
     kept_per_question: Positive = option(2, "conversations of each question, with right and with wrong ones")
+    gold_questions: Count = option(0, "further questions, not sampled: the gold SQL is the first proposal")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,7 +219,7 @@ def test_the_share_of_wrong_proposals_stays(tiny):
         """One of a trajectory that is like no other of other `words`, without any if nothing can be shown."""
         usable = first in (RIGHT, "error")
         other = replace(played, segments=[*played.segments, Segment.given("environment", [5] * words)])
-        return Demonstration(example, right, first, other if usable else None, tools)
+        return Demonstration(example, right, first, other if usable else None, tools, tools != "none")
 
     # Of eight samples four are right, two of them the same; of the wrong ones one cannot be shown.
     question = [shown(True, RIGHT, words=n) for n in (1, 1, 2, 3)]
@@ -241,16 +241,19 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     out = run(
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path / "shown",
-        "--samples-per-question", 6, "--temperature", 1.0, "--questions", 30,
+        "--samples-per-question", 6, "--temperature", 1.0, "--questions", 20, "--gold-questions", 8,
     )  # fmt: skip
     path = tmp_path / "shown" / "demonstrations.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     repaired = [line for line in lines if any("unlearned" in m for m in line["messages"])]
     kinds = Counter(line["first_proposal"] for line in lines)
-    assert repaired and len(repaired) == kinds.total() - kinds["right"]
+    assert repaired and len(repaired) == kinds.total() - kinds["right"] - kinds["gold"]
     assert max(Counter(line["example_id"] for line in repaired).values()) <= 2
-    with_tools = sum(line.get("tool_set") != "none" for line in lines if line["first_proposal"] == "right")
-    assert re.search(rf"right +\d+ +{with_tools}\n", out)
+    gold = [line for line in lines if line["first_proposal"] == "gold"]
+    with_tools = [line["example_id"] for line in gold if line.get("tool_set") != "none"]
+    assert with_tools and not set(with_tools) & {line["example_id"] for line in lines if line not in gold}
+    assert re.search(rf"right +\d+ +{kinds['right']}\n", out)
+    assert re.search(rf"gold SQL, with tools +{len(with_tools)}\n", out)
     assert {line.get("tool_set", "both") for line in lines} > {"both"}
     for line in lines:
         assert ("tools: none" in line["messages"][0]["content"]) == (line.get("tool_set") == "none")
@@ -269,3 +272,7 @@ def test_a_model_learns_from_the_repair_of_its_own_mistakes(work, tmp_path):
         "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--tools", "none", expect=2
     )
     assert "leave out --tools" in refused
+    refused = run(
+        "-m", "mtsql.commands.demonstrations", *data, "--out", tmp_path, "--gold-questions", 2, expect=2
+    )
+    assert "--gold-questions needs --questions above 0" in refused

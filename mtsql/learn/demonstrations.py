@@ -15,7 +15,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from mtsql.agent.env import Environment, outcome_of
@@ -45,7 +45,7 @@ class Demonstration:
     """A first proposal, whether it was `right`, and what came `first`: RIGHT, what showed that it was wrong,
     or UNSEEN, UNREPAIRED or CUT, which have no trajectory.
 
-    `tool_set` is one of TOOL_SETS; without tools the proposal is the gold SQL.
+    `tool_set` is one of TOOL_SETS. A proposal that was not `sampled` is the gold SQL.
     """
 
     question: Example
@@ -53,6 +53,7 @@ class Demonstration:
     first: str
     trajectory: Trajectory | None
     tool_set: str = "both"
+    sampled: bool = True
 
 
 def draw_tool_set(rng: random.Random) -> str:
@@ -93,6 +94,11 @@ def demonstrate_samples(
             shown = demonstrate(environment, example, wrong[:1], most_like(sql, repairs))
         found.append(shown)
     return found
+
+
+def demonstrate_gold(environment: Environment, example: Example) -> Demonstration:
+    """The gold SQL, which nobody sampled, as first and only proposal."""
+    return replace(demonstrate(environment, example, [], example.gold_sql), sampled=False)
 
 
 def most_like(sql: str, others: Sequence[str]) -> str | None:
@@ -205,17 +211,17 @@ def choose_demonstrations(
 
     Then as many right ones are left out as keep the share of wrong first proposals among all that were
     sampled: else the model would learn that it errs less than it does, for what nothing shows, and what no
-    sample repairs, cannot be shown. Direct answers without tools all stay.
+    sample repairs, cannot be shown. Gold SQL that nobody sampled all stays.
     """
-    sampled = [d for of in found for d in of if d.tool_set != "none"]
-    direct = [d for of in found for d in of if d.tool_set == "none" and d.trajectory is not None]
+    sampled = [d for of in found for d in of if d.sampled]
+    unsampled = [d for of in found for d in of if not d.sampled and d.trajectory is not None]
     usable: dict[bool, list[Demonstration]] = {True: [], False: []}
     for of in found:
         for right, kept in usable.items():
-            played = [d for d in of if d.trajectory and d.right is right and d.tool_set != "none"]
+            played = [d for d in of if d.trajectory and d.right is right and d.sampled]
             different = list({tuple(d.trajectory.ids): d for d in played}.values())
             kept += rng.sample(different, min(per_question, len(different)))
     wrong, count = sum(not d.right for d in sampled), len(usable[True])
     if wrong:
         count = min(count, round(len(usable[False]) * (len(sampled) - wrong) / wrong))
-    return [*rng.sample(usable[True], count), *usable[False], *direct]
+    return [*rng.sample(usable[True], count), *usable[False], *unsampled]
