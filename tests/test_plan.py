@@ -293,6 +293,14 @@ def test_shipped_settings_fit_24_gib(name):
     assert plan.make_plan(warm_start).peak / footprint.GIB < 22
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"])
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_the_real_suites_settings_for_qwen3_fit_24_gib(model, stage):
+    path = str(ROOT / "configs" / "real_qwen3.toml")
+    config = read_config(path, stage, {"model": model, "lora_rank": 32})
+    assert 6 < plan.make_plan(config).peak / footprint.GIB < 22  # its caches alone have 6
+
+
 def test_advice_turns_knobs_until_it_fits(tiny, monkeypatch):
     monkeypatch.setattr(footprint, "CUDA_GRAPH", 0)  # more than all the rest of so small a model
     config = replace(tiny, lora_rank=0, micro_batch_positions=2000)

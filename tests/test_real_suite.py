@@ -21,7 +21,7 @@ from mtsql.config import (
     read_options,
 )
 from mtsql.errors import UserError
-from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT, real_parts
+from mtsql.experiments.real import ARMS, CONFIG, DATASETS, HELD_OUT, SINGLE_QUESTIONS, real_parts
 from mtsql.experiments.real_page import contrast_table, write_real_page
 from mtsql.experiments.real_trajectories import KINDS, chosen
 from mtsql.parts import Part
@@ -39,15 +39,20 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize(("seed", "dtype"), [(0, ""), (1, "bfloat16")])
-def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, monkeypatch):
+QWEN3 = "configs/real_qwen3.toml"  # whose arms begin with the rounds, as in the paper
+
+
+@pytest.mark.parametrize(
+    ("seed", "dtype", "path"), [(0, "", CONFIG), (1, "bfloat16", CONFIG), (0, "", QWEN3), (1, "", QWEN3)]
+)
+def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, path, monkeypatch):
     monkeypatch.chdir(ROOT)
     first = Path("runs/real/seed0")
     earlier = [first / "sft/policy", first / "short_sft/policy", first / "chosen/counts.jsonl"]
-    earlier.append(first / "demonstrations/policy")
+    earlier += [first / "demonstrations/policy", first / "curriculum/counts.jsonl"]
     made = {"base", *(map(str, earlier) if seed else ())}
     arms = {}
-    for part in real_parts(Path("data"), "base", Path("runs/real"), seed, dtype=dtype):
+    for part in real_parts(Path("data"), "base", Path("runs/real"), seed, path, dtype):
         words = part.command[1:] if part.command[0] == "-m" else part.command
         config = read_options(SCRIPTS[words[0]], "", words[1:])
         assert config.seed == seed, part.title
@@ -55,7 +60,11 @@ def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, monkeypat
             assert config.counts in made
         else:
             assert config.model in made, part.title
-            assert config.dtype == (dtype or "float32"), part.title
+            assert config.dtype == (dtype or ("bfloat16" if path == QWEN3 else "float32")), part.title
+        if isinstance(config, GrpoConfig) and config.tools != "none":
+            warm_start, counted = ("sft", "curriculum") if path == QWEN3 else ("demonstrations", "chosen")
+            assert config.model == str(first / warm_start / "policy")
+            assert config.curriculum == str(first / counted / "counts.jsonl")
         assert {getattr(config, "curriculum", ""), getattr(config, "teacher", "")} <= {*made, ""}
         assert config.lora_rank == 0 or config.model == "base" if hasattr(config, "lora_rank") else True
         made |= {str(part.done), f"{config.out}/policies/round_1"}
@@ -65,7 +74,8 @@ def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, monkeypat
     asked = [("data/real/train_mix.json", "held_out")] + [
         (f"data/{name}/dev.json", "dev") for name in DATASETS
     ]
-    assert all(found == asked for found in arms.values())
+    single = [*asked, ("data/spider/dev.json", "dev")]
+    assert all(found == (single if arm in SINGLE_QUESTIONS else asked) for arm, found in arms.items())
     assert arms.keys() == (ARMS.keys() if seed == 0 else arms.keys() & ARMS.keys())
     assert {"short_rl", "rl_outcome", "rl"} <= arms.keys()
 
@@ -108,9 +118,9 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     before = [
         lay_out(tmp_path / "one", "sparc", arm, right) for arm, right in (("rl", "11110"), ("base", "00000"))
     ]
+    (tmp_path / "one/seed0/rl").mkdir(parents=True)
+    (tmp_path / "one/seed0/rl/dev.csv").write_text("step,ex,em\n9,0.25,0\n19,0.5,0\n")
     write_real_page({0: before}, page, "base", lambda seed: [], "make it")
-    (tmp_path / "two/seed0/rl").mkdir(parents=True)
-    (tmp_path / "two/seed0/rl/dev.csv").write_text("step,ex,em\n9,0.25,0\n19,0.5,0\n")
     after = [
         lay_out(tmp_path / "two", "sparc", "round_2", "01000"),
         lay_out(tmp_path / "two", HELD_OUT, "rl", "10101"),
@@ -123,12 +133,13 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
         ("held_out", "rl", 60.0, "10101"), ("sparc", "base", 0.0, "00000"),
         ("sparc", "round_2", 20.0, "01000"), ("sparc", "rl", 80.0, "11110"),
     ]  # fmt: skip
-    assert [r["curve"] for r in rows] == [[[10, 25.0], [20, 50.0]], [], [], []]
+    assert [r["curve"] for r in rows] == [[], [], [], [[10, 25.0], [20, 50.0]]]
     assert rows[3]["databases"] == [["a", 2], ["b", 3]] and rows[3]["commit"] == "abc"
     low, high = bootstrap_interval([[100.0, 0.0], [100.0, 100.0, 0.0]])
     text = page.read_text()
-    assert f"| `rl` - `round_2` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – |" in text
-    assert "**Not measured yet, or not on both dev sets:** `base`, `short_sft`," in text
+    assert f"| `rl` - `round_2` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – | – |" in text
+    assert "**Not measured:** SParC dev: `short_sft`, `demonstrations`, `round_1`, `short_rl`," in text
+    assert text.count("Spider dev: `short_sft`, `short_rl`, `rl`\n") == 1
     assert "`make it --seeds 0`" in text and "secret" not in text
     assert "| `rl` | 0 | 25.0 | 50.0 |" in text and "(real_curves.png)" in text
     assert (tmp_path / "real_curves.png").read_bytes().startswith(b"\x89PNG")

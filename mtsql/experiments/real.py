@@ -1,8 +1,8 @@
 """The whole recipe with a real language model on real dialogues: the parts of `reproduce.py --suite real`.
 
 The data is one folder: real/train_mix.json (SParC's format, with databases of Spider's training data),
-{sparc,cosql}/{dev,tables}.json and database/. Settings are in configs/real_smollm2.toml, those for Qwen3 on a
-GPU in configs/real_qwen3.toml.
+{sparc,cosql}/{dev,tables}.json, spider/dev.json and database/. Settings are in configs/real_smollm2.toml,
+those for Qwen3 on a GPU in configs/real_qwen3.toml.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from mtsql.parts import Part
 CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
 DATASETS = ("sparc", "cosql")  # whose dev sets are answered, beside the held-out databases of the mix
 HELD_OUT = "held_out"
+SPIDER = "spider"  # its dev set: single questions, with no dialogue to check against, for these arms
+SINGLE_QUESTIONS = ("short_sft", "short_rl", "rl")
 # Beside CONFIG, which is for two cores: fine-tuning on a thousand trajectories, where gold SQL has 16,350,
 # and RL with tools, whose steps take many times as long as those without: few of them, so only on questions
 # that the policy solves now and then, and from `demonstrations`, since the rounds lost points.
@@ -34,6 +36,11 @@ ARMS = {
     "rl_no_memory": "`rl` without MEMORY-VERIFY",
     "rl_predicted": "`rl` with its own earlier answers in memory",
 }
+
+
+def sets_of(arm: str) -> tuple[str, ...]:
+    """The sets of questions that an arm is asked."""
+    return (HELD_OUT, *DATASETS, *((SPIDER,) if arm in SINGLE_QUESTIONS else ()))
 
 
 def real_parts(
@@ -61,10 +68,11 @@ def real_parts(
         return str(folder / name / done)
 
     def evaluate(arm: str, policy: str, *options: str) -> None:
-        for dataset in (HELD_OUT, *DATASETS):
+        for dataset in sets_of(arm):
             asked, split = mix, HELD_OUT
             if dataset != HELD_OUT:
-                asked, split = ["--data", str(data / dataset / "dev.json"), *mix[-2:]], "dev"
+                schemas = mix[2:4] if dataset == SPIDER else []  # SParC's are Spider's databases
+                asked, split = ["--data", str(data / dataset / "dev.json"), *schemas, *mix[-2:]], "dev"
             done = folder / "evaluation" / dataset / arm
             command = ["evaluate.py", *shared, *asked, "--split", split, "--model", policy]
             command += ["--out", str(done), *options]

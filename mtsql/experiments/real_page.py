@@ -21,14 +21,14 @@ from mtsql.experiments.arms import read_evaluation, read_json
 from mtsql.experiments.figures import DPI, log_figure
 from mtsql.experiments.markdown import EMPTY, decimal, joined, listed, signed, table
 from mtsql.experiments.page import command_list, seed_of
-from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT
+from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT, SPIDER, sets_of
 from mtsql.experiments.real_trajectories import write_trajectories
 from mtsql.files import write_atomically
 from mtsql.parts import Part, minutes_of
 from mtsql.report.metrics import bootstrap_interval
 from mtsql.report.plots import save_figure
 
-NAMES = {"sparc": "SParC dev", "cosql": "CoSQL dev", HELD_OUT: "held-out databases"}
+NAMES = {"sparc": "SParC dev", "cosql": "CoSQL dev", HELD_OUT: "held-out databases", SPIDER: "Spider dev"}
 # MTSQL-R1, Table 2, in domain: EX and EM.
 PAPER = {
     "base": {
@@ -59,8 +59,8 @@ PAPER = {
 CONTRASTS = {  # of EX, the first arm minus the second
     "RL without tools, beside its warm start": ("short_rl", "short_sft"),
     "demonstrations of the protocol, beside gold SQL alone": ("demonstrations", "short_sft"),
-    "warm start, beside gold SQL alone": ("round_2", "short_sft"),
-    "all of it with outcome and process rewards, beside gold SQL alone": ("rl", "short_sft"),
+    "demonstrations and two rounds, beside gold SQL alone": ("round_2", "short_sft"),
+    "RL (outcome and process), beside gold SQL alone": ("rl", "short_sft"),
     "RL (outcome), beside demonstrations": ("rl_outcome", "demonstrations"),
     "RL (outcome and process), beside demonstrations": ("rl", "demonstrations"),
     "RL (outcome), beside round 2": ("rl_outcome", "round_2"),
@@ -102,12 +102,12 @@ def write_real_page(
     check_questions(found)
     write_atomically(numbers, "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     seeds = sorted({r["seed"] for r in found})
-    of = {name: [r for r in found if r["dataset"] == name] for name in (*DATASETS, HELD_OUT)}
+    of = {name: [r for r in found if r["dataset"] == name] for name in NAMES}
     sections = {
         "EX and EM": accuracy_table(of),
         "What each step is worth": contrast_table(of),
         "Beside the paper": paper_table(of),
-        "During RL": joined(curve_figure(of[HELD_OUT], path), curve_table(of[HELD_OUT])),
+        "During RL": joined(curve_figure(of[DATASETS[0]], path), curve_table(of[DATASETS[0]])),
         "By turn and by hardness": breakdown_table(of),
         "Kinds of errors": errors_table(of),
         "Commands": command_list([part for seed in seeds for part in listing(seed)], seeds),
@@ -168,7 +168,7 @@ def finished_row(part: Part) -> Row | None:
         "hardware": run.get("hardware") or hardware(),
         "commit": run.get("commit"),
         "databases": databases,
-        "curve": curve(folder.parents[2] / folder.name) if folder.parent.name == HELD_OUT else [],
+        "curve": curve(folder.parents[2] / folder.name) if folder.parent.name == DATASETS[0] else [],
         "right": "".join(str(r["ex"]) for r in records),  # one a question, for paired differences
     }
 
@@ -197,16 +197,18 @@ def _by_database(rows: Iterable[tuple[Sequence[Sequence], Sequence[float]]]) -> 
 def heading(rows: Sequence[Row], made_with: str) -> str:
     """What was measured, on what, and what is missing."""
     measured = {(r["arm"], r["dataset"]) for r in rows}
-    missing = [arm for arm in ARMS if not measured.issuperset((arm, dataset) for dataset in DATASETS)]
+    missing = {
+        name: [arm for arm in ARMS if dataset in sets_of(arm) and (arm, dataset) not in measured]
+        for dataset, name in NAMES.items()
+    }
     lines = [
         f"- Dates: {', '.join(sorted({r['date'] for r in rows}) or [EMPTY])}",
         f"- Hardware: {', '.join(sorted({r['hardware'] for r in rows}) or [EMPTY])}",
         f"- `{made_with}`, in parts that resume; raw figures in real.json, with the commit of each.",
     ]
-    if missing:
-        lines.append(
-            f"- **Not measured yet, or not on both dev sets:** {', '.join(f'`{arm}`' for arm in missing)}"
-        )
+    lacking = (f"{name}: {', '.join(f'`{arm}`' for arm in arms)}" for name, arms in missing.items() if arms)
+    if any(missing.values()):
+        lines.append(f"- **Not measured:** {'; '.join(lacking)}")
     reading = (
         "EX is execution accuracy, EM exact set match, greedy, with gold history, in %. In brackets: 95 % "
         "intervals, resampling databases. The training data is a mix of Spider, CoSQL and SParC whose SParC "
@@ -333,8 +335,8 @@ def curve_table(rows: Sequence[Row]) -> str:
     ]
     header = ["arm", "seed", *(f"step {step}" for step in steps)]
     note = (
-        "EX on the first dialogues over the held-out databases, after so many steps. The table above has all "
-        "dialogues."
+        "EX on the first dialogues over the held-out databases, after so many steps; the tables above have "
+        "all dialogues."
     )
     return table(header, lines, note)
 
@@ -352,7 +354,7 @@ def curve_figure(rows: Sequence[Row], path: Path) -> str:
 
 
 def _breakdown(of: Mapping[str, Sequence[Row]], key: str) -> str:
-    """The shares below `key` of the rows of the dev sets, of seed 0."""
+    """The shares below `key` of the rows of the dev sets, of seed 0; real.json has those of the others."""
     rows = [r for dataset in DATASETS for r in of[dataset] if r["seed"] == 0]
     names = list(dict.fromkeys(name for r in rows for name, value in r[key].items() if value is not None))
     lines = [
