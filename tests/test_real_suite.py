@@ -21,7 +21,15 @@ from mtsql.config import (
     read_options,
 )
 from mtsql.errors import UserError
-from mtsql.experiments.real import ARMS, CONFIG, DATASETS, HELD_OUT, SINGLE_QUESTIONS, real_parts
+from mtsql.experiments.real import (
+    ARMS,
+    CONFIG,
+    DATASETS,
+    HELD_OUT,
+    NO_CANDIDATES,
+    SINGLE_QUESTIONS,
+    real_parts,
+)
 from mtsql.experiments.real_page import contrast_table, write_real_page
 from mtsql.experiments.real_trajectories import KINDS, chosen
 from mtsql.parts import Part
@@ -71,11 +79,10 @@ def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, path, mon
         if isinstance(config, EvaluateConfig):
             arms.setdefault(part.done.parent.name, []).append((config.data[0], config.split))
             assert (config.tools == "none") == part.done.parent.name.startswith("short")
-    asked = [("data/real/train_mix.json", "held_out")] + [
-        (f"data/{name}/dev.json", "dev") for name in DATASETS
-    ]
-    single = [*asked, ("data/spider/dev.json", "dev")]
-    assert all(found == (single if arm in SINGLE_QUESTIONS else asked) for arm, found in arms.items())
+    for arm, found in arms.items():
+        held_out = [] if arm in NO_CANDIDATES else [("data/real/train_mix.json", "held_out")]
+        single = [("data/spider/dev.json", "dev")] if arm in SINGLE_QUESTIONS else []
+        assert found == held_out + [(f"data/{name}/dev.json", "dev") for name in DATASETS] + single
     assert arms.keys() == (ARMS.keys() if seed == 0 else arms.keys() & ARMS.keys())
     assert {"short_rl", "rl_outcome", "rl"} <= arms.keys()
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from mtsql.parts import Part
 
 CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
-DATASETS = ("sparc", "cosql")  # whose dev sets are answered, beside the held-out databases of the mix
+# Every arm answers the dev sets of DATASETS. By the held-out databases of the mix an agent is chosen, among all
+# arms that could be it. Spider's dev set has single questions, with no dialogue to check against.
+DATASETS = ("sparc", "cosql")
 HELD_OUT = "held_out"
-SPIDER = "spider"  # its dev set: single questions, with no dialogue to check against, for these arms
+NO_CANDIDATES = ("base", "rl_no_execution", "rl_no_memory", "rl_predicted")
+SPIDER = "spider"
 SINGLE_QUESTIONS = ("short_sft", "short_rl", "rl")
 # Beside CONFIG, which is for two cores: fine-tuning on a thousand trajectories, where gold SQL has 16,350,
 # and RL with tools, whose steps take many times as long as those without: few of them, so only on questions
@@ -40,7 +43,8 @@ ARMS = {
 
 def sets_of(arm: str) -> tuple[str, ...]:
     """The sets of questions that an arm is asked."""
-    return (HELD_OUT, *DATASETS, *((SPIDER,) if arm in SINGLE_QUESTIONS else ()))
+    candidate, single = arm not in NO_CANDIDATES, arm in SINGLE_QUESTIONS
+    return (*((HELD_OUT,) if candidate else ()), *DATASETS, *((SPIDER,) if single else ()))
 
 
 def real_parts(
