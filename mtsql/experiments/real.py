@@ -12,8 +12,8 @@ from pathlib import Path
 from mtsql.parts import Part
 
 CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
-# Every arm answers the dev sets of DATASETS. By the held-out databases of the mix an agent is chosen, among all
-# arms that could be it. Spider's dev set has single questions, with no dialogue to check against.
+# Every arm answers the dev sets of DATASETS. By the held-out databases of the mix an agent is chosen, among
+# all arms that could be it. Spider's dev set has single questions, with no dialogue to check against.
 DATASETS = ("sparc", "cosql")
 HELD_OUT = "held_out"
 NO_CANDIDATES = ("base", "rl_no_execution", "rl_no_memory", "rl_predicted")
