@@ -35,7 +35,7 @@ from mtsql.errors import UserError
 from mtsql.experiments.arms import ELSEWHERE
 from mtsql.experiments.findings import EMBEDDED
 from mtsql.experiments.real import CONFIG as REAL_CONFIG
-from mtsql.experiments.real import real_parts
+from mtsql.experiments.real import check_data, real_parts
 from mtsql.experiments.real_page import write_real_page
 from mtsql.experiments.suite import run_suite, suite_parser
 from mtsql.experiments.suite_page import write_suite_page
@@ -219,6 +219,8 @@ def reproduce_real(chosen: argparse.Namespace) -> None:
         raise UserError(
             "--suite real needs --data, a folder of several data sets, and --model; and no --other"
         )
+    if not (chosen.list or chosen.page):
+        check_data(Path(chosen.data))
     config, seeds, dtype = chosen.config or REAL_CONFIG, chosen.seeds, chosen.dtype
     parts = {s: real_parts(Path(chosen.data), chosen.model, chosen.out, s, config, dtype) for s in seeds}
     if run_suite([part for own in parts.values() for part in own], chosen):

@@ -99,6 +99,18 @@ def test_the_real_suite_keeps_its_parts_apart_from_the_toy_suites():
     assert outs and all(out.startswith("runs/real/seed0/") for out in outs)
 
 
+def test_the_real_suite_says_what_its_data_lacks_before_any_part_runs(tmp_path):
+    for name in ("real", "sparc", "cosql", "database"):
+        (tmp_path / name).mkdir()
+    for name in ("real/train_mix", "sparc/dev", "sparc/tables", "cosql/dev", "cosql/tables"):
+        (tmp_path / f"{name}.json").write_text("[]")
+    out = tmp_path / "out"
+    said = run(
+        "reproduce.py", "--suite", "real", "--data", tmp_path, "--model", "BASE", "--out", out, expect=2
+    )
+    assert f"--data {tmp_path} lacks spider/dev.json: " in said and "== " not in said and not out.exists()
+
+
 def record(number: int, db_id: str, ex: int) -> dict:
     names = ("ex_keep_distinct", "ex_bird", "em_lenient", "em_string")
     return dict.fromkeys(names, ex) | {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mtsql.errors import UserError
 from mtsql.parts import Part
 
 CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
@@ -39,6 +40,23 @@ ARMS = {
     "rl_no_memory": "`rl` without MEMORY-VERIFY",
     "rl_predicted": "`rl` with its own earlier answers in memory",
 }
+
+
+DATA_FILES = (
+    "real/train_mix.json",
+    *(f"{dataset}/{file}.json" for dataset in DATASETS for file in ("dev", "tables")),
+    f"{SPIDER}/dev.json",
+    "database",
+)
+
+
+def check_data(data: Path) -> None:
+    """Raise UserError if something of the suite's data is not there: a part may read it hours later."""
+    missing = [name for name in DATA_FILES if not (data / name).exists()]
+    if missing:
+        raise UserError(
+            f"--data {data} lacks {', '.join(missing)}: --suite real needs {', '.join(DATA_FILES)} in it"
+        )
 
 
 def sets_of(arm: str) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ def finished_row(part: Part) -> Row | None:
         "hardware": run.get("hardware") or hardware(),
         "commit": run.get("commit"),
         "databases": databases,
-        "curve": curve(folder.parents[2] / folder.name) if folder.parent.name == DATASETS[0] else [],
+        "curve": curve(folder.parents[2] / folder.name) if folder.parent.name == DATASETS[0] else [],  # once
         "right": "".join(str(r["ex"]) for r in records),  # one a question, for paired differences
     }
 
