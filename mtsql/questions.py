@@ -30,11 +30,13 @@ def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Exam
 def find_split(data: str, split: str) -> Path:
     """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
 
-    Raises UserError if the folder has no such file.
+    Raises UserError if there is no such folder, or no such file in it.
     """
     root = Path(data)
     if root.is_file():
         return root
+    if not root.exists():
+        raise UserError(f"{root} is not there: --data takes a data set's folder or one .json file")
     names = split_names(split)
     for name in names:
         if (root / name).is_file():

@@ -48,7 +48,7 @@ def test_only_an_unfinished_folder_is_made_again(work, tmp_path):
             main(replace(config, out=str(folder)))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json.minutes").touch()  # as an interrupted part leaves it
-    with pytest.raises(UserError, match="nowhere has no train split"):
+    with pytest.raises(UserError, match="nowhere is not there"):
         main(config)
     for shape in ({"hidden": 48}, {"layers": 1}):
         with pytest.raises(UserError, match="--hidden should be a multiple of 96"):

@@ -117,7 +117,7 @@ def test_recipes_are_measured_as_they_are_played(name, command, data, tmp_path, 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"--data": "nowhere.json"}, "nowhere.json has no dev split"),
+        ({"--data": "nowhere.json"}, "nowhere.json is not there"),
         ({"--tables": "nowhere.json"}, "nowhere.json is not a file"),
         ({"--databases": "nowhere"}, "nowhere is not a folder"),
         ({"--tokenizer": "./nowhere"}, "nowhere is not a folder"),
