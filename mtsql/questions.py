@@ -50,7 +50,7 @@ def split_files(config: DataOptions, split: str, index: int) -> tuple[list[Path]
     Raises UserError as `load_split` does for what is not there.
     """
     source = config.data[index]
-    path = find_split(source, "train" if split == "held_out" else split)
+    path = find_split(source, "train" if split in ("held_out", "rl") else split)
     tables = _of_source(config.tables, index, config, "--tables") or beside(path, "tables.json")
     databases = _of_source(config.databases, index, config, "--databases")
     databases = databases or beside(path, "database", "databases")
@@ -67,9 +67,9 @@ def load_split(config: DataOptions, split: str) -> Dataset:
     """The dialogues of a split from all sources of --data, with their schemas.
 
     Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives its
-    train_others.json too. With --held-out N the dialogues over N databases of `train`, the same for every
-    --seed, make the split `held_out` and leave `train`. Raises UserError if that leaves one of the two empty,
-    and where tables or databases are not there.
+    train_others.json too. With --held-out N and --for-rl M the dialogues over N and over further M databases of
+    `train`, the same for every --seed, make the splits `held_out` and `rl` and leave `train`. Raises UserError if
+    that leaves one empty, and where tables or databases are not there.
     """
     parts: list[Dataset] = []
     for i in range(len(config.data)):
@@ -81,15 +81,17 @@ def load_split(config: DataOptions, split: str) -> Dataset:
     dataset = join_datasets(parts)
     for source, count in dataset.missing.items():
         print(f"left out {count} dialogues of {source}: their database is missing")
-    if split == "held_out" or (split == "train" and config.held_out):
+    parted = {"held_out": config.held_out, "rl": config.for_rl}
+    if split in parted or (split == "train" and any(parted.values())):
         names = sorted({d.db_id for d in dataset.dialogues}, key=_scrambled)
-        if not 0 < config.held_out < len(names):
+        if sum(parted.values()) >= len(names) or not parted.get(split, 1):
             raise UserError(
-                f"--held-out should be above 0 and leave some of the {len(names)} databases of train"
+                "--held-out and --for-rl should be above 0 where they are asked for, and leave some of the "
+                f"{len(names)} databases of train"
             )
-        held_out, wanted = set(names[: config.held_out]), split == "held_out"
-        dialogues = tuple(d for d in dataset.dialogues if (d.db_id in held_out) is wanted)
-        dataset = replace(dataset, dialogues=dialogues)
+        first, last = config.held_out, config.held_out + config.for_rl
+        chosen = {"held_out": names[:first], "rl": names[first:last], "train": names[last:]}[split]
+        dataset = replace(dataset, dialogues=tuple(d for d in dataset.dialogues if d.db_id in chosen))
     return dataset
 
 

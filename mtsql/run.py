@@ -26,7 +26,6 @@ from mtsql.config import (
     AgentOptions,
     ChatConfig,
     CurriculumConfig,
-    DemonstrationsConfig,
     GrpoConfig,
     PolicyOptions,
     RewardOptions,
@@ -87,7 +86,7 @@ FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions"
 # What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
 # start, the columns of its log, the state of its optimizer.
 FIXED = (
-    "model", "data", "tables", "databases", "held_out", "seed", "history", "drop_empty", "recipe", "tools",
+    "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe", "tools",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
     "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "shard", "wording", "schema",
     "thinking", "native_thinking", "sql_timeout", "error_hints", "max_prompt_tokens", "max_response_tokens",
@@ -287,7 +286,8 @@ def begin_training(
     how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
     if config.layout == "shared" and config.attention == "auto":
         how["attention"] = "sdpa"  # flash-attn has no kernel for this layout
-    run = begin_run(config, "train", dtype=kept, **how)
+    split = "rl" if config.for_rl and isinstance(config, GrpoConfig) else "train"
+    run = begin_run(config, split, dtype=kept, **how)
     if config.layout == "shared" and run.attention.startswith("flash"):
         raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     reward = reward_function(config, run.tokens, run.scorer, weights)
@@ -478,14 +478,14 @@ def answer_split(
     return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
 
-def check_samples(config: SftConfig | CurriculumConfig | DemonstrationsConfig) -> None:
+def check_samples(config: SftConfig | CurriculumConfig) -> None:
     """Raise UserError where the samples of a question would all be the same."""
     if config.samples_per_question > 1 and config.temperature <= 0:
         raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
 
 
 def sample_questions(
-    config: SftConfig | CurriculumConfig | DemonstrationsConfig,
+    config: SftConfig | CurriculumConfig,
     run: Run,
     numbered: Sequence[tuple[int, Example]],
     seed: tuple[int, ...],

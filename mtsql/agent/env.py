@@ -19,6 +19,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult, Executor
 from mtsql.sql.hints import error_hint
+from mtsql.sql.normal import in_normal_form
 from mtsql.sql.text import same_query
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
@@ -279,8 +280,14 @@ class Environment:
     tools: Mapping[str, Tool]
     error_hints: bool = False
 
-    def episodes(self, example: Example, seeds: list[int]) -> list[Episode]:
-        """One episode a seed, all from the same prompt ids (a GRPO group)."""
-        prompt = self.recipe.prompt(example, self.schemas[example.db_id], self.tools)
-        ids = self.tokens.prompt_ids(*prompt)
+    def episodes(
+        self, example: Example, seeds: list[int], shown: tuple[Example, Schema] | None = None
+    ) -> list[Episode]:
+        """One episode a seed, all from the same prompt ids (a GRPO group).
+
+        Earlier SQL is in its normal form. The prompt may show another question and schema than there are.
+        """
+        schema = self.schemas[example.db_id]
+        example = in_normal_form(example, schema)
+        ids = self.tokens.prompt_ids(*self.recipe.prompt(*(shown or (example, schema)), self.tools))
         return [Episode(self, example, seed, ids) for seed in seeds]

@@ -29,7 +29,7 @@ from mtsql.run import begin_run, check_samples, sample_questions, training_quest
 def main(config: CurriculumConfig) -> None:
     """Count."""
     check_samples(config)
-    run = begin_run(config, "train")
+    run = begin_run(config, "rl" if config.for_rl else "train")
     reward = reward_function(config, run.tokens, run.scorer)
     asked = training_questions(config, run)
     share = run.processes.share(list(enumerate(asked)))

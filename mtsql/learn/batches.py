@@ -45,6 +45,21 @@ def shared_prefix(group: Sequence[Trajectory]) -> int:
     return min((shared_length(first, prompt) for prompt in others), default=len(first))
 
 
+def alike(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """The trajectories in groups whose prompts begin alike, for half of their length at least.
+
+    Those are samples of one question, and questions over one database, whose schema comes first.
+    """
+    groups: list[list[Trajectory]] = []
+    for trajectory in sorted(trajectories, key=lambda t: t.segments[0].ids):
+        prompt = trajectory.segments[0].ids
+        if groups and 2 * shared_length(groups[-1][-1].segments[0].ids, prompt) >= len(prompt):
+            groups[-1].append(trajectory)
+        else:
+            groups.append([trajectory])
+    return groups
+
+
 def training_order(
     trajectories: Sequence[Trajectory],
     epochs: float,

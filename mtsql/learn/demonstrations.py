@@ -1,12 +1,12 @@
-"""Demonstrations of the protocol whose mistakes are the model's own.
+"""What fine-tuning on gold SQL learns from: direct answers, or demonstrations of the protocol with tools.
 
-A model too small to follow instructions never calls the tools, and is shown how: a scripted
-agent proposes what that model sampled, runs it, judges it by what the tools show, and repairs what it has
-found wrong to that model's nearest right sample, or to the gold SQL where no sample is right: what the model
-has yet to learn (docs/results/real_trials.md has each kind alone). It finds nothing that cannot be seen in
-the question, the SQL, its result and the memory; mistakes of another kind are no demonstration. SQL that is
-repaired later has loss mask 0: the model learns to run, to judge and to repair what it wrote, not to make
-its mistakes.
+A model that does not call its tools untrained is shown how by a scripted agent. Mostly the agent proposes the
+gold SQL, runs it, asks the memory and answers. In REPAIRED of the questions its first query fails, and is
+repaired to the gold SQL. A repair that could be guessed from the prompt teaches nothing about reading a result.
+So the prompt shows a stale schema, in which the failing query is right: a column or a table has another name, or
+a column stands in another table. What is there today is to be read in the error, and nowhere else.
+
+The failing SQL has loss mask 0: the policy learns to run, to judge and to repair, not to fail.
 """
 
 from __future__ import annotations
@@ -14,214 +14,328 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 
 from mtsql.agent.env import Environment, outcome_of
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.data.schema import Schema
+from mtsql.data.schema import Schema, SchemaTable
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
-from mtsql.sql.execute import ExecutionResult, as_executed
-from mtsql.sql.text import query_words, same_query, single_quoted
+from mtsql.sql.normal import KEYWORDS, in_normal_form, normal_form
+from mtsql.sql.text import PIECE
 
-RIGHT, UNSEEN, CUT = "right", "wrong, and nothing shows it", "beyond a limit of the episode"
-UNREPAIRED = "wrong, and no repair looks right"
-SECOND_FAILURES = 0.25  # share of repairs of which a first one fails as well
-ASKS_FOR_NUMBER = re.compile(r"\b(how many|how much|number|count|total|sum|average|mean)\b", re.IGNORECASE)
-ASKS_FOR_ONE = re.compile(r"\b(the (most|least|fewest)|the (?!(?:lat|for|t)est)\w+est)\b", re.IGNORECASE)
-REFERS_BACK = re.compile(
-    r"\b(those|these|them|they|their|it|its|that|this|ones?|also|instead|above|same|(?:what|how) about)\b",
-    re.IGNORECASE,
-)
-CONDITIONS = re.compile(r"\b(where|having)\b", re.IGNORECASE)
-LITERAL = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d+(?:\.\d+)?\b")
+SHARES = {"both": 0.85, "none": 0.09, "no_execution": 0.03, "no_memory": 0.03}  # of the sets of tools
+REPAIRED = 0.25  # share of the questions with EXECUTE whose first query fails, where a mistake can be made
+STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
+ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (T\d+)\b")
+JOINED = re.compile(r"FROM (\w+) AS T1 JOIN (\w+) AS T2 ON T[12]\.\w+ = T[12]\.\w+")
+QUALIFIED = re.compile(r"\b(T\d+)\.(\w+)")
+COMPARED = re.compile(r"(?:\b(T\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
 
 
 @dataclass(frozen=True)
-class Demonstration:
-    """A first proposal, whether it was `right`, and what came `first`: RIGHT, what showed that it was wrong,
-    or UNSEEN, UNREPAIRED or CUT, which have no trajectory.
+class Mistake:
+    """Queries that fail one after another, and what the prompt shows, so that the first one looks right.
 
-    `tool_set` is one of TOOL_SETS. A proposal that was not `sampled` is the gold SQL.
+    `look` is a query that shows what there is, to be run before the repair.
     """
 
-    question: Example
-    right: bool
-    first: str
-    trajectory: Trajectory | None
-    tool_set: str = "both"
-    sampled: bool = True
+    kind: str
+    wrong: tuple[str, ...]
+    shown: tuple[Example, Schema]
+    look: str | None = None
 
 
-def draw_tool_set(rng: random.Random) -> str:
-    """The tools of a demonstration: mostly both, else fewer, so that the model knows Table 4's prompts."""
-    return rng.choices(list(TOOL_SETS), [0.7 if name == "both" else 0.1 for name in TOOL_SETS])[0]
+def gold_trajectories(environment: Environment, asked: Sequence[Example], seed: int) -> list[list[Trajectory]]:
+    """A trajectory of each question that ends in its gold SQL in normal form, none where it does not fit.
 
-
-def demonstrate_samples(
-    environment: Environment,
-    example: Example,
-    samples: Sequence[str],
-    right: Sequence[bool],
-    rng: random.Random,
-) -> list[Demonstration]:
-    """One demonstration of each sampled answer to a question, as first proposal; `right` are so by EX.
-
-    A wrong one is repaired to the right sample that is most like it, or to gold where there is none, in a
-    quarter of cases after another. What is right and looks wrong, such as an empty result, repairs nothing.
+    Without tools in the environment it is a direct answer: the short-horizon baseline. With them it is a
+    demonstration, at times with fewer tools, so that the policy knows the prompts of Table 4's ablations.
     """
-
-    def looks_right(sql: str) -> bool:
-        result = environment.executor.execute(environment.schemas[example.db_id].path, as_shown(sql))
-        return execution_problem(example.question, result) is None
-
-    solved = [sql for sql, is_right in zip(samples, right, strict=True) if is_right] or [example.gold_sql]
-    repairs = [sql for sql in solved if looks_right(sql)]
-    missed = [sql for sql, is_right in zip(samples, right, strict=True) if not is_right]
-    schema = environment.schemas[example.db_id]
+    environments = {name: replace(environment, tools=make_tools(name)) for name in TOOL_SETS}
     found = []
-    for sql, is_right in zip(samples, right, strict=True):
-        wrong = [] if is_right else [sql]
-        others = [o for o in missed if not same_query(as_written(o, schema), as_written(sql, schema))]
-        if wrong and others and rng.random() < SECOND_FAILURES:
-            wrong.append(rng.choice(others))
-        end = sql if is_right else most_like(wrong[-1], repairs)
-        shown = demonstrate(environment, example, wrong, end)
-        if shown.first == UNSEEN and len(wrong) > 1:  # perhaps of the second alone
-            shown = demonstrate(environment, example, wrong[:1], most_like(sql, repairs))
-        found.append(shown)
+    for example in asked:
+        rng = random.Random(f"{seed}/{example.id}")
+        tool_set = rng.choices(list(SHARES), list(SHARES.values()))[0] if environment.tools else "none"
+        chosen, mistake = environments[tool_set], None
+        if EXEC_SQL in chosen.tools and rng.random() < REPAIRED:
+            mistake = make_mistake(chosen, example, rng)
+        trajectory = play(chosen, example, mistake) or play(chosen, example)
+        found.append([] if trajectory is None else [trajectory])
     return found
 
 
-def demonstrate_gold(environment: Environment, example: Example) -> Demonstration:
-    """The gold SQL, which nobody sampled, as first and only proposal."""
-    return replace(demonstrate(environment, example, [], example.gold_sql), sampled=False)
+def play(environment: Environment, example: Example, mistake: Mistake | None = None) -> Trajectory | None:
+    """The scripted agent's episode: what is wrong, then the gold SQL, which passes every check.
 
-
-def most_like(sql: str, others: Sequence[str]) -> str | None:
-    """The one of `others` that shares most words with `sql`, in their order; None without any."""
-    words = query_words(sql)
-    return max(others, key=lambda o: SequenceMatcher(None, words, query_words(o)).ratio(), default=None)
-
-
-def demonstrate(
-    environment: Environment, example: Example, wrong: Sequence[str], end: str | None
-) -> Demonstration:
-    """Play an episode that proposes all `wrong` SQL, which it has to find wrong, and then `end`, as they run.
-
-    Without an `end` there is nothing to repair to.
+    None if it does not fit into the limits.
     """
-    (episode,) = environment.episodes(example, [0])
-    tools, recipe, right = episode.tools, episode.recipe, not wrong
-    attempts = [as_written(sql, episode.schema) for sql in (*wrong, end) if sql is not None]
-    checks = [EXEC_SQL] if EXEC_SQL in tools else []
-    checks += [MEMORY_RETRIEVE] if MEMORY_RETRIEVE in tools and example.history else []
-    first, verdicts = RIGHT, ""
+    (episode,) = environment.episodes(example, [0], mistake and mistake.shown)
+    tools, recipe = episode.tools, episode.recipe
+    gold, said = normal_form(example.gold_sql, episode.schema), ""  # `said`: the verdict on what came back
 
-    def say(text: str, sql: str, learned: bool) -> bool:
-        """Whether the episode goes on."""
+    def say(text: str, unlearned: str = "") -> None:
+        if episode.trajectory.status is not None:
+            return
         ids = episode.tokens.message_ids(text)
-        written = json.dumps(sql, ensure_ascii=False)[1:-1]  # as it stands in a call
-        loss_mask = None if learned else episode.tokens.loss_mask_without(ids, written)
-        cut = len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens())
-        episode.step(ids, [0.0] * len(ids), Stop.LIMIT if cut else Stop.END_OF_TURN, loss_mask)
-        return episode.trajectory.status is None
+        written = json.dumps(unlearned, ensure_ascii=False)[1:-1]  # as it stands in a call
+        loss_mask = episode.tokens.loss_mask_without(ids, written) if unlearned else None
+        fits = len(ids) <= min(episode.limits.max_turn_tokens, episode.remaining_tokens())
+        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN if fits else Stop.LIMIT, loss_mask)
 
-    for number, sql in enumerate(attempts):
-        is_wrong = number < len(wrong)
-        problem = None
-        for tool in checks:
-            call = recipe.call(sql) if tool == EXEC_SQL else tool_call(tool, sql)
-            if episode.trajectory.status is not None or not say(verdicts + call, sql, not is_wrong):
-                return Demonstration(example, right, CUT, None)
-            if is_wrong and tool == EXEC_SQL:
-                problem = execution_problem(example.question, episode.result)
-            elif is_wrong:
-                problem = memory_problem(example, sql)
-            verdicts = verdict(tool, problem is None) + "\n"
-            if problem is not None:
-                break
-        if is_wrong and problem is None:
-            return Demonstration(example, right, UNSEEN, None)
-        if is_wrong and number == 0:
-            first = problem
-    if end is None:
-        return Demonstration(example, right, UNREPAIRED, None)
-    if episode.trajectory.status is None:  # the prompt was not too long
-        say(verdicts + recipe.answer(attempts[-1]), attempts[-1], True)
-    if episode.trajectory.status is not Status.ANSWERED:
-        return Demonstration(example, right, CUT, None)
-    return Demonstration(example, right, first, episode.trajectory)
+    failed = verdict(EXEC_SQL, False) + "\n"
+    for sql in mistake.wrong if mistake else ():
+        say(said + recipe.call(sql), unlearned=sql)
+        said = failed
+    if mistake and mistake.look:
+        say(said + recipe.call(mistake.look))
+    for tool in (EXEC_SQL, MEMORY_RETRIEVE):
+        if tool in tools and (tool == EXEC_SQL or example.history):
+            say(said + (recipe.call(gold) if tool == EXEC_SQL else tool_call(tool, gold)))
+            said = verdict(tool, True) + "\n"
+    say(said + recipe.answer(gold))
+    finished = episode.trajectory.status is Status.ANSWERED and not episode.trajectory.off_protocol
+    return episode.trajectory if finished else None
 
 
-def as_shown(sql: str) -> str:
-    """SQL with EX's repairs, for a tool and a user run what is written: SQLite refuses "> ="."""
-    return as_executed(sql, keep_distinct=True)
-
-
-def as_written(sql: str, schema: Schema) -> str:
-    """In single quotes: double ones need escapes within the JSON of a call, which a small model forgets."""
-    names = {name.lower() for table in schema.tables for name in (table.name, *dict(table.columns))}
-    return single_quoted(as_shown(sql), names)
-
-
-def execution_problem(question: str, result: ExecutionResult) -> str | None:
-    """What is wrong with a result, as far as the question and the result show it; None if nothing."""
-    outcome = outcome_of(result)
-    if outcome != "ok":
-        return {"error": "error", "null": "empty result"}[outcome]
-    cells = [value for row in result.rows for value in row]
-    number = any(isinstance(value, int | float) for value in cells)
-    if re.search(r"\bhow many\b", question, re.IGNORECASE) and not number:
-        return "no number where one is asked for"
-    if len(cells) == 1 and number and not ASKS_FOR_NUMBER.search(question) and "?" not in question:
-        return "a number where none is asked for"
-    if ASKS_FOR_ONE.search(question) and len(result.rows) > 1:
-        return "several rows where one is asked for"
+def make_mistake(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+    """One of KINDS that can be made of the question; None if none can."""
+    for kind in rng.sample(list(KINDS), len(KINDS)):
+        mistake = KINDS[kind](environment, example, rng)
+        if mistake is not None:
+            return mistake
     return None
 
 
-def memory_problem(example: Example, sql: str) -> str | None:
-    """What is wrong if a question that refers back has lost a value that the SQL before it compares with."""
-    before = example.history[-1].sql if example.history else None
-    if before is None or not REFERS_BACK.search(example.question):
+def stale_names(
+    environment: Environment, example: Example, rng: random.Random, tables: bool, count: int = 1
+) -> Mistake | None:
+    """`count` of the names in the gold SQL have other names in the prompt, taken from other databases."""
+    schema = environment.schemas[example.db_id]
+    example, gold = in_normal_form(example, schema), normal_form(example.gold_sql, schema)
+    own_tables, own_columns = _table_names(schema), _column_names(schema)
+    own = own_tables - own_columns if tables else own_columns - own_tables
+    used = sorted({p for p in PIECE.findall(gold) if p in own and p.lower() not in KEYWORDS})
+    others = [s for name, s in sorted(environment.schemas.items()) if name != schema.db_id]
+    if len(used) < count or not others:
         return None
-    lost = {_plain(value) for value in LITERAL.findall(_conditions(before))}
-    lost -= {_plain(value) for value in LITERAL.findall(sql)}
-    return "a constraint of an earlier turn is gone" if lost else None
+    names: dict[str, str] = {}  # from today's to the stale one
+    taken = {n.lower() for n in own_tables | own_columns} | {p.lower() for p in PIECE.findall(gold)} | KEYWORDS
+    for name in rng.sample(used, count):
+        other = rng.choice(others)
+        pool = sorted(_table_names(other) if tables else _column_names(other))
+        pool = [n for n in pool if n.isidentifier() and n.lower() not in taken]
+        if not pool:
+            return None
+        names[name] = rng.choice(pool)
+        taken.add(names[name].lower())
+    in_question = rng.random() < STALE_QUESTION
+    shown = (_renamed_question(example, names, in_question), _renamed_schema(schema, names))
+    wrong = []
+    while names:
+        wrong.append(_renamed(gold, names))
+        message = environment.executor.execute(schema.path, wrong[-1]).message
+        missed = next((name for name, stale in names.items() if re.search(rf"\b{stale}\b", message)), None)
+        if missed is None:
+            return None
+        del names[missed]
+    return Mistake("stale table" if tables else "stale column", tuple(wrong), shown)
 
 
-def _conditions(sql: str) -> str:
-    """What stands behind the first WHERE or HAVING, "" without any."""
-    found = CONDITIONS.search(sql)
-    return sql[found.end() :] if found else ""
+def moved_column(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+    """The prompt shows a column in another table of the join; the error says where it is."""
+    schema = environment.schemas[example.db_id]
+    gold = normal_form(example.gold_sql, schema)
+    table_of = {alias: table for table, alias in ALIASED.findall(gold)}
+    keys = _key_names(schema)
+    pairs = [
+        (alias, column, other)
+        for alias, column in sorted(set(QUALIFIED.findall(gold)))
+        for other in table_of
+        if column not in keys and alias in table_of and column not in _columns(schema, table_of[other])
+    ]
+    if not pairs:
+        return None
+    alias, column, other = rng.choice(pairs)
+    wrong = gold.replace(f"{alias}.{column}", f"{other}.{column}")
+    shown = _moved(schema, {column}, table_of[alias], table_of[other])
+    return _failing("moved column", environment, example, gold, wrong, shown)
 
 
-def _plain(value: str) -> str:
-    return value.strip("'\"").lower()
+def lost_join(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+    """The prompt shows all columns in one table, so that the join looks needless."""
+    schema = environment.schemas[example.db_id]
+    gold = normal_form(example.gold_sql, schema)
+    join = JOINED.search(gold)
+    if join is None or gold.count(" JOIN ") != 1:
+        return None
+    kept, lost = rng.sample([1, 2], 2)
+    rest = gold.replace(join[0], "")
+    columns = {column for alias, column in QUALIFIED.findall(rest) if alias == f"T{lost}"}
+    if not columns or columns & set(_columns(schema, join[kept])):
+        return None
+    wrong = re.sub(r"\bT[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
+    return _failing(
+        "lost join", environment, example, gold, wrong, _moved(schema, columns, join[lost], join[kept])
+    )
 
 
-def choose_demonstrations(
-    found: Sequence[Sequence[Demonstration]], per_question: int, rng: random.Random
-) -> list[Demonstration]:
-    """Of each question's demonstrations at most so many of each kind, right and repaired, no two the same.
+def ambiguous_column(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+    """A column that several joined tables have, without its table."""
+    schema = environment.schemas[example.db_id]
+    gold = normal_form(example.gold_sql, schema)
+    table_of = {alias: table for table, alias in ALIASED.findall(gold)}
+    places = [
+        found
+        for found in QUALIFIED.finditer(gold)
+        if sum(found[2] in _columns(schema, table) for table in table_of.values()) > 1
+    ]
+    if not places:
+        return None
+    place = rng.choice(places)
+    wrong = gold[: place.start()] + place[2] + gold[place.end() :]
+    return _failing("ambiguous column", environment, example, gold, wrong, schema)
 
-    Then as many right ones are left out as keep the share of wrong first proposals among all that were
-    sampled: else the model would learn that it errs less than it does, for what nothing shows, and what no
-    sample repairs, cannot be shown. Gold SQL that nobody sampled all stays.
-    """
-    sampled = [d for of in found for d in of if d.sampled]
-    unsampled = [d for of in found for d in of if not d.sampled and d.trajectory is not None]
-    usable: dict[bool, list[Demonstration]] = {True: [], False: []}
-    for of in found:
-        for right, kept in usable.items():
-            played = [d for d in of if d.trajectory and d.right is right and d.sampled]
-            different = list({tuple(d.trajectory.ids): d for d in played}.values())
-            kept += rng.sample(different, min(per_question, len(different)))
-    wrong, count = sum(not d.right for d in sampled), len(usable[True])
-    if wrong:
-        count = min(count, round(len(usable[False]) * (len(sampled) - wrong) / wrong))
-    return [*rng.sample(usable[True], count), *usable[False], *unsampled]
+
+def other_value(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+    """A text is compared in a form that the database does not have; the agent looks which there are."""
+    schema = environment.schemas[example.db_id]
+    example, gold = in_normal_form(example, schema), normal_form(example.gold_sql, schema)
+    table_of = {alias: table for table, alias in ALIASED.findall(gold)}
+    found = rng.choice(COMPARED.findall(gold) or [None])
+    if found is None:
+        return None
+    alias, column, value = found
+    table = table_of.get(alias) or next(iter(re.findall(r"\bFROM (\w+)", gold)), None)
+    asked = re.search(rf"\b{re.escape(value)}\b", example.question, re.IGNORECASE)
+    if asked is None:  # 'F' where the question says female
+        forms = [w for w in re.findall(r"\w+", example.question) if w.lower().startswith(value.lower())]
+    elif asked[0] == value:
+        forms = [form for form in (value.lower(), value.upper(), value.title()) if form != value]
+    else:
+        forms = [asked[0]]
+    if not forms or table is None:
+        return None
+    form, execute = rng.choice(forms), environment.executor.execute
+    wrong = gold.replace(f"'{value}'", f"'{form}'")
+    look = f"SELECT DISTINCT {column} FROM {table}"
+    seen = environment.recipe.observe_execution(
+        example.question, look, execute(schema.path, look), False, environment.limits.max_interactions
+    )
+    shows = [outcome_of(execute(schema.path, sql)) for sql in (wrong, gold)]
+    if shows != ["null", "ok"] or value not in seen:
+        return None
+    question = example.question.replace(asked[0], form) if asked else example.question
+    return Mistake("other value", (wrong,), (replace(example, question=question), schema), look)
+
+
+KINDS: dict[str, Callable[[Environment, Example, random.Random], Mistake | None]] = {
+    "stale column": lambda *given: stale_names(*given, tables=False),
+    "stale table": lambda *given: stale_names(*given, tables=True),
+    "two stale columns": lambda *given: stale_names(*given, tables=False, count=2),
+    "moved column": moved_column,
+    "lost join": lost_join,
+    "ambiguous column": ambiguous_column,
+    "other value": other_value,
+}
+
+
+def _failing(
+    kind: str, environment: Environment, example: Example, gold: str, wrong: str, shown: Schema
+) -> Mistake | None:
+    """The mistake, if the query fails with an error where the gold SQL does not."""
+    path = environment.schemas[example.db_id].path
+    outcomes = [outcome_of(environment.executor.execute(path, sql)) for sql in (wrong, gold)]
+    if outcomes[0] != "error" or outcomes[1] == "error":
+        return None
+    return Mistake(kind, (wrong,), (in_normal_form(example, environment.schemas[example.db_id]), shown))
+
+
+def _table_names(schema: Schema) -> set[str]:
+    return {table.name for table in schema.tables}
+
+
+def _column_names(schema: Schema) -> set[str]:
+    return {column for table in schema.tables for column, _ in table.columns}
+
+
+def _columns(schema: Schema, table: str) -> list[str]:
+    return [column for t in schema.tables if t.name == table for column, _ in t.columns]
+
+
+def _key_names(schema: Schema) -> set[str]:
+    foreign = {n for t in schema.tables for column, _, key in t.foreign_keys for n in (column, key)}
+    return foreign | {column for table in schema.tables for column in table.primary_keys}
+
+
+def _renamed(sql: str, names: Mapping[str, str]) -> str:
+    return "".join(names.get(piece, piece) for piece in PIECE.findall(sql))
+
+
+def _renamed_question(example: Example, names: Mapping[str, str], in_question: bool) -> Example:
+    """The question with its history under the stale names; what is asked only with `in_question`."""
+
+    def said(text: str) -> str:
+        for name, stale in names.items() if in_question else ():
+            text = re.sub(rf"\b{re.escape(name)}s?\b", stale, text, flags=re.IGNORECASE)
+            spoken = re.escape(name.replace("_", " "))
+            text = re.sub(rf"\b{spoken}s?\b", stale.replace("_", " "), text, flags=re.IGNORECASE)
+        return text
+
+    history = tuple(
+        replace(turn, question=said(turn.question), sql=turn.sql and _renamed(turn.sql, names))
+        for turn in example.history
+    )
+    return replace(example, question=said(example.question), history=history)
+
+
+def _renamed_schema(schema: Schema, names: Mapping[str, str]) -> Schema:
+    def stale(name: str) -> str:
+        return names.get(name, name)
+
+    tables = tuple(
+        replace(
+            table,
+            name=stale(table.name),
+            columns=tuple((stale(column), kind) for column, kind in table.columns),
+            primary_keys=tuple(map(stale, table.primary_keys)),
+            foreign_keys=tuple(tuple(map(stale, key)) for key in table.foreign_keys),
+        )
+        for table in schema.tables
+    )
+    return replace(schema, tables=tables)
+
+
+def _moved(schema: Schema, columns: set[str], source: str, target: str) -> Schema:
+    """The schema with some columns of one table at the end of another, their example cells with them."""
+    cells: dict[str, tuple[str, object]] = {}
+    for table in schema.tables:
+        row = table.example_row or (None,) * len(table.columns)
+        if table.name == source:
+            cells |= {c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True) if c in columns}
+
+    def change(table: SchemaTable) -> SchemaTable:
+        row = table.example_row or (None,) * len(table.columns)
+        held = {c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True)}
+        if table.name == source:
+            held = {c: pair for c, pair in held.items() if c not in columns}
+        if table.name == target:
+            held |= cells
+        return replace(
+            table,
+            columns=tuple((c, kind) for c, (kind, _) in held.items()),
+            foreign_keys=tuple(key for key in table.foreign_keys if key[0] in held),
+            example_row=tuple(cell for _, cell in held.values()),
+            descriptions=(),
+        )
+
+    return replace(schema, tables=tuple(map(change, schema.tables)))
+
+
+def format_repairs(trajectories: Sequence[Trajectory]) -> str:
+    """How many trajectories there are by number of failed queries, as a sentence."""
+    failed = Counter(sum(action.passed is False for action in t.actions) for t in trajectories)
+    return ", ".join(f"{count:,} with {n or 'no'} failed quer{'y' if n == 1 else 'ies'}" for n, count in sorted(failed.items()))

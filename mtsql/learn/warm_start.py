@@ -1,4 +1,4 @@
-"""The state of Algorithm 1 between its rounds (MTSQL-R1, section 3.2.2), and its baseline's gold answers."""
+"""The state of Algorithm 1 between its rounds (MTSQL-R1, section 3.2.2)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtsql.agent.env import Environment
-from mtsql.agent.trajectory import Status, Stop, Trajectory
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.config import SftConfig, idle_options
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
-from mtsql.learn.demonstrations import as_shown
 from mtsql.recipes.rewards import Rewards, is_right
 
 
@@ -120,19 +118,3 @@ class Progress:
         }
         return cls(**plain | objects, collected=True, step=step)
 
-
-def gold_answers(environment: Environment, numbered: Sequence[tuple[int, Example]]) -> list[Collected]:
-    """The gold SQL of every question, as it runs, as a direct answer: the data of the short-horizon baseline.
-
-    Each question comes with its number, which is not used: there is nothing to draw.
-    """
-    found = []
-    for _, example in numbered:
-        episode = environment.episodes(example, [0])[0]
-        ids = environment.tokens.message_ids(environment.recipe.answer(as_shown(example.gold_sql)))
-        fits = episode.trajectory.status is None
-        if fits:
-            episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
-        right = [episode.trajectory] if episode.trajectory.answer_sql is not None else []
-        found.append(Collected(example.id, int(fits), len(right), right))
-    return found

@@ -7,9 +7,10 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import TOOL_SETS, TOOLS
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.data.datasets import Example
+from mtsql.sql.normal import in_normal_form
 
 
-def chat_record(trajectory: Trajectory, example: Example, environment: Environment) -> dict:
+def chat_record(trajectory: Trajectory, example: Example, environment: Environment) -> dict | None:
     """A JSON row of `messages`, `tools` (JSON schemas, where the recipe gives some) and `example_id`.
 
     `example`, with its history, and `environment` are those that the trajectory was played with; one that had
@@ -21,9 +22,13 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
     with three exceptions: where observations are messages of the user (SkyRL-SQL, SQL-Trail), the template
     drops the thoughts of all messages before the last; a last message without thinking gets an empty <think>
     block; and text of a database that reads like a control token, which is plain text here, becomes one.
+    None for a trajectory with another prompt than the question's: a demonstration over a stale schema.
     """
     had = {tool.name: tool for tool in TOOLS if tool.name in trajectory.tools}
-    messages, tools = environment.recipe.prompt(example, environment.schemas[example.db_id], had)
+    schema = environment.schemas[example.db_id]
+    messages, tools = environment.recipe.prompt(in_normal_form(example, schema), schema, had)
+    if tuple(environment.tokens.prompt_ids(messages, tools)) != trajectory.segments[0].ids:
+        return None
     messages = list(messages)
     observations = iter(trajectory.observations)
     for segment in trajectory.segments[1:]:
