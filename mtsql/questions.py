@@ -66,10 +66,10 @@ def split_files(config: DataOptions, split: str, index: int) -> tuple[list[Path]
 def load_split(config: DataOptions, split: str) -> Dataset:
     """The dialogues of a split from all sources of --data, with their schemas.
 
-    Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives its
-    train_others.json too. With --held-out N and --for-rl M the dialogues over N and over further M databases of
-    `train`, the same for every --seed, make the splits `held_out` and `rl` and leave `train`. Raises UserError if
-    that leaves one empty, and where tables or databases are not there.
+    Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives
+    its train_others.json too. With --held-out N and --for-rl M the dialogues over N and over further M
+    databases of `train`, the same for every --seed, make the splits `held_out` and `rl` and leave `train`.
+    Raises UserError if that leaves one empty, and where tables or databases are not there.
     """
     parts: list[Dataset] = []
     for i in range(len(config.data)):

@@ -86,7 +86,8 @@ FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions"
 # What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
 # start, the columns of its log, the state of its optimizer.
 FIXED = (
-    "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe", "tools",
+    "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe",
+    "tools",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
     "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "shard", "wording", "schema",
     "thinking", "native_thinking", "sql_timeout", "error_hints", "max_prompt_tokens", "max_response_tokens",

@@ -1,0 +1,98 @@
+"""The normal form of SQL: how it reads, and that no verdict depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from conftest import GOLD, ROOT, environment_of, make_episode, say
+
+from mtsql.agent.tools import MEMORY_RETRIEVE
+from mtsql.data.datasets import HistoryTurn, examples, load_dataset
+from mtsql.recipes.mtsql_r1_prompts import tool_call
+from mtsql.report.chat import chat_record
+from mtsql.sql.execute import Executor
+from mtsql.sql.normal import normal_form
+from mtsql.sql.score import Scorer
+
+SAMPLE, SHARED = ROOT / "tests" / "data" / "sparc", ROOT.parent / "shared" / "data"
+FILES = [SAMPLE / "dev.json"]
+FILES += [SHARED / f"{name}.json" for name in ("sparc/dev", "cosql/dev", "spider/dev")]
+
+
+@pytest.mark.parametrize(
+    ("written", "normal"),
+    [
+        ("select  NAME , age from SINGER;", "SELECT name, age FROM singer"),
+        ("SELECT COUNT ( * ) FROM Singer AS t1", "SELECT count(*) FROM singer AS T1"),
+        (
+            "SELECT t1 . Name FROM singer AS t1 join label as t2 ON t1 . label_id = t2 . ID",
+            "SELECT T1.name FROM singer AS T1 JOIN label AS T2 ON T1.label_id = T2.id",
+        ),
+        (
+            'SELECT "Name" FROM singer WHERE country="it\'s  France"',
+            "SELECT \"Name\" FROM singer WHERE country = 'it''s  France'",
+        ),
+        (
+            "SELECT name FROM singer WHERE age > =30 AND age! = -1.5",
+            "SELECT name FROM singer WHERE age >= 30 AND age != -1.5",
+        ),
+        (
+            "SELECT age-1, age - 1, age * 2, 'a'||name FROM singer",
+            "SELECT age-1, age - 1, age * 2, 'a' || name FROM singer",
+        ),
+        (
+            "SELECT name FROM singer -- all\nWHERE id IN(SELECT max(id) FROM singer)",
+            "SELECT name FROM singer WHERE id IN (SELECT max(id) FROM singer)",
+        ),
+        ("SELECT [Name], `age` FROM singer", "SELECT [Name], `age` FROM singer"),
+        ("SELECT name FROM singer WHERE name = 'open", "SELECT name FROM singer WHERE name = 'open"),
+        ("SELECT count FROM t", "SELECT count FROM t"),  # a column, since no bracket follows
+        ("", ""),
+    ],
+)
+def test_how_it_reads(written, normal, tiny):
+    assert normal_form(written, tiny.schema) == normal
+    assert normal_form(normal, tiny.schema) == normal
+
+
+def test_of_two_spellings_the_one_of_the_table_that_is_read_counts():
+    tables, databases = SAMPLE / "tables.json", SAMPLE / "database"
+    schema = load_dataset(SAMPLE / "dev.json", tables, databases).schemas["concert_singer"]
+    assert normal_form("select NAME, YEAR from CONCERT", schema) == "SELECT Name, Year FROM concert"
+    assert normal_form("select COUNTRY from SINGER", schema) == "SELECT Country FROM singer"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{len(file.parts)}")
+def test_no_verdict_depends_on_it(file):
+    """EX and EM of every gold SQL's normal form against the gold SQL; no exception is known."""
+    if not file.exists():
+        pytest.skip("../shared/data is not here")
+    folder = SAMPLE if file.is_relative_to(SAMPLE) else SHARED
+    tables = folder / "tables.json" if folder == SAMPLE else SHARED / "sparc" / "tables.json"
+    dataset = load_dataset(file, tables, folder / "database", allow_missing=True)
+    scorer, seen = Scorer(dataset.schemas, Executor()), set()
+    for example in examples(dataset.dialogues):
+        key = example.db_id, example.gold_sql
+        if key in seen or scorer.gold_problem(*key):
+            continue
+        seen.add(key)
+        normal = normal_form(example.gold_sql, dataset.schemas[example.db_id])
+        assert normal_form(normal, dataset.schemas[example.db_id]) == normal
+        assert scorer.ex(*key, normal), (example.gold_sql, normal)
+        assert scorer.em(*key, normal) == scorer.em(*key, example.gold_sql), (example.gold_sql, normal)
+    assert len(seen) > 80
+
+
+def test_prompt_memory_and_exported_chat_show_it(tiny):
+    turn = HistoryTurn("How many?", 'select COUNT ( * ) from SINGER where Country = "france"')
+    example = replace(make_episode(tiny).example, history=(turn,))
+    environment = environment_of(tiny)
+    (episode,) = environment.episodes(example, [0])
+    normal = "SELECT count(*) FROM singer WHERE country = 'france'"
+    assert f"1. How many?\n{normal}\n" in tiny.tokens.decode(episode.trajectory.ids)
+    assert say(episode, tool_call(MEMORY_RETRIEVE, GOLD))
+    assert f"1. {normal} -> 1" in episode.trajectory.observations[-1].text
+    say(episode, environment.recipe.answer(GOLD))
+    record = chat_record(episode.trajectory, example, environment)
+    assert normal in record["messages"][0]["content"]

@@ -1,4 +1,4 @@
-"""The adapters in models/ answer simple questions, where their base is there (python -m mtsql.pretrained)."""
+"""The adapter in models/ answers simple questions, where its base is there (python -m mtsql.pretrained)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
 
-DIRECT, WITH_TOOLS = (ROOT / "models" / f"smollm2-135m-{name}" for name in ("sql", "tools"))
+ADAPTER = ROOT / "models" / "smollm2-135m-sql"
 BASE = ROOT / "models" / "smollm2-135m-instruct"
 ASKED = {
     "How many singers are there?": "SELECT count(*) FROM singer",
@@ -30,29 +30,26 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("adapter", [DIRECT, WITH_TOOLS], ids=lambda folder: folder.name)
-def test_it_is_small_and_names_its_base_by_a_relative_path(adapter):
-    weights = adapter / "adapter_model.safetensors"
+def test_it_is_small_and_names_its_base_by_a_relative_path():
+    weights = ADAPTER / "adapter_model.safetensors"
     assert weights.stat().st_size <= 20e6
-    config = json.loads((adapter / "adapter_config.json").read_text())
+    config = json.loads((ADAPTER / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "../smollm2-135m-instruct"
     with safe_open(weights, "pt") as file:
         assert {str(file.get_slice(name).get_dtype()) for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
 @pytest.mark.skipif(not BASE.exists(), reason="needs its base (see its README)")
-@pytest.mark.parametrize(("adapter", "tools"), [(DIRECT, "none"), (WITH_TOOLS, "both")])
-def test_it_answers_simple_questions(adapter, tools, tiny: Tiny):
-    policy, tokens = load_policy(adapter), ChatTokens(load_tokenizer(adapter))
+def test_it_answers_simple_questions(tiny: Tiny):
+    policy, tokens = load_policy(ADAPTER), ChatTokens(load_tokenizer(ADAPTER))
     recipe = MtsqlR1(PromptOptions(compact=True))
     environment = Environment(
-        {"music": tiny.schema}, recipe, tokens, tiny.executor, Limits(), make_tools(tools)
+        {"music": tiny.schema}, recipe, tokens, tiny.executor, Limits(), make_tools("none")
     )
     asked = [Example("00000/0", "00000", "music", 0, text, gold, ()) for text, gold in ASKED.items()]
     episodes = [environment.episodes(example, [0])[0] for example in asked]
     answered = rollout(policy, tokens, episodes, Sampling(0.0, max_turn_tokens=60))
     assert {trajectory.status for trajectory in answered} == {Status.ANSWERED}
-    assert {bool(trajectory.observations) for trajectory in answered} == {tools == "both"}
     scorer = Scorer(environment.schemas, tiny.executor)
     right = [scorer.ex("music", e.gold_sql, t.answer_sql) for e, t in zip(asked, answered, strict=True)]
     assert sum(right) >= 3, [trajectory.answer_sql for trajectory in answered]

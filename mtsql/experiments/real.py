@@ -1,7 +1,7 @@
 """The whole recipe with a real language model on real dialogues: the parts of `reproduce.py --suite real`.
 
 The data is one folder: real/train_mix.json (SParC's format, with databases of Spider's training data),
-{sparc,cosql}/{dev,tables}.json, spider/dev.json and database/. Settings are in configs/real_smollm2.toml,
+{sparc,cosql}/{dev,tables}.json, spider/dev.json and database/. Settings are in configs/real_qwen.toml,
 those for Qwen3 on a GPU in configs/real_qwen3.toml.
 """
 
@@ -12,30 +12,25 @@ from pathlib import Path
 from mtsql.errors import UserError
 from mtsql.parts import Part
 
-CONFIG = "configs/real_smollm2.toml"  # of the page in docs/results
+CONFIG = "configs/real_qwen.toml"
 # Every arm answers the dev sets of DATASETS. By the held-out databases of the mix an agent is chosen, among
 # all arms that could be it. Spider's dev set has single questions, with no dialogue to check against.
 DATASETS = ("sparc", "cosql")
 HELD_OUT = "held_out"
 NO_CANDIDATES = ("base", "rl_no_execution", "rl_no_memory", "rl_predicted")
 SPIDER = "spider"
-SINGLE_QUESTIONS = ("short_sft", "short_rl", "rl")
-# Beside CONFIG, which is for two cores: fine-tuning on a thousand trajectories, where gold SQL has 16,350,
-# and RL with tools, whose steps take many times as long as those without: few of them, so only on questions
-# that the policy solves now and then, and from `demonstrations`, since the rounds lost points.
-SMALL_STEPS = ("--trajectories-per-step", "8", "--learning-rate", "5e-4")
-DEMONSTRATED = ("--epochs", "0.6")  # of 2,220 conversations
-TOOLS_BUDGET = ("--steps", "20", "--prompts-per-step", "12")
-SOLVABLE = ("--balanced", "240", "--exploration", "0")  # all right in some samples, wrong in others
+SINGLE_QUESTIONS = ("short_sft", "warm_start", "short_rl", "rl")
+GOLD = ("--targets", "gold", "--rounds", "1")  # either arm's fine-tuning: the same questions and passes
+SELF_TAUGHT = ("--targets", "self", "--rounds", "2", "--questions", "4000", "--lora-rank", "0")
 ARMS = {
     "base": "untrained, both tools",
     "short_sft": "fine-tuned on gold SQL, no tools",
-    "demonstrations": "then shown the protocol, both tools",
+    "warm_start": "fine-tuned on gold SQL with the protocol shown, both tools",
     "round_1": "then round 1 of Algorithm 1",
     "round_2": "then round 2",
     "short_rl": "`short_sft`, then RL without tools",
-    "rl_outcome": "the warm start with tools, then RL with outcome rewards",
-    "rl": "the warm start with tools, then RL with outcome and process rewards",
+    "rl_outcome": "`warm_start`, then RL with outcome rewards",
+    "rl": "`warm_start`, then RL with outcome and process rewards",
     "rl_no_execution": "`rl` without EXECUTE",
     "rl_no_memory": "`rl` without MEMORY-VERIFY",
     "rl_predicted": "`rl` with its own earlier answers in memory",
@@ -68,7 +63,7 @@ def sets_of(arm: str) -> tuple[str, ...]:
 def real_parts(
     data: Path, model: str, out: Path, seed: int, config: str = CONFIG, dtype: str = ""
 ) -> list[Part]:
-    """Training and evaluation of one seed; one above 0 has RL of its own, from the warm start of seed 0.
+    """Training and evaluation of one seed; one above 0 has RL of its own, from the fine-tuning of seed 0.
 
     `dtype` is every command's --dtype, if it is not to be that of `config`.
     """
@@ -78,11 +73,7 @@ def real_parts(
     mix += ["--databases", str(data / "database")]
     shared = ["--config", config, "--seed", str(seed)]
     shared += ["--dtype", dtype] if dtype else []
-    small = config == CONFIG
-    small_steps, tools_budget, part = (SMALL_STEPS, TOOLS_BUDGET, DEMONSTRATED) if small else ((), (), ())
-    warm_start, counted = ("demonstrations", "chosen") if small else ("sft", "curriculum")
-    warm = str(first / warm_start / "policy")
-    no_tools, once, resume = ("--tools", "none"), ("--rounds", "1"), "--resume"
+    no_tools, resume = ("--tools", "none"), "--resume"
 
     def train(name: str, script: list[str], start: str, *options: str, done: str = "policy") -> str:
         command = [*script, *shared, *mix, "--model", start, "--out", str(folder / name), *options]
@@ -101,33 +92,27 @@ def real_parts(
             parts.append(Part(f"evaluate {arm} on {dataset}", command, done / "summary.json"))
 
     sft, grpo = ["train_sft.py"], ["train_grpo.py"]
+    short_sft, warm_start = (str(first / name / "policy") for name in ("short_sft", "warm_start"))
+    counted = ["-m", "mtsql.commands.curriculum"]
     if seed == 0:
         evaluate("base", model)
-        gold = ("--targets", "gold", "--lora-rank", "32", "--questions", "0")
-        short_sft = train("short_sft", sft, model, *no_tools, *once, *gold, resume)
+        train("short_sft", sft, model, *no_tools, *GOLD, resume)
         evaluate("short_sft", short_sft, *no_tools)
-        showing = ["-m", "mtsql.commands.demonstrations"]
-        shown = train("shown", showing, short_sft, done="demonstrations.jsonl")
-        taught = ("--targets", "teacher", "--teacher", shown, "--questions", "0", "--correct", "ex")
-        demonstrations = train("demonstrations", sft, short_sft, *once, *taught, *small_steps, *part, resume)
-        evaluate("demonstrations", demonstrations)
-        round_2 = train("sft", sft, demonstrations, "--rounds", "2", *small_steps, resume)
+        train("warm_start", sft, model, *GOLD, resume)
+        evaluate("warm_start", warm_start)
+        round_2 = train("sft", sft, warm_start, *SELF_TAUGHT, resume)
         evaluate("round_1", str(folder / "sft" / "policies" / "round_1"))
         evaluate("round_2", round_2)
-        counts = train("curriculum", ["-m", "mtsql.commands.curriculum"], warm, done="counts.jsonl")
-        if small:
-            choice = ["-m", "mtsql.commands.hard_yet_solvable", *shared[:4], *mix, "--counts", counts]
-            chosen = folder / "chosen"
-            choice += [*SOLVABLE, "--out", str(chosen)]
-            parts.append(Part("chosen", choice, chosen / "counts.jsonl"))
-    short_sft = str(first / "short_sft" / "policy")
-    curriculum = ("--curriculum", str(first / counted / "counts.jsonl"), resume)
-    drawn = (resume,) if small else curriculum  # of the few that are chosen 60 steps would make many passes
-    short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *drawn)
+        train("short_counts", counted, short_sft, *no_tools, done="counts.jsonl")
+        train("counts", counted, warm_start, done="counts.jsonl")
+    of_short, of_long = (
+        ("--curriculum", str(first / name / "counts.jsonl"), resume) for name in ("short_counts", "counts")
+    )
+    short_rl = train("short_rl", grpo, short_sft, *no_tools, "--rewards", "outcome", *of_short)
     evaluate("short_rl", short_rl, *no_tools)
-    outcome = train("rl_outcome", grpo, warm, "--rewards", "outcome", *tools_budget, *curriculum)
+    outcome = train("rl_outcome", grpo, warm_start, "--rewards", "outcome", *of_long)
     evaluate("rl_outcome", outcome)
-    final = train("rl", grpo, warm, "--rewards", "process", *tools_budget, *curriculum)
+    final = train("rl", grpo, warm_start, "--rewards", "process", *of_long)
     evaluate("rl", final)
     for tools in ("no_execution", "no_memory"):
         evaluate(f"rl_{tools}", final, "--tools", tools)

@@ -1,4 +1,4 @@
-"""The page of the real language model: docs/results/real.md and real.json.
+"""The page of the real language model: real.md and real.json in the suite's --out.
 
 The suite takes days on a laptop, and its parts may run on several machines. So the page is made of real.json,
 in which finished evaluations replace their rows, and all other rows stay.
@@ -58,13 +58,11 @@ PAPER = {
 }
 CONTRASTS = {  # of EX, the first arm minus the second
     "RL without tools, beside its warm start": ("short_rl", "short_sft"),
-    "demonstrations of the protocol, beside gold SQL alone": ("demonstrations", "short_sft"),
-    "demonstrations and two rounds, beside gold SQL alone": ("round_2", "short_sft"),
+    "the protocol shown, beside gold SQL alone": ("warm_start", "short_sft"),
+    "the protocol shown and two rounds, beside gold SQL alone": ("round_2", "short_sft"),
     "RL (outcome and process), beside gold SQL alone": ("rl", "short_sft"),
-    "RL (outcome), beside demonstrations": ("rl_outcome", "demonstrations"),
-    "RL (outcome and process), beside demonstrations": ("rl", "demonstrations"),
-    "RL (outcome), beside round 2": ("rl_outcome", "round_2"),
-    "RL (outcome and process), beside round 2": ("rl", "round_2"),
+    "RL (outcome), beside its warm start": ("rl_outcome", "warm_start"),
+    "RL (outcome and process), beside its warm start": ("rl", "warm_start"),
     "process rewards, beside outcome alone": ("rl", "rl_outcome"),
     "long horizon, beside short-horizon RL": ("rl_outcome", "short_rl"),
     "long horizon with process rewards, beside short-horizon RL": ("rl", "short_rl"),
@@ -72,7 +70,7 @@ CONTRASTS = {  # of EX, the first arm minus the second
     "MEMORY-VERIFY": ("rl", "rl_no_memory"),
     "gold history, beside its own answers": ("rl", "rl_predicted"),
 }
-WARM_STARTS = ("short_sft", "demonstrations", "round_2")  # trained with seed 0 alone
+WARM_STARTS = ("short_sft", "warm_start", "round_2")  # trained with seed 0 alone
 
 Row = dict[str, Any]
 
@@ -262,9 +260,8 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
         if set(cells) != {EMPTY}:
             lines.append([title, f"`{better}` - `{worse}`", *cells])
     note = (
-        "By the suite's commands `short_rl` has the questions and steps of `rl_outcome` with Qwen3; with "
-        "SmolLM2 it has more of both and no curriculum, since a step with tools takes several times as "
-        "long. RL with tools begins from `demonstrations` with SmolLM2, from `round_2` with Qwen3. The "
+        "`short_rl`, `rl_outcome` and `rl` have the same steps, groups and samples, on databases that "
+        "fine-tuning has not seen, each on the questions that its own warm start solves now and then. The "
         "earlier SQL stands in every prompt, as in the paper's. Intervals resample databases "
         "alone, all seeds together: they say nothing of other seeds. Behind them is each seed's own "
         "difference; a warm start of seed 0 stands beside every seed of RL."
@@ -316,7 +313,7 @@ def paper_table(of: Mapping[str, Sequence[Row]]) -> str:
         ["arm", *header],
         lines,
         "EX / EM. The paper's are Qwen3-1.7B and 4B, trained whole on each data set's own training set and "
-        "scored on the official databases (Table 2, in domain), without demonstrations, RL after three "
+        "scored on the official databases (Table 2, in domain), by Algorithm 1 alone, RL after three "
         "rounds. Ours has a LoRA adapter, and is trained on the mix.",
     )
 

@@ -16,7 +16,7 @@ from mtsql.recipes.mtsql_r1_prompts import VERDICT
 
 OF_EACH, WIDEST_LINE = 2, 160
 UNJUDGED = "unjudged"
-ARMS_WITH_TOOLS = ("rl", "rl_outcome", "round_2", "round_1", "demonstrations")  # the first that is there
+ARMS_WITH_TOOLS = ("rl", "rl_outcome", "round_2", "round_1", "warm_start")  # the first that is there
 Verdicts = Mapping[str, Sequence[str]]  # "pass", "no_pass" or UNJUDGED for each call, by the tool
 
 

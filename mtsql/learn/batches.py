@@ -85,9 +85,10 @@ def order_by_database(
 ) -> list[Trajectory]:
     """All trajectories once, in random order but in blocks of `size` over one database each.
 
-    `databases` gives the database of each example id. What databases have beyond whole blocks makes up blocks
-    over several, and the last of those, which may be short, comes at the end. A question's place is drawn by its
-    id, so that two runs go through their questions alike even where one of them leaves some out.
+    `databases` gives the database of each example id. What databases have beyond whole blocks makes up
+    blocks over several, and the last of those, which may be short, comes at the end. A question's place is
+    drawn by its id, so that two runs go through their questions alike even where one of them leaves some
+    out.
     """
     seed = rng.random()
 
@@ -110,35 +111,35 @@ def group_micro_batches(
 ) -> list[list[Sequence[Trajectory]]]:
     """Groups of similar length together, at most `max_positions` positions in each micro-batch.
 
-    The prefix that a group shares counts once; what follows it counts as padded to the longest. A group
-    that does not fit is cut into as few groups as do. A trajectory that is longer than `max_positions`
-    stands alone.
+    The prefix that a group shares counts once. A group that does not fit is cut into as few groups as do. A
+    trajectory that is longer than `max_positions` stands alone.
     """
-    measured: list[tuple[int, int, Sequence[Trajectory]]] = []
+    pieces: list[tuple[int, list[Trajectory]]] = []  # positions, trajectories
     for group in groups:
         prefix = shared_prefix(group)
-        longest = max(len(t.ids) for t in group) - prefix
-        size = max(1, (max_positions - prefix) // max(1, longest))  # trajectories that fit behind the prefix
-        ordered = sorted(group, key=lambda t: len(t.ids)) if size < len(group) else group
-        for start in range(0, len(ordered), size):
-            piece = ordered[start : start + size]
-            measured.append((max(len(t.ids) for t in piece) - prefix, prefix, piece))
-    return _fill(measured, max_positions)
+        used = max_positions
+        for trajectory in sorted(group, key=lambda t: len(t.ids)):
+            own = len(trajectory.ids) - prefix
+            if used + own > max_positions or not pieces:
+                pieces.append((prefix, []))
+            used = pieces[-1][0] + own
+            pieces[-1] = (used, [*pieces[-1][1], trajectory])
+    return _fill([(len(piece[-1].ids), used, piece) for used, piece in pieces], max_positions)
 
 
 def _fill(
-    groups: Sequence[tuple[int, int, Sequence[Trajectory]]], max_positions: int
+    pieces: Sequence[tuple[int, int, Sequence[Trajectory]]], max_positions: int
 ) -> list[list[Sequence[Trajectory]]]:
-    """Groups, given as (longest, prefix, trajectories), in micro-batches; `longest` leaves out the prefix."""
+    """Pieces, given as (longest, positions, trajectories), in micro-batches, those of similar length
+    together."""
     batches: list[list[Sequence[Trajectory]]] = []
-    prefixes = count = 0
-    for longest, prefix, group in sorted(groups, key=lambda m: m[0]):
-        prefixes += prefix
-        count += len(group)
-        if not batches or prefixes + count * longest > max_positions:
+    total = 0
+    for _, positions, piece in sorted(pieces, key=lambda p: p[0]):
+        total += positions
+        if not batches or total > max_positions:
             batches.append([])
-            prefixes, count = prefix, len(group)
-        batches[-1].append(group)
+            total = positions
+        batches[-1].append(piece)
     return batches
 
 
@@ -153,7 +154,12 @@ def micro_batches(
         return group_micro_batches(groups, max_positions)
     alone = [[t] for group in groups for t in group]
     if layout == "rows":
-        return _fill([(len(t.ids), 0, [t]) for [t] in alone], max_positions)
+        batches: list[list[Sequence[Trajectory]]] = []
+        for row in sorted(alone, key=lambda row: len(row[0].ids)):
+            if not batches or (len(batches[-1]) + 1) * len(row[0].ids) > max_positions:
+                batches.append([])
+            batches[-1].append(row)
+        return batches
     return group_micro_batches(alone, max_positions)
 
 

@@ -1,10 +1,11 @@
 """What fine-tuning on gold SQL learns from: direct answers, or demonstrations of the protocol with tools.
 
-A model that does not call its tools untrained is shown how by a scripted agent. Mostly the agent proposes the
-gold SQL, runs it, asks the memory and answers. In REPAIRED of the questions its first query fails, and is
-repaired to the gold SQL. A repair that could be guessed from the prompt teaches nothing about reading a result.
-So the prompt shows a stale schema, in which the failing query is right: a column or a table has another name, or
-a column stands in another table. What is there today is to be read in the error, and nowhere else.
+A model that does not call its tools untrained is shown how by a scripted agent. Mostly the agent proposes
+the gold SQL, runs it, asks the memory and answers. In REPAIRED of the questions its first query fails, and
+is repaired to the gold SQL. A repair that could be guessed from the prompt teaches nothing about reading a
+result. So the prompt shows a stale schema, in which the failing query is right: a column or a table has
+another name, or a column stands in another table. What is there today is to be read in the error, and
+nowhere else.
 
 A query that fails only because the schema is stale is learned: it is what the prompt asks for. Any other has
 loss mask 0: the policy learns to run, to judge and to repair, not to fail.
@@ -41,8 +42,8 @@ COMPARED = re.compile(r"(?:\b(T\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
 class Mistake:
     """Queries that fail one after another, and what the prompt shows, so that the first one looks right.
 
-    `learned` says that the prompt tells all of them, so that they have loss mask 1. `look` is a query that shows
-    what there is, to be run before the repair.
+    `learned` says that the prompt tells all of them, so that they have loss mask 1. `look` is a query that
+    shows what there is, to be run before the repair.
     """
 
     kind: str

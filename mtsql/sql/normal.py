@@ -1,8 +1,8 @@
 """One way to write a query: what the policy is shown and taught, so that it need not guess how to spell it.
 
-Data sets write the same query in many ways: table names in another case than the schema's, blanks around every
-sign, texts in double quotes. A policy that is trained on all of them spends its loss on a choice without meaning.
-Verdicts are given on the queries as they are: no score depends on this form.
+Data sets write the same query in many ways: table names in another case than the schema's, blanks around
+every sign, texts in double quotes. A policy that is trained on all of them spends its loss on a choice
+without meaning. Verdicts are given on the queries as they are: no score depends on this form.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def in_normal_form(example: Example, schema: Schema) -> Example:
 
 
 def normal_form(sql: str, schema: Schema) -> str:
-    """`sql` as it runs, with keywords in capitals, the schema's names as the schema has them, single blanks, single quotes.
+    """`sql` as it runs, with keywords in capitals, the schema's names as the schema has them, single
+    blanks, single quotes.
 
-    Aggregate functions are in small letters, aliases such as t1 in capitals. Comments and the last semicolon go;
-    of what is in quotes only the quotes change, and only around what is no name. A query with an open quote
-    stays as it is.
+    Aggregate functions are in small letters, aliases such as t1 in capitals. Comments and the last
+    semicolon go; of what is in quotes only the quotes change, and only around what is no name. A query with
+    an open quote stays as it is.
     """
     sql = as_executed(sql, keep_distinct=True)
     mentioned = {piece.lower().strip('"') for piece in PIECE.findall(sql)}

@@ -1,0 +1,162 @@
+"""Does a policy read what its tool returned? Probabilities at the token where a repair differs from what
+failed.
+
+    python -m mtsql.commands.probe --config configs/real_qwen.toml --data DATA --model MODEL \\
+        --failures runs/real/held_out/short_sft/predictions.jsonl --out runs/real/probe/warm_start
+
+A query has failed with an error. The policy has judged it (no_pass) and writes the next call, given as far
+as gold SQL and failed query agree. P(gold) is the probability of the gold SQL's next token, P(copy) that of
+the failed query's, `seen` after the real error with its hint, `blind` after "error: the query fails". The
+gap, P(gold | seen) - P(gold | blind), is what the policy takes from the observation: 0 for one that repairs
+by guessing.
+
+The failures, of --split (held_out), are those of --failures (an evaluation's predictions.jsonl, of any
+policy), and --questions questions with mistakes of each kind of mtsql/learn/demonstrations.py.
+OUT/probe.json has the means by kind, OUT/probe.jsonl each failure.
+"""
+
+from __future__ import annotations
+
+from mtsql.config import ProbeConfig, read_options, save_config, user_errors
+
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    OPTIONS = read_options(ProbeConfig, __doc__)
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from tqdm import tqdm
+
+from mtsql.agent.env import Environment, outcome_of
+from mtsql.agent.prefix import shared_length
+from mtsql.agent.tools import EXEC_SQL
+from mtsql.agent.trajectory import Segment, Stop, Trajectory
+from mtsql.data.datasets import Example, examples
+from mtsql.data.schema import Schema
+from mtsql.files import write_atomically
+from mtsql.learn.demonstrations import KINDS
+from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.recipes.mtsql_r1_prompts import verdict
+from mtsql.run import Run, begin_run, weights_for_rollouts
+from mtsql.sql.normal import normal_form
+
+BLIND = "error: the query fails"
+Failure = tuple[str, Example, str, tuple[Example, Schema] | None]  # kind, question, failed SQL, what is shown
+
+
+def main(config: ProbeConfig) -> None:
+    """Probe every failure, write the means."""
+    run = begin_run(config, config.split)
+    rows = []
+    failures = [*own_failures(config, run), *made_failures(config, run)]
+    with weights_for_rollouts(config, run), torch.no_grad():
+        run.policy.eval()
+        for kind, example, sql, shown in tqdm(failures, desc="probe", unit="failure"):
+            found = probe(run, example, sql, shown)
+            if found is not None:
+                rows.append({"kind": kind, "example_id": example.id, "failed": sql} | found)
+    means = {}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        of_kind = [row for row in rows if row["kind"] == kind]
+        means[kind] = {"failures": len(of_kind)} | {
+            name: fmean(row[name] for row in of_kind)
+            for name in ("gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind")
+        }
+    save_config(config, run.out)
+    write_atomically(run.out / "probe.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(run.out / "probe.json", json.dumps(means, indent=1))
+    print(format_probe(means))
+
+
+def own_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
+    """The answers in --failures that end in an error where the gold SQL does not."""
+    asked = {example.id: example for example in examples(run.dataset.dialogues)}
+    for line in Path(config.failures).read_text(encoding="utf-8").splitlines() if config.failures else ():
+        record = json.loads(line)
+        example = asked.get(record["example_id"])
+        if example is not None and record["predicted"]:
+            yield (
+                "own",
+                example,
+                normal_form(record["predicted"], run.environment.schemas[example.db_id]),
+                None,
+            )
+
+
+def made_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
+    """--questions questions of each kind of mistake that ends in an error."""
+    asked = examples(run.dataset.dialogues)
+    random.Random(config.seed).shuffle(asked)
+    for kind, make in KINDS.items():
+        count = 0
+        for example in asked:
+            mistake = make(run.environment, example, random.Random(f"{config.seed}/{example.id}"))
+            if mistake is None or mistake.look or len(mistake.wrong) > 1 or count >= config.questions:
+                continue
+            count += 1
+            yield kind, example, mistake.wrong[0], mistake.shown
+
+
+def probe(
+    run: Run, example: Example, failed: str, shown: tuple[Example, Schema] | None = None
+) -> dict[str, float] | None:
+    """The probabilities at the first token where the repair differs from the failed query.
+
+    None if the query does not fail with an error, or the gold SQL does.
+    """
+    environment: Environment = run.environment
+    schema, execute = environment.schemas[example.db_id], environment.executor.execute
+    gold = normal_form(example.gold_sql, schema)
+    if [outcome_of(execute(schema.path, sql)) == "error" for sql in (failed, gold)] != [True, False]:
+        return None
+    (episode,) = environment.episodes(example, [0], shown)
+    call = run.tokens.message_ids(environment.recipe.call(failed))
+    if (
+        episode.trajectory.status is not None
+        or episode.step(call, [0.0] * len(call), Stop.END_OF_TURN) is None
+    ):
+        return None
+    before = [i for segment in episode.trajectory.segments[:2] for i in segment.ids]
+    judged = verdict(EXEC_SQL, False) + "\n"
+    right, copy = (run.tokens.message_ids(judged + environment.recipe.call(sql)) for sql in (gold, failed))
+    place = shared_length(right, copy)
+    suffixes = {
+        "seen": list(episode.trajectory.segments[2].ids),
+        "blind": run.tokens.observation_suffix(BLIND, True, environment.recipe.observation_role),
+    }
+    wanted = [
+        (f"{what}_{name}", suffix, token)
+        for name, suffix in suffixes.items()
+        for what, token in (("gold", right[place]), ("copy", copy[place]))
+    ]
+    group = [
+        Trajectory(
+            example.id,
+            0,
+            [Segment.given("prompt", before + suffix + right[:place]), Segment.sampled([token], [0.0])],
+        )
+        for _, suffix, token in wanted
+    ]
+    batch = token_batch([group], "shared", run.policy.device, run.attention)
+    logprobs, _ = token_logprobs(run.policy, batch)  # (4,)
+    found = dict(zip((name for name, _, _ in wanted), logprobs.exp().tolist(), strict=True))
+    return found | {"gap": found["gold_seen"] - found["gold_blind"]}
+
+
+def format_probe(means: dict[str, dict[str, float]]) -> str:
+    """A table with a line for each kind of failure."""
+    lines = [f"{'failures':<20}{'number':>8}{'P(gold) seen':>14}{'blind':>8}{'gap':>8}{'P(copy) seen':>14}"]
+    lines += [
+        f"{kind:<20}{row['failures']:>8}{row['gold_seen']:>14.3f}{row['gold_blind']:>8.3f}{row['gap']:>8.3f}"
+        f"{row['copy_seen']:>14.3f}"
+        for kind, row in means.items()
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    user_errors(main, OPTIONS)

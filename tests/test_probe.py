@@ -1,0 +1,48 @@
+"""The probe of mtsql.commands.probe: its probabilities against a plain forward pass, and its command."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from conftest import TOY, run
+
+from mtsql.agent.tokens import ChatTokens
+from mtsql.learn.model import load_policy
+from mtsql.model_folder import load_tokenizer
+
+KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
+
+
+def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
+    data = ["--data", work / "benchmark", "--model", work / "imitation", "--held-out", 1]
+    wrong = tmp_path / "predictions.jsonl"
+    asked = json.loads((work / "benchmark" / "train.json").read_text())
+    lines = [
+        {"example_id": f"{number:05d}/0", "predicted": sql}
+        for number in range(len(asked))
+        for sql in ("SELECT nothing FROM nowhere", "SELECT 1", None)
+    ]
+    wrong.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = run(
+        "-m", "mtsql.commands.probe", *TOY, *data, "--error-hints", "--questions", 3, "--failures", wrong,
+        "--out", tmp_path / "probe",
+    )  # fmt: skip
+    means = json.loads((tmp_path / "probe" / "probe.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "probe" / "probe.jsonl").open()]
+    assert "P(gold) seen" in out and {"own", "stale column", "stale table"} <= set(means)
+    assert all(set(row) == KEYS for row in means.values())
+    own = [row for row in rows if row["kind"] == "own"]
+    assert own and {row["failed"] for row in own} == {"SELECT nothing FROM nowhere"}  # what fails, alone
+    assert means["stale table"]["failures"] == 3
+    for row in rows:
+        assert abs(row["gap"] - (row["gold_seen"] - row["gold_blind"])) < 1e-6
+        assert 0 < row["gold_seen"] + row["copy_seen"] <= 1.001 and 0 < row["gold_blind"] < 1
+
+    # One of them again, by a plain forward pass over the text.
+    row, tokens = own[0], ChatTokens(load_tokenizer(work / "imitation"))
+    policy = load_policy(work / "imitation").eval()
+    with torch.no_grad():
+        logits = policy(torch.tensor([row["given"]])).logits[0, -1]
+    assert abs(torch.softmax(logits, -1)[row["gold_token"]].item() - row["gold_seen"]) < 1e-4
+    assert tokens.decode(row["given"]).endswith('"code": "SELECT ')
