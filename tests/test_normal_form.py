@@ -24,10 +24,10 @@ FILES += [SHARED / f"{name}.json" for name in ("sparc/dev", "cosql/dev", "spider
     ("written", "normal"),
     [
         ("select  NAME , age from SINGER;", "SELECT name, age FROM singer"),
-        ("SELECT COUNT ( * ) FROM Singer AS t1", "SELECT count(*) FROM singer AS T1"),
+        ("SELECT COUNT ( * ) FROM Singer AS T1", "SELECT count(*) FROM singer AS t1"),
         (
-            "SELECT t1 . Name FROM singer AS t1 join label as t2 ON t1 . label_id = t2 . ID",
-            "SELECT T1.name FROM singer AS T1 JOIN label AS T2 ON T1.label_id = T2.id",
+            "SELECT T1 . Name FROM singer AS T1 join label as t2 ON t1 . label_id = T2 . ID",
+            "SELECT t1.name FROM singer AS t1 JOIN label AS t2 ON t1.label_id = t2.id",
         ),
         (
             'SELECT "Name" FROM singer WHERE country="it\'s  France"',

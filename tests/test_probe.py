@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 from conftest import TOY, run
 
-from mtsql.agent.tokens import ChatTokens
-from mtsql.learn.model import load_policy
-from mtsql.model_folder import load_tokenizer
+from mtsql.commands.probe import Failure, probe, repair_contexts
+from mtsql.config import EvaluateConfig
+from mtsql.data.datasets import examples
+from mtsql.run import begin_run
 
 KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
 
@@ -39,10 +41,23 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
         assert abs(row["gap"] - (row["gold_seen"] - row["gold_blind"])) < 1e-6
         assert 0 < row["gold_seen"] + row["copy_seen"] <= 1.001 and 0 < row["gold_blind"] < 1
 
-    # One of them again, by a plain forward pass over the text.
-    row, tokens = own[0], ChatTokens(load_tokenizer(work / "imitation"))
-    policy = load_policy(work / "imitation").eval()
-    with torch.no_grad():
-        logits = policy(torch.tensor([row["given"]])).logits[0, -1]
-    assert abs(torch.softmax(logits, -1)[row["gold_token"]].item() - row["gold_seen"]) < 1e-4
-    assert tokens.decode(row["given"]).endswith('"code": "SELECT ')
+
+def test_its_probabilities_are_those_of_a_plain_forward_pass(work):
+    options = EvaluateConfig(
+        model=str(work / "imitation"), data=(str(work / "benchmark"),), out="", split="train"
+    )
+    options = replace(options, wording="compact", error_hints=True, max_prompt_tokens=2000)
+    run_ = begin_run(options, "train")
+    example = examples(run_.dataset.dialogues)[1]
+    failure = Failure("own", example, "SELECT nothing FROM nowhere")
+    found = probe(run_, failure)
+    contexts = repair_contexts(run_.environment, failure)
+    policy = run_.policy.eval()
+    for name, (given, gold, copy) in contexts.items():
+        with torch.no_grad():
+            logits = policy(torch.tensor([given])).logits[0, -1]  # (vocabulary,)
+        expected = torch.softmax(logits, -1)
+        assert abs(expected[gold].item() - found[f"gold_{name}"]) < 1e-4
+        assert abs(expected[copy].item() - found[f"copy_{name}"]) < 1e-4
+        assert ("; tables: " in run_.tokens.decode(given)) == (name == "seen")
+    assert probe(run_, Failure("own", example, example.gold_sql)) is None  # it does not fail

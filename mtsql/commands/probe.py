@@ -27,6 +27,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -45,7 +46,15 @@ from mtsql.run import Run, begin_run, weights_for_rollouts
 from mtsql.sql.normal import normal_form
 
 BLIND = "error: the query fails"
-Failure = tuple[str, Example, str, tuple[Example, Schema] | None]  # kind, question, failed SQL, what is shown
+
+
+class Failure(NamedTuple):
+    """A query that fails; `shown` is what the prompt says, where that is another question and schema."""
+
+    kind: str
+    example: Example
+    sql: str
+    shown: tuple[Example, Schema] | None = None
 
 
 def main(config: ProbeConfig) -> None:
@@ -55,10 +64,11 @@ def main(config: ProbeConfig) -> None:
     failures = [*own_failures(config, run), *made_failures(config, run)]
     with weights_for_rollouts(config, run), torch.no_grad():
         run.policy.eval()
-        for kind, example, sql, shown in tqdm(failures, desc="probe", unit="failure"):
-            found = probe(run, example, sql, shown)
+        for failure in tqdm(failures, desc="probe", unit="failure"):
+            found = probe(run, failure)
             if found is not None:
-                rows.append({"kind": kind, "example_id": example.id, "failed": sql} | found)
+                about = {"kind": failure.kind, "example_id": failure.example.id, "failed": failure.sql}
+                rows.append(about | found)
     means = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = [row for row in rows if row["kind"] == kind]
@@ -98,53 +108,54 @@ def made_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
             if mistake is None or mistake.look or len(mistake.wrong) > 1 or count >= config.questions:
                 continue
             count += 1
-            yield kind, example, mistake.wrong[0], mistake.shown
+            yield Failure(kind, example, mistake.wrong[0], mistake.shown)
 
 
-def probe(
-    run: Run, example: Example, failed: str, shown: tuple[Example, Schema] | None = None
-) -> dict[str, float] | None:
+def probe(run: Run, failure: Failure) -> dict[str, float] | None:
     """The probabilities at the first token where the repair differs from the failed query.
 
     None if the query does not fail with an error, or the gold SQL does.
     """
-    environment: Environment = run.environment
-    schema, execute = environment.schemas[example.db_id], environment.executor.execute
-    gold = normal_form(example.gold_sql, schema)
-    if [outcome_of(execute(schema.path, sql)) == "error" for sql in (failed, gold)] != [True, False]:
+    contexts = repair_contexts(run.environment, failure)
+    if contexts is None:
         return None
-    (episode,) = environment.episodes(example, [0], shown)
-    call = run.tokens.message_ids(environment.recipe.call(failed))
-    if (
-        episode.trajectory.status is not None
-        or episode.step(call, [0.0] * len(call), Stop.END_OF_TURN) is None
-    ):
-        return None
-    before = [i for segment in episode.trajectory.segments[:2] for i in segment.ids]
-    judged = verdict(EXEC_SQL, False) + "\n"
-    right, copy = (run.tokens.message_ids(judged + environment.recipe.call(sql)) for sql in (gold, failed))
-    place = shared_length(right, copy)
-    suffixes = {
-        "seen": list(episode.trajectory.segments[2].ids),
-        "blind": run.tokens.observation_suffix(BLIND, True, environment.recipe.observation_role),
-    }
-    wanted = [
-        (f"{what}_{name}", suffix, token)
-        for name, suffix in suffixes.items()
-        for what, token in (("gold", right[place]), ("copy", copy[place]))
-    ]
-    group = [
-        Trajectory(
-            example.id,
-            0,
-            [Segment.given("prompt", before + suffix + right[:place]), Segment.sampled([token], [0.0])],
-        )
-        for _, suffix, token in wanted
-    ]
+    group, names = [], []
+    for name, (given, *tokens) in contexts.items():
+        for what, token in zip(("gold", "copy"), tokens, strict=True):
+            segments = [Segment.given("prompt", given), Segment.sampled([token], [0.0])]
+            group.append(Trajectory(failure.example.id, 0, segments))
+            names.append(f"{what}_{name}")
     batch = token_batch([group], "shared", run.policy.device, run.attention)
     logprobs, _ = token_logprobs(run.policy, batch)  # (4,)
-    found = dict(zip((name for name, _, _ in wanted), logprobs.exp().tolist(), strict=True))
+    found = dict(zip(names, logprobs.exp().tolist(), strict=True))
     return found | {"gap": found["gold_seen"] - found["gold_blind"]}
+
+
+def repair_contexts(
+    environment: Environment, failure: Failure
+) -> dict[str, tuple[list[int], int, int]] | None:
+    """By "seen" and "blind": all ids before the token where the repair differs, the gold's there, the copy's.
+
+    None as `probe`.
+    """
+    example, tokens, recipe = failure.example, environment.tokens, environment.recipe
+    schema, execute = environment.schemas[example.db_id], environment.executor.execute
+    gold = normal_form(example.gold_sql, schema)
+    if [outcome_of(execute(schema.path, sql)) == "error" for sql in (failure.sql, gold)] != [True, False]:
+        return None
+    (episode,) = environment.episodes(example, [0], failure.shown)
+    call = tokens.message_ids(recipe.call(failure.sql))
+    if episode.trajectory.status or episode.step(call, [0.0] * len(call), Stop.END_OF_TURN) is None:
+        return None
+    prompt, message, observation = (list(segment.ids) for segment in episode.trajectory.segments)
+    judged = verdict(EXEC_SQL, False) + "\n"
+    right, copy = (tokens.message_ids(judged + recipe.call(sql)) for sql in (gold, failure.sql))
+    place = shared_length(right, copy)
+    blind = tokens.observation_suffix(BLIND, True, recipe.observation_role)
+    return {
+        name: (prompt + message + suffix + right[:place], right[place], copy[place])
+        for name, suffix in (("seen", observation), ("blind", blind))
+    }
 
 
 def format_probe(means: dict[str, dict[str, float]]) -> str:

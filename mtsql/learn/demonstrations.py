@@ -32,10 +32,10 @@ from mtsql.sql.text import PIECE
 SHARES = {"both": 0.85, "none": 0.09, "no_execution": 0.03, "no_memory": 0.03}  # of the sets of tools
 REPAIRED = 0.35  # share of the questions with EXECUTE whose first query fails, where a mistake can be made
 STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
-ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (T\d+)\b")
-JOINED = re.compile(r"FROM (\w+) AS T1 JOIN (\w+) AS T2 ON T[12]\.\w+ = T[12]\.\w+")
-QUALIFIED = re.compile(r"\b(T\d+)\.(\w+)")
-COMPARED = re.compile(r"(?:\b(T\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
+ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (t\d+)\b")
+JOINED = re.compile(r"FROM (\w+) AS t1 JOIN (\w+) AS t2 ON t[12]\.\w+ = t[12]\.\w+")
+QUALIFIED = re.compile(r"\b(t\d+)\.(\w+)")
+COMPARED = re.compile(r"(?:\b(t\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,10 @@ def lost_join(environment: Environment, example: Example, rng: random.Random) ->
         return None
     kept, lost = rng.sample([1, 2], 2)
     rest = gold.replace(join[0], "")
-    columns = {column for alias, column in QUALIFIED.findall(rest) if alias == f"T{lost}"}
+    columns = {column for alias, column in QUALIFIED.findall(rest) if alias == f"t{lost}"}
     if not columns or columns & set(_columns(schema, join[kept])):
         return None
-    wrong = re.sub(r"\bT[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
+    wrong = re.sub(r"\bt[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
     return _failing(
         "lost join", environment, example, gold, wrong, _moved(schema, columns, join[lost], join[kept]), True
     )

@@ -42,7 +42,7 @@ def normal_form(sql: str, schema: Schema) -> str:
     """`sql` as it runs, with keywords in capitals, the schema's names as the schema has them, single
     blanks, single quotes.
 
-    Aggregate functions are in small letters, aliases such as t1 in capitals. Comments and the last
+    Aggregate functions and aliases such as t1 are in small letters. Comments and the last
     semicolon go; of what is in quotes only the quotes change, and only around what is no name. A query with
     an open quote stays as it is.
     """
@@ -64,7 +64,7 @@ def normal_form(sql: str, schema: Schema) -> str:
         apart.append(separated)
         separated = False
     written = ""
-    for piece, separated, after in zip(pieces, apart, [*pieces[1:], ""], strict=True):
+    for piece, separated, after in zip(pieces, apart, [*pieces[1:], ""], strict=False):
         if written and _blank(written, piece, separated):
             written += " "
         written += _spelt(piece, names, after == "(")
@@ -80,7 +80,7 @@ def _spelt(piece: str, names: dict[str, str], called: bool) -> str:
         return piece.upper()
     if piece[0] in QUOTES:
         return piece
-    return names.get(word) or (piece.upper() if ALIAS.fullmatch(piece) else piece)
+    return names.get(word) or (word if ALIAS.fullmatch(piece) else piece)
 
 
 def _blank(written: str, piece: str, separated: bool) -> bool:
