@@ -89,12 +89,8 @@ def own_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
         record = json.loads(line)
         example = asked.get(record["example_id"])
         if example is not None and record["predicted"]:
-            yield (
-                "own",
-                example,
-                normal_form(record["predicted"], run.environment.schemas[example.db_id]),
-                None,
-            )
+            schema = run.environment.schemas[example.db_id]
+            yield Failure("own", example, normal_form(record["predicted"], schema))
 
 
 def made_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
