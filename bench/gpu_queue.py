@@ -1,0 +1,122 @@
+"""The queue of a lent GPU: the base carried there in parts, then jobs that write raw figures as they go.
+
+    python bench/gpu_queue.py pack QWEN.gguf runs/carry      # here: parts of 40 MiB, to be carried one a call
+    python bench/gpu_queue.py join runs/carry models/qwen2.5-coder-0.5b              # there, once all are
+    python bench/gpu_queue.py run fine_tune --data DATA --out OUT --minutes 9        # there: one of JOBS
+
+QWEN.gguf is the file that `python -m mtsql.pretrained qwen2.5-coder-0.5b` pins. Its head and its embeddings
+are the same weights quantised twice, so the embeddings stay behind: their bytes are zeros, which cost
+nothing packed.
+
+A job's commands start together, each with --resume, and are interrupted (Ctrl-C: the step
+ends, a checkpoint is saved) when its minutes are over. The same command goes on in the next call, if OUT
+was carried there again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+CONFIG = ["--config", "configs/real_qwen.toml", "--micro-batch-positions", "12288", "--save-every", "50"]
+PART_BYTES = 40 * 2**20
+NO_TOOLS = ["--tools", "none"]
+# Each job is commands that run side by side: script, arm, options. {out} is --out.
+JOBS: dict[str, list[tuple[str, str, list[str]]]] = {
+    "fine_tune": [("train_sft.py", "short_sft", NO_TOOLS), ("train_sft.py", "warm_start", [])],
+    "fine_tune_twice": [
+        ("train_sft.py", "short_sft_2", [*NO_TOOLS, "--epochs", "2"]),
+        ("train_sft.py", "warm_start_2", ["--epochs", "2"]),
+    ],
+    "rl_short": [("train_grpo.py", "short_rl", [*NO_TOOLS, "--model", "{out}/short_sft/policy"])],
+    "rl_outcome": [("train_grpo.py", "rl_outcome", ["--model", "{out}/warm_start/policy"])],
+    "rl": [("train_grpo.py", "rl", ["--model", "{out}/warm_start/policy", "--rewards", "process"])],
+    "rl_seed_1": [
+        (
+            "train_grpo.py",
+            "rl_1",
+            ["--model", "{out}/warm_start/policy", "--rewards", "process", "--seed", "1"],
+        )
+    ],
+}
+
+
+def main() -> None:
+    """One of the three."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    kinds = parser.add_subparsers(dest="what", required=True)
+    for name in ("pack", "join"):
+        kind = kinds.add_parser(name)
+        kind.add_argument("source", type=Path)
+        kind.add_argument("out", type=Path)
+    job = kinds.add_parser("run")
+    job.add_argument("job", choices=JOBS)
+    job.add_argument("--data", required=True)
+    job.add_argument("--out", required=True)
+    job.add_argument("--minutes", type=float, default=9)
+    chosen = parser.parse_args()
+    if chosen.what == "run":
+        sys.exit(run_job(chosen.job, chosen.data, chosen.out, chosen.minutes))
+    (pack if chosen.what == "pack" else join)(chosen.source, chosen.out)
+
+
+def pack(source: Path, out: Path) -> None:
+    """Write the file in compressed parts to the folder `out`, its embeddings as zeros."""
+    from gguf import GGUFReader
+
+    held = bytearray(source.read_bytes())
+    for tensor in GGUFReader(source).tensors:
+        if tensor.name == "token_embd.weight":
+            held[tensor.data_offset : tensor.data_offset + tensor.n_bytes] = bytes(tensor.n_bytes)
+    out.mkdir(parents=True)
+    packed = lzma.compress(bytes(held), preset=0)
+    for number, start in enumerate(range(0, len(packed), PART_BYTES)):
+        (out / f"part{number:02d}").write_bytes(packed[start : start + PART_BYTES])
+    print(f"{number + 1} parts, {len(packed) / 2**20:.0f} MiB of {len(held) / 2**20:.0f}")
+
+
+def join(source: Path, out: Path) -> None:
+    """Write the model folder of the parts in `source`."""
+    from mtsql.learn.model import save_policy
+    from mtsql.pretrained import read_gguf
+
+    file = source / "model.gguf"
+    file.write_bytes(lzma.decompress(b"".join(p.read_bytes() for p in sorted(source.glob("part*")))))
+    save_policy(*read_gguf(file, "bfloat16"), out)
+    file.unlink()
+
+
+def run_job(job: str, data: str, out: str, minutes: float) -> int:
+    """Start a job's commands together, end them when the time is over; 0 if all did what they should."""
+    mix = ["--data", f"{data}/real/train_mix.json", "--tables", f"{data}/sparc/tables.json"]
+    mix += ["--databases", f"{data}/database"]
+    Path(out).mkdir(parents=True, exist_ok=True)
+    running = []
+    for script, arm, options in JOBS[job]:
+        options = [option.format(out=out) for option in options]
+        command = [sys.executable, script, *CONFIG, *mix, *options, "--out", f"{out}/{arm}", "--resume"]
+        log = (Path(out) / f"{arm}.log").open("a")
+        running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + 60 * minutes
+    while time.monotonic() < deadline and any(process.poll() is None for process in running):
+        time.sleep(1)
+    for process in running:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    codes = [process.wait() for process in running]
+    print({arm: code for (_, arm, _), code in zip(JOBS[job], codes, strict=True)})
+    return max(codes)
+
+
+if __name__ == "__main__":
+    main()
