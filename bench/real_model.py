@@ -34,9 +34,9 @@ from mtsql.config import EvaluateConfig, hardware, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
+from mtsql.learn.demonstrations import gold_trajectories
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import load_policy, merged_adapter
-from mtsql.learn.warm_start import gold_answers
 from mtsql.model_folder import load_tokenizer
 from mtsql.questions import load_split, make_environment
 
@@ -87,8 +87,8 @@ def fine_tuning(chosen: argparse.Namespace) -> dict:
     full = [held for held in by_database.values() if len(held) >= QUESTIONS_PER_DATABASE]
     groups = []
     for held in full[:: len(full) // chosen.groups][: chosen.groups]:
-        answered = gold_answers(environment, list(enumerate(held[:QUESTIONS_PER_DATABASE])))
-        groups.append([t for found in answered for t in found.kept])
+        answered = gold_trajectories(environment, held[:QUESTIONS_PER_DATABASE], 0)
+        groups.append([t for found in answered for t in found])
     tokens = sum(len(t.ids) for group in groups for t in group)
     seconds = {}
     for name, layout, dtype in (("shared", "shared", chosen.dtype), ("rows", "rows", "float32")):

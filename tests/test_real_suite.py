@@ -11,15 +11,7 @@ import pytest
 from conftest import ROOT, run
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
-from mtsql.commands.hard_yet_solvable import SelectionConfig
-from mtsql.config import (
-    CurriculumConfig,
-    DemonstrationsConfig,
-    EvaluateConfig,
-    GrpoConfig,
-    SftConfig,
-    read_options,
-)
+from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, read_options
 from mtsql.errors import UserError
 from mtsql.experiments.real import (
     ARMS,
@@ -42,39 +34,37 @@ SCRIPTS = {
     "train_grpo.py": GrpoConfig,
     "evaluate.py": EvaluateConfig,
     "mtsql.commands.curriculum": CurriculumConfig,
-    "mtsql.commands.demonstrations": DemonstrationsConfig,
-    "mtsql.commands.hard_yet_solvable": SelectionConfig,
 }
 
 
-QWEN3 = "configs/real_qwen3.toml"  # whose arms begin with the rounds, as in the paper
+OTHERS = ("configs/real_qwen3.toml", "configs/real_smollm2.toml")
 
 
 @pytest.mark.parametrize(
-    ("seed", "dtype", "path"), [(0, "", CONFIG), (1, "bfloat16", CONFIG), (0, "", QWEN3), (1, "", QWEN3)]
+    ("seed", "dtype", "path"),
+    [(0, "", CONFIG), (1, "float32", CONFIG), *((seed, "", path) for path in OTHERS for seed in (0, 1))],
 )
 def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, path, monkeypatch):
     monkeypatch.chdir(ROOT)
     first = Path("runs/real/seed0")
-    earlier = [first / "sft/policy", first / "short_sft/policy", first / "chosen/counts.jsonl"]
-    earlier += [first / "demonstrations/policy", first / "curriculum/counts.jsonl"]
+    earlier = [first / f"{name}/policy" for name in ("short_sft", "warm_start")]
+    earlier += [first / f"{name}/counts.jsonl" for name in ("short_counts", "counts")]
     made = {"base", *(map(str, earlier) if seed else ())}
-    arms = {}
+    arms, budgets = {}, set()
     for part in real_parts(Path("data"), "base", Path("runs/real"), seed, path, dtype):
         words = part.command[1:] if part.command[0] == "-m" else part.command
         config = read_options(SCRIPTS[words[0]], "", words[1:])
         assert config.seed == seed, part.title
-        if isinstance(config, SelectionConfig):
-            assert config.counts in made
-        else:
-            assert config.model in made, part.title
-            assert config.dtype == (dtype or ("bfloat16" if path == QWEN3 else "float32")), part.title
-        if isinstance(config, GrpoConfig) and config.tools != "none":
-            warm_start, counted = ("sft", "curriculum") if path == QWEN3 else ("demonstrations", "chosen")
-            assert config.model == str(first / warm_start / "policy")
+        assert config.model in made, part.title
+        assert config.dtype == (dtype or ("float32" if "smollm2" in path else "bfloat16")), part.title
+        if isinstance(config, GrpoConfig):
+            short = config.tools == "none"
+            start, counted = ("short_sft", "short_counts") if short else ("warm_start", "counts")
+            assert config.model == str(first / start / "policy")
             assert config.curriculum == str(first / counted / "counts.jsonl")
-        assert {getattr(config, "curriculum", ""), getattr(config, "teacher", "")} <= {*made, ""}
-        assert config.lora_rank == 0 or config.model == "base" if hasattr(config, "lora_rank") else True
+            budgets.add((config.steps, config.prompts_per_step, config.samples_per_prompt))
+        assert getattr(config, "curriculum", "") in {*made, ""}
+        assert (config.lora_rank > 0) == (config.model == "base") if hasattr(config, "lora_rank") else True
         made |= {str(part.done), f"{config.out}/policies/round_1"}
         if isinstance(config, EvaluateConfig):
             arms.setdefault(part.done.parent.name, []).append((config.data[0], config.split))
@@ -84,7 +74,7 @@ def test_commands_are_valid_and_come_after_what_they_need(seed, dtype, path, mon
         single = [("data/spider/dev.json", "dev")] if arm in SINGLE_QUESTIONS else []
         assert found == held_out + [(f"data/{name}/dev.json", "dev") for name in DATASETS] + single
     assert arms.keys() == (ARMS.keys() if seed == 0 else arms.keys() & ARMS.keys())
-    assert {"short_rl", "rl_outcome", "rl"} <= arms.keys()
+    assert {"short_rl", "rl_outcome", "rl"} <= arms.keys() and len(budgets) == 1  # equal for both arms
 
 
 def test_a_dtype_is_for_the_real_suite_alone():
@@ -157,8 +147,8 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     low, high = bootstrap_interval([[100.0, 0.0], [100.0, 100.0, 0.0]])
     text = page.read_text()
     assert f"| `rl` - `round_2` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – | – |" in text
-    assert "**Not measured:** SParC dev: `short_sft`, `demonstrations`, `round_1`, `short_rl`," in text
-    assert text.count("Spider dev: `short_sft`, `short_rl`, `rl`\n") == 1
+    assert "**Not measured:** SParC dev: `short_sft`, `warm_start`, `round_1`, `short_rl`," in text
+    assert text.count("Spider dev: `short_sft`, `warm_start`, `short_rl`, `rl`\n") == 1
     assert "`make it --seeds 0`" in text and "secret" not in text
     assert "| `rl` | 0 | 25.0 | 50.0 |" in text and "(real_curves.png)" in text
     assert (tmp_path / "real_curves.png").read_bytes().startswith(b"\x89PNG")
@@ -194,9 +184,7 @@ def test_commands_of_a_later_seed_are_listed_where_they_are_others(tmp_path):
     )
     training = [line for line in lines if line.startswith("python train_grpo.py") and "/rl --rewards" in line]
     assert ["--seed 0" in line for line in training] == [True, False]
-    assert all(
-        "--model R/seed0/demonstrations/policy" in line for line in training
-    )  # the warm start of seed 0
+    assert all("--model R/seed0/warm_start/policy" in line for line in training)  # the warm start of seed 0
     evaluation = [line for line in lines if "evaluation/sparc/rl" in line and "sparc/rl_" not in line]
     assert len(evaluation) == 1 and "--model R/seedSEED/rl/policy" in evaluation[0]
 
@@ -251,7 +239,7 @@ def test_trajectories_are_the_first_two_of_each_kind_from_different_databases():
 
 def test_the_page_links_the_trajectories_of_the_furthest_arm_and_of_earlier_machines(tmp_path):
     parts = []
-    for arm in ("demonstrations", "round_1"):
+    for arm in ("warm_start", "round_1"):
         parts.append(lay_out(tmp_path, "sparc", arm, "0" * 5))
         folder = parts[-1].done.parent
         (folder / "predictions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in played_records()))
@@ -262,6 +250,6 @@ def test_the_page_links_the_trajectories_of_the_furthest_arm_and_of_earlier_mach
     (tmp_path / "real_trajectories_rl.md").write_text("of another machine")
     write_real_page({0: parts}, page, "base", lambda seed: [], "make it")
     assert "`round_1`, seed 0, on SParC dev" in (tmp_path / "real_trajectories_round_1.md").read_text()
-    assert not (tmp_path / "real_trajectories_demonstrations.md").exists()
+    assert not (tmp_path / "real_trajectories_warm_start.md").exists()
     text = page.read_text()
     assert "(real_trajectories_rl.md), [real_trajectories_round_1.md](real_trajectories_round_1.md)" in text

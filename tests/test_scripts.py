@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, user_errors
 from mtsql.data.datasets import examples
+from mtsql.errors import UserError
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.model import load_policy
 from mtsql.learn.parallel import Processes
@@ -141,6 +143,37 @@ def test_short_horizon_fine_tuning_learns_the_gold_answers(work):
     assert len(kept) == coverage["right"] == coverage["sampled"] == coverage["questions_solved"]
     environment_said = [s for t in kept for s in t["segments"] if s["role"] == "environment"]
     assert not environment_said and all(t["segments"][1]["loss_mask_sum"] > 0 for t in kept)
+
+
+def test_the_warm_start_learns_the_protocol_and_its_repairs(work):
+    command = ["train_sft.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    command += ["--targets", "gold", "--rounds", 1, "--epochs", 0.2, "--error-hints"]
+    run(*command, "--layout", "shared", "--databases-per-step", 2, "--out", work / "shown")
+    kept = [json.loads(line) for line in (work / "shown" / "trajectories.jsonl").open()]
+    chats = [json.loads(line) for line in (work / "shown" / "chat.jsonl").open()]
+    calls = [[s for s in t["segments"] if s["role"] == "environment"] for t in kept]
+    failed = sum(any("error: no such" in s["text"] for s in seen) for seen in calls)
+    (coverage,) = json.loads((work / "shown" / "coverage.json").read_text())
+    assert len(kept) == coverage["sampled"] and failed > 1 and any(not seen for seen in calls)
+    assert len(chats) < len(kept)  # a conversation over a stale schema is no answer to the question
+    assert (
+        run(*command, "--out", work / "never", "--recipe", "skyrl_sql", expect=2).count("--tools none") == 1
+    )
+
+
+def test_databases_for_rl_are_trained_on_by_rl_alone(work):
+    options = replace(config_for(work), for_rl=1)
+    splits = [load_split(options, split).dialogues for split in ("train", "held_out", "rl")]
+    databases = [{d.db_id for d in dialogues} for dialogues in splits]
+    assert all(databases) and len(set.union(*databases)) == sum(map(len, databases))
+    assert load_split(config_for(work), "held_out").dialogues == splits[1]  # the same with and without
+    with pytest.raises(UserError, match="--held-out and --for-rl should be above 0"):
+        load_split(config_for(work), "rl")
+    command = ["train_grpo.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    command += ["--steps", 1, "--prompts-per-step", 2, "--samples-per-prompt", 2, "--log-groups", 0]
+    run(*command, "--held-out", 1, "--for-rl", 1, "--out", work / "for_rl")
+    asked = {json.loads(line)["db_id"] for line in (work / "for_rl" / "trajectories.jsonl").open()}
+    assert asked <= databases[2]
 
 
 def test_evaluation_during_rl_refuses_the_questions_that_are_trained_on(work, tmp_path):

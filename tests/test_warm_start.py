@@ -8,14 +8,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, Tiny, make_episode, say
+from conftest import GOLD, Tiny, environment_of, make_episode, say
 
-from mtsql.agent.env import Environment, Limits
-from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.config import SftConfig
-from mtsql.learn.warm_start import Collected, Progress, gold_answers, idle_targets, rejection
-from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
+from mtsql.learn.demonstrations import gold_trajectories
+from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
+from mtsql.recipes.mtsql_r1 import make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
@@ -80,12 +79,8 @@ def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(ti
 
 
 def test_gold_answers_are_learned_as_they_run(tiny):
-    example, recipe = make_episode(tiny).example, MtsqlR1(PromptOptions(True, 40))
-    environment = Environment(
-        {"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, Limits(), make_tools("none")
-    )
-    split = replace(example, gold_sql="SELECT name FROM singer WHERE age ! = 30")
-    ((trajectory,),) = (found.kept for found in gold_answers(environment, [(0, split)]))
+    split = replace(make_episode(tiny).example, gold_sql="SELECT name FROM singer WHERE age ! = 30")
+    ((trajectory,),) = gold_trajectories(environment_of(tiny, "none"), [split], 0)
     assert trajectory.answer_sql == "SELECT name FROM singer WHERE age != 30"
 
 
