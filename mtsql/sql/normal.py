@@ -17,8 +17,8 @@ from mtsql.sql.text import PIECE, single_quoted
 
 KEYWORDS = frozenset(
     "all and as asc between by case cast collate cross desc distinct else end escape except exists from full "
-    "glob group having in inner intersect is isnull join left like limit natural not notnull null offset on or "
-    "order outer right select then union using values when where with".split()
+    "glob group having in inner intersect is isnull join left like limit natural not notnull null offset on "
+    "or order outer right select then union using values when where with".split()
 )
 FUNCTIONS = frozenset("avg count max min sum".split())
 ALIAS = re.compile(r"t\d+", re.IGNORECASE)
