@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -43,7 +42,7 @@ from mtsql.data.datasets import (
 )
 from mtsql.errors import UserError, printable
 from mtsql.files import hold_folder, write_atomically
-from mtsql.http_client import Server, ServerError, read_key
+from mtsql.http_client import Server, ServerError, check_address, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import (
@@ -191,8 +190,8 @@ def check_policy(config: ServedOptions | ChatConfig) -> None:
     """Raise UserError unless --model is given, or --address with what it needs."""
     if bool(config.model) == bool(config.address):
         raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
-    if config.address and not re.match(r"https?://[^/\s]+", config.address):
-        raise UserError(f"--address {config.address} should be like http://localhost:8000/v1")
+    if config.address:
+        check_address(config.address)
     if config.address and not (config.api_model and config.tokenizer):
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
 

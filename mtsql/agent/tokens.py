@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -222,15 +222,21 @@ def messages_with_tools(messages: list[dict], tools: list[dict] | None) -> list[
     return [{"role": "system", "content": text}, *messages]
 
 
-def message_text(message: dict) -> str:
-    """A chat message as text: its content, then its `tool_calls` as Qwen3's chat template writes them.
+def message_text(message: dict, write_call: Callable[[dict], str] | None = None) -> str:
+    """A chat message as text: thoughts, content, then its `tool_calls`, as Qwen3's chat template writes them.
 
-    A content that is a list of pieces is joined. Raises TypeError, KeyError or AttributeError for what is
-    neither text nor calls, ValueError for arguments that are not JSON.
+    Thoughts are a field of their own, or pieces of the content, which may be a list; its texts are joined.
+    `write_call` is `call_text` if not given. Raises TypeError, KeyError or AttributeError for what is neither
+    text nor calls, ValueError for arguments that are not JSON.
     """
     content = message.get("content") or []
-    texts = [piece["text"] for piece in content] if isinstance(content, list) else [content]
-    return "\n".join(texts + [call_text(call) for call in message.get("tool_calls") or ()])
+    pieces = [{"text": content}] if isinstance(content, str) else content
+    thoughts = [message.get("reasoning_content") or message.get("reasoning") or ""]
+    thoughts += [message_text({"content": p["thinking"]}) for p in pieces if p.get("type") == "thinking"]
+    thought = "\n".join(filter(None, thoughts)).strip()
+    texts = [piece["text"] for piece in pieces if piece.get("type") != "thinking"]
+    texts += [(write_call or call_text)(call) for call in message.get("tool_calls") or ()]
+    return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n".join(texts)
 
 
 def call_text(call: dict) -> str:
