@@ -306,6 +306,9 @@ class CollectConfig(ServedOptions):
     temperature: NotNegative = option(0.7, "of these trajectories")
 
 
+OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circle: no defect of the code
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 SECTIONS = (
     "common", "imitation", "demonstrations", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
     "bridge", "selection",
@@ -503,8 +506,8 @@ def user_errors(main: Callable[..., None], *arguments: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         sys.exit(1)  # `| head` has read enough
     except (UserError, OSError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not (full or isinstance(error, UserError | MissingDatabase)):
+        outside = isinstance(error, OSError) and error.errno in OF_THE_DISK
+        if not (outside or isinstance(error, UserError | MissingDatabase)):
             raise
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
