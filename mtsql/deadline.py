@@ -21,4 +21,7 @@ def within(seconds: float, act: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        raise (error if future.done() else TimeoutError(f"not done within {seconds:g} s")) from None

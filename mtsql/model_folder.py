@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import recover_folder
 
 ADAPTER_FILE = "adapter_config.json"
@@ -19,21 +18,6 @@ WHAT_TO_GIVE = (
     "give a folder with config.json, weights and tokenizer, a PEFT adapter folder, "
     "or a hub name like Qwen/Qwen3-4B"
 )
-
-
-@contextmanager
-def loading(problem: str) -> Iterator[None]:
-    """While the block loads a file by a library, whatever that raises becomes a UserError of one sentence.
-
-    Each has exceptions of its own for what is cut, noise, a pointer of Git LFS or another's weights.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split("\n\n")[0].split()[:40]).split(". ")[0].rstrip(".")
-        raise UserError(f"{problem} ({type(error).__name__}: {said})") from error
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:

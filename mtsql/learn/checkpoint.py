@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically, recover_folder, temporary_sibling, write_atomically
-from mtsql.model_folder import loading
 
 STATE_FILE = "training_state.pt"
 SUMS_FILE = "checksums.json"  # SHA-256 of every other file

@@ -17,9 +17,8 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.learn.logprobs import row_batch
-from mtsql.model_folder import loading
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -21,9 +21,9 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically
-from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists, loading
+from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
 
 if TYPE_CHECKING:  # peft and bitsandbytes take seconds to import: only what works with adapters does it
     from peft import PeftModel

@@ -35,11 +35,11 @@ from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generato
 from mtsql.agent.graphs import MOST_GRAPHS
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import TrainingOptions
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import DTYPES
-from mtsql.model_folder import ADAPTER_FILE, base_of_adapter, loading
+from mtsql.model_folder import ADAPTER_FILE, base_of_adapter
 
 GIB = 2**30
 CUDA_CONTEXT = int(0.75 * GIB)  # kernels and cuBLAS workspaces, about as much on an RTX 3090 and 4090
