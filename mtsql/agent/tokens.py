@@ -254,11 +254,12 @@ def messages_with_tools(messages: list[dict], tools: list[dict] | None) -> list[
 
 
 def message_text(message: dict, write_call: Callable[[dict], str] | None = None) -> str:
-    """A chat message as text: thoughts, content, then its `tool_calls`, as Qwen3's chat template writes them.
+    """A chat message as text: thoughts, content, then its calls, as Qwen3's chat template writes them.
 
-    Thoughts are a field of their own, or pieces of the content, which may be a list; its texts are joined.
-    `write_call` is `call_text` if not given. Raises TypeError, KeyError or AttributeError for what is neither
-    text nor calls, ValueError for arguments that are not JSON.
+    Calls are `tool_calls`, or the `function_call` of before there were several. Thoughts are a field of their
+    own, or pieces of the content, which may be a list; its texts are joined. `write_call` is `call_text` if
+    not given. Raises TypeError, KeyError or AttributeError for what is neither text nor calls, ValueError for
+    arguments that are not JSON.
     """
     content = message.get("content") or []
     pieces = [{"text": content}] if isinstance(content, str) else content
@@ -266,7 +267,8 @@ def message_text(message: dict, write_call: Callable[[dict], str] | None = None)
     thoughts += [message_text({"content": p["thinking"]}) for p in pieces if p.get("type") == "thinking"]
     thought = "\n".join(filter(None, thoughts)).strip()
     texts = [piece["text"] for piece in pieces if piece.get("type") != "thinking"]
-    texts += [(write_call or call_text)(call) for call in message.get("tool_calls") or ()]
+    calls = message.get("tool_calls") or filter(None, [message.get("function_call")])
+    texts += [(write_call or call_text)(call) for call in calls]
     return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n".join(texts)
 
 
