@@ -494,10 +494,11 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "uncommitted_changes": None}
 
 
-def user_errors(main: Callable[..., None], *arguments: Any) -> None:
-    """Run a command; wrong input becomes one sentence on stderr and exit code 2."""
+def user_errors(main: Callable[..., int | None], *arguments: Any) -> None:
+    """Run a command, which may return its exit code; wrong input becomes one sentence and exit code 2."""
     try:
-        main(*arguments)
+        if code := main(*arguments):
+            sys.exit(code)
     except BrokenPipeError:
         reader = select.poll()
         reader.register(sys.__stdout__, 0)

@@ -18,6 +18,7 @@ from mtsql.errors import UserError
 from mtsql.recipes import mtir_sql, mtsql_r1, skyrl_sql, sql_trail
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.report.chat import chat_record
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"
 TOOLS = [{"type": "function", "function": {"name": "execute", "parameters": {}}}]
@@ -320,9 +321,10 @@ def test_what_a_prompt_opened_is_part_of_the_message(tiny, recipe, native):
     made, tools = recipe.make_recipe(PromptOptions(native_thinking=native)), make_tools("both")
     limits = Limits(*[9999] * 6)
     environment = Environment({"music": tiny.schema}, made, tokens, tiny.executor, limits, tools)
-    example = make_episode(tiny).example
+    example, episode = make_episode(tiny).example, None
 
     def answered(text: str, whole: bool = False) -> tuple[str | None, int]:
+        nonlocal episode
         (episode,) = environment.episodes(example, [0])
         assert tokens.decode(episode.trajectory.ids).endswith("<think>\n")
         ids = tokens.message_ids(text, whole)
@@ -335,6 +337,7 @@ def test_what_a_prompt_opened_is_part_of_the_message(tiny, recipe, native):
     assert answered(answer, whole=True)[0] == GOLD
     thought = f"<think>\nHm.\n</think>\n\n{answer}"
     assert answered(thought, whole=True) == answered(f"Hm.\n</think>\n\n{answer}")
+    assert chat_record(episode.trajectory, example, environment)["messages"][-1]["content"] == thought
     if recipe is not mtsql_r1:  # whose Equation 1 wants a query before the answer
         assert answered(thought, whole=True)[1] == 0
 
