@@ -94,9 +94,10 @@ def refuse_filled(folder: Path, known: Collection[str] = ()) -> None:
 
     Neither may it replace a file, or the folder that it runs in.
     """
-    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if held - set(known) or folder.is_file() or folder.resolve() == Path.cwd():
-        raise UserError(f"{folder} exists already; remove it or name another folder")
+    with writing_errors(folder):
+        held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        if held - set(known) or folder.is_file() or folder.resolve() == Path.cwd():
+            raise UserError(f"{folder} exists already; remove it or name another folder")
 
 
 @contextmanager

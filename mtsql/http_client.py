@@ -19,7 +19,8 @@ from mtsql.deadline import within
 from mtsql.errors import UserError
 
 MAX_ANSWER_BYTES = 4_000_000
-UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)  # of an answer's reader
+# What a reader raises that finds an answer in another form.
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 MAY_PASS = (0, 200, 408, 429)  # and all from 500: what another try may not meet again
 ADDRESS = r"https?://[^/\s@?#]+(/[^\s?#]*)?"
 Read = TypeVar("Read")

@@ -10,6 +10,7 @@ import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from transformers import (
 
 from mtsql import files
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.config import GrpoConfig
+from mtsql.config import ChatConfig, GrpoConfig
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, recover_folder, write_atomically
 from mtsql.learn import logprobs as attention
@@ -49,6 +50,7 @@ from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_po
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 from mtsql.model_folder import load_tokenizer
+from mtsql.run import chosen_policy
 
 VOCABULARY = 61
 LAYOUTS = {
@@ -780,6 +782,18 @@ def test_an_adapter_of_another_base_is_one_sentence(tmp_path, tokenizer):
     weights.write_bytes(b"cut")
     with pytest.raises(UserError, match="holds no weights for this model"):
         restore_policy(load_policy(base, lora_rank=2), adapter, "float32")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(tmp_path, tokenizer):
+    save_policy(make_model("qwen3"), tokenizer, tmp_path)
+    tokens = SimpleNamespace(tokenizer=load_tokenizer(tmp_path))
+    config = ChatConfig(database="", model=str(tmp_path), device="cpu")
+    assert chosen_policy(config, tokens) is not None
+    tokens.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(
+        UserError, match=f"has {VOCABULARY + 1} ids, and its model embeddings for {VOCABULARY}"
+    ):
+        chosen_policy(config, tokens)
 
 
 def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):

@@ -22,7 +22,7 @@ from conftest import ROOT, TOY, run
 
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, save_config
 from mtsql.errors import UserError
-from mtsql.files import folder_atomically, hold_folder, write_atomically
+from mtsql.files import folder_atomically, hold_folder, refuse_filled, write_atomically
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint
 from mtsql.model_folder import check_exists
 from mtsql.questions import load_split
@@ -283,7 +283,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
 def test_names_that_no_disk_takes_are_one_sentence(tmp_path):
     (tmp_path / "circle").symlink_to("circle")
     for path in (tmp_path / ("n" * 300), tmp_path / "circle" / "out"):
-        for write in (hold_folder, lambda path: write_atomically(path, ""), enter_folder):
+        for write in (hold_folder, lambda path: write_atomically(path, ""), enter_folder, refuse_filled):
             with pytest.raises(UserError, match="cannot be written"):
                 write(path)
         with pytest.raises(UserError):

@@ -287,7 +287,7 @@ def test_one_bad_answer_is_asked_for_again_or_ends_its_own_question(tiny, serve,
     assert policy.costs.refused == 1 and "gave no answer" in policy.costs.refusal
 
 
-@pytest.mark.parametrize("ids", [["1", "2"], [1.0, 2.0], [-1, 2], [1], []])
+@pytest.mark.parametrize("ids", [["1", "2"], [1.0, 2.0], [-1, 2], [1, 2**40], [1], []])
 def test_ids_that_are_none_end_their_own_question(tiny, serve, ids):
     def sampled(ids: list, logprobs: list) -> dict:
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
