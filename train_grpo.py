@@ -48,7 +48,7 @@ from mtsql.data.datasets import Example
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import step_batches
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
-from mtsql.learn.interrupt import finish_step_on_interrupt
+from mtsql.learn.interrupt import INTERRUPTED, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.optimizer import optimizer_step, warmup_rate
@@ -79,8 +79,8 @@ from mtsql.run import (
 )
 
 
-def main(config: GrpoConfig) -> None:
-    """The GRPO loop."""
+def main(config: GrpoConfig) -> int:
+    """The GRPO loop; returns the exit code."""
     check_variants(config)
     run = begin_training(config, config.weights, reference=config.beta > 0, beta2=0.99)
     processes = run.processes
@@ -146,6 +146,7 @@ def main(config: GrpoConfig) -> None:
         plot_training(run.out / "metrics.csv", run.out)
         print(f"policy after {max(run.step, config.steps)} steps: {run.out / 'policy'}")
     leave_processes(processes)
+    return INTERRUPTED if stop else 0
 
 
 def sample_groups(

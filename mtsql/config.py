@@ -306,6 +306,9 @@ class CollectConfig(ServedOptions):
     temperature: NotNegative = option(0.7, "of these trajectories")
 
 
+OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circle: no defect of the code
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 SECTIONS = (
     "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
     "probe", "bridge", "selection",
@@ -491,10 +494,11 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "uncommitted_changes": None}
 
 
-def user_errors(main: Callable[..., None], *arguments: Any) -> None:
-    """Run a command; wrong input becomes one sentence on stderr and exit code 2."""
+def user_errors(main: Callable[..., int | None], *arguments: Any) -> None:
+    """Run a command, which may return its exit code; wrong input becomes one sentence and exit code 2."""
     try:
-        main(*arguments)
+        if code := main(*arguments):
+            sys.exit(code)
     except BrokenPipeError:
         reader = select.poll()
         reader.register(sys.__stdout__, 0)
@@ -503,8 +507,8 @@ def user_errors(main: Callable[..., None], *arguments: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         sys.exit(1)  # `| head` has read enough
     except (UserError, OSError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not (full or isinstance(error, UserError | MissingDatabase)):
+        outside = isinstance(error, OSError) and error.errno in OF_THE_DISK
+        if not (outside or isinstance(error, UserError | MissingDatabase)):
             raise
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

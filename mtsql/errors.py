@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """Wrong input; the message is one sentence for the user, who gets it with exit code 2.
@@ -12,6 +15,21 @@ class UserError(ValueError):
 
 class MissingDatabase(FileNotFoundError):
     """A database file is not there, or is no longer; a command ends with that sentence and exit code 2."""
+
+
+@contextmanager
+def loading(problem: str) -> Iterator[None]:
+    """While the block hands a file to a library, whatever that raises becomes a UserError of one sentence.
+
+    Each has exceptions of its own for what is cut, noise, a pointer of Git LFS or another's weights.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split("\n\n")[0].split()[:40]).split(". ")[0].rstrip(".")
+        raise UserError(f"{problem} ({type(error).__name__}: {said})") from error
 
 
 def printable(text: str) -> str:

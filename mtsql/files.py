@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -28,6 +30,11 @@ def writing_errors(path: Path) -> Iterator[None]:
         ) from None
     except PermissionError:
         raise UserError(f"{path} cannot be written without permission; name a place that is yours") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError is Path.resolve's in a circle of links
+        if isinstance(error, OSError) and error.errno not in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        why = getattr(error, "strerror", "a circle of links")
+        raise UserError(f"{str(path)[:300]} cannot be written ({why}); name another place") from None
 
 
 def hold_folder(folder: Path) -> FileLock:
@@ -36,8 +43,8 @@ def hold_folder(folder: Path) -> FileLock:
     The lock is a file beside it, so that wrong input leaves no folder. Raises UserError if another process
     holds it, and if no folder can be there.
     """
-    folder = folder.resolve()  # "." has no name
     with writing_errors(folder):
+        folder = folder.resolve()  # "." has no name
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.is_file():
             raise NotADirectoryError
@@ -68,9 +75,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     with writing_errors(path), temporary_sibling(path) as temporary:
         with temporary.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(temporary)
         temporary.replace(path)
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when what a file or folder holds is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def refuse_filled(folder: Path, known: Collection[str] = ()) -> None:
@@ -78,20 +94,23 @@ def refuse_filled(folder: Path, known: Collection[str] = ()) -> None:
 
     Neither may it replace a file, or the folder that it runs in.
     """
-    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if held - set(known) or folder.is_file() or folder.resolve() == Path.cwd():
-        raise UserError(f"{folder} exists already; remove it or name another folder")
+    with writing_errors(folder):
+        held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        if held - set(known) or folder.is_file() or folder.resolve() == Path.cwd():
+            raise UserError(f"{folder} exists already; remove it or name another folder")
 
 
 @contextmanager
 def folder_atomically(folder: Path) -> Iterator[Path]:
     """A temporary folder to fill, which replaces `folder` when the block ends without an error.
 
-    An error, or Ctrl-C, leaves the old folder as it was. The exchange is two renames: a process
-    killed between them leaves the old folder beside it, which `recover_folder` brings back. Raises UserError
+    An error, or Ctrl-C, leaves the old folder as it was. What it holds is on the disk before it has its name.
+    The exchange is two renames: a process killed between them leaves the old folder beside it, which
+    `recover_folder` brings back; a reader who does so between them is no obstacle. Raises UserError
     if the disk is full, and if `folder` stands below a file or may not be written.
     """
-    recover_folder(folder)
+    with writing_errors(folder):
+        recover_folder(folder)
     with temporary_sibling(folder) as temporary:
         with writing_errors(folder):
             if folder.is_file():
@@ -99,23 +118,32 @@ def folder_atomically(folder: Path) -> Iterator[Path]:
             temporary.mkdir(parents=True)
         try:
             yield temporary
+            for path in (*temporary.rglob("*"), temporary):
+                sync(path)
         except Exception as error:  # each library has its own for this
             if shutil.disk_usage(temporary).free > FULL_DISK:
                 raise
             sentence = f"the disk is full: {folder} could not be written; make room and go on with --resume"
             raise UserError(sentence) from error
         retired = _retired(folder)
-        shutil.rmtree(retired, ignore_errors=True)
-        if folder.exists():
-            folder.rename(retired)
-        temporary.rename(folder)
+        while temporary.exists():
+            shutil.rmtree(retired, ignore_errors=True)
+            if folder.exists():
+                folder.rename(retired)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                if not folder.exists():  # else a reader has just brought it back
+                    raise
+        sync(folder.parent)
         shutil.rmtree(retired, ignore_errors=True)
 
 
 def recover_folder(folder: Path) -> None:
     """Bring back the old folder if a process was killed while `folder_atomically` replaced it."""
     if not folder.exists() and _retired(folder).is_dir():
-        _retired(folder).rename(folder)
+        with suppress(OSError):  # another was faster
+            _retired(folder).rename(folder)
 
 
 def _retired(folder: Path) -> Path:
@@ -124,17 +152,34 @@ def _retired(folder: Path) -> Path:
 
 @contextmanager
 def temporary_sibling(path: Path) -> Iterator[Path]:
-    """A name beside `path`; what is still there at the end is removed.
+    """A name beside `path`; what is still there at the end is removed, and what killed processes left there.
 
     Raises UserError if its folder cannot be made.
     """
     with writing_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):
+            if not _lives(left.name.split(".")[-2]):
+                _remove(left)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _lives(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):  # somebody else's process, or no name of ours
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

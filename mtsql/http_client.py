@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import email.utils
 import http.client
 import json
 import os
+import re
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from mtsql.deadline import within
 from mtsql.errors import UserError
 
 MAX_ANSWER_BYTES = 4_000_000
+# What a reader raises that finds an answer in another form.
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+MAY_PASS = (0, 200, 408, 429)  # and all from 500: what another try may not meet again
+ADDRESS = r"https?://[^/\s@?#]+(/[^\s?#]*)?"
+Read = TypeVar("Read")
 
 
 class ServerError(Exception):
-    """The server gave no answer, or one in another form; `status` is HTTP's, 0 without any."""
+    """The server gave no answer, or one in another form.
 
-    def __init__(self, problem: str, status: int = 0) -> None:
+    `status` is HTTP's, 0 where nothing is there; an answer that takes too long has 408, one that
+    breaks off 502. `pause` is the time in seconds that the server asks to wait before the next try.
+    """
+
+    def __init__(self, problem: str, status: int = 0, pause: float | None = None) -> None:
         super().__init__(problem)
-        self.status = status
+        self.status, self.pause = status, pause
 
 
 @dataclass(frozen=True)
@@ -30,32 +44,85 @@ class Server:
 
     address: str
     key: str = field(default="", repr=False)
-    timeout: float = 120.0  # seconds
+    timeout: float = 120.0  # seconds for one try, its answer included
     pauses: tuple[float, ...] = (2.0, 10.0)  # seconds before each further try
+    patience: float = 600.0  # seconds of waiting, in all tries, that the server may ask for
 
-    def post(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
-        """The object in its answer, {} for anything else. Raises ServerError if there is none."""
+    def post(
+        self,
+        path: str,
+        content: dict[str, Any],
+        read: Callable[[dict[str, Any]], Read] = lambda answer: answer,
+        stopped: threading.Event | None = None,
+    ) -> Read:
+        """What `read` finds in the answer, an object ({} for anything else); asked again for what may pass.
+
+        An answer may pass in which `read` finds another form and raises one of UNREADABLE. Raises ServerError
+        if none comes, if none can be read, and when `stopped` is set; UserError as `check_address`.
+        """
+        check_address(self.address)
+        stopped, pauses, waited = stopped or threading.Event(), iter(self.pauses), 0.0
+        while True:
+            try:
+                return read(self._ask(path, content))
+            except ServerError as error:
+                problem = error
+            except UNREADABLE as error:
+                problem = ServerError(f"its answer cannot be read: {error}", 200)
+            passes = problem.status in MAY_PASS or problem.status >= 500
+            pause = next(pauses, None) if problem.pause is None else problem.pause
+            if not passes or pause is None:
+                break
+            waited += pause
+            if waited > self.patience or stopped.wait(pause):
+                break
+        shown = str(problem).replace(self.key, "***") if self.key else str(problem)
+        url = self.address.rstrip("/") + path
+        raise ServerError(f"{url} gave no answer ({shown[:300]})", problem.status)
+
+    def _ask(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
+        """The object in one answer, {} for anything else. Raises ServerError, also for an error inside it."""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         url = self.address.rstrip("/") + path
         request = urllib.request.Request(url, json.dumps(content).encode(), headers)
-        opener = urllib.request.build_opener(_NoRedirect)
-        status = 0
-        for pause in (*self.pauses, None):
-            try:
-                with opener.open(request, timeout=self.timeout) as response:
-                    return read_object(response.read(MAX_ANSWER_BYTES))
-            except urllib.error.HTTPError as error:
-                problem, status = f"HTTP {error.code}, {_body(error)}", error.code
-                if error.code < 500 and error.code not in (408, 429):
-                    break  # another try would be refused as well
-            except (OSError, http.client.HTTPException) as error:
-                problem, status = f"{getattr(error, 'reason', error)}", 0
-            if pause is not None:
-                time.sleep(pause)
-        shown = problem.replace(self.key, "***") if self.key else problem
-        raise ServerError(f"{url} gave no answer ({shown[:300]})", status)
+        try:
+            answer = within(self.timeout, lambda: _exchange(request, self.timeout))
+        except TimeoutError:
+            raise ServerError(f"none within {self.timeout:g} s", 408) from None
+        error = answer.get("error")
+        if error and "choices" not in answer:  # what gateways say with status 200
+            code = str(error.get("code")) if isinstance(error, dict) else ""
+            raise ServerError(json.dumps(error), int(code) if re.fullmatch("[45][0-9][0-9]", code) else 200)
+        return answer
+
+
+def _exchange(request: urllib.request.Request, timeout: float) -> dict[str, Any]:
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout) as response:
+            return read_object(response.read(MAX_ANSWER_BYTES))
+    except urllib.error.HTTPError as error:
+        problem = f"HTTP {error.code}, {_body(error)}"
+        raise ServerError(problem, error.code, _pause(error.headers.get("Retry-After"))) from None
+    except urllib.error.URLError as error:
+        raise ServerError(f"{error.reason}") from None
+    except TimeoutError:
+        raise  # of one piece, as of the whole
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{error or type(error).__name__}", 502) from None
+
+
+def _pause(value: str | None) -> float | None:
+    """Seconds from Retry-After, a number or a date; at least one, so that nobody asks without end."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError):
+            return None
+    return max(1.0, seconds)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -79,6 +146,15 @@ def read_object(text: str | bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def check_address(address: str) -> None:
+    """Raise UserError for no address, and for one with a password, which messages and run.json would show."""
+    if not re.fullmatch(ADDRESS, address):
+        shown = "" if re.search("[@?]", address) else f" {address}"
+        raise UserError(
+            f"--address{shown} should be like http://localhost:8000/v1, without a password or a query"
+        )
 
 
 def read_key(variable: str) -> str:

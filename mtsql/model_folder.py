@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import recover_folder
 
 ADAPTER_FILE = "adapter_config.json"
+LFS_POINTER = b"version https://git-lfs"
 WHAT_TO_GIVE = (
     "give a folder with config.json, weights and tokenizer, a PEFT adapter folder, "
     "or a hub name like Qwen/Qwen3-4B"
@@ -27,10 +29,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(name_or_path)
     if (folder / ADAPTER_FILE).is_file() and not (folder / "tokenizer_config.json").is_file():
         name_or_path = base_of_adapter(folder)
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer could be loaded from {name_or_path}; {WHAT_TO_GIVE}") from error
+    with loading(f"no tokenizer could be loaded from {name_or_path}; {WHAT_TO_GIVE}"):
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
 
 
 def base_of_adapter(folder: Path) -> str:
@@ -41,9 +41,9 @@ def base_of_adapter(folder: Path) -> str:
     try:
         adapter = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
         name = adapter["base_model_name_or_path"] or str(folder)
-    except (ValueError, KeyError, TypeError):
+        beside = os.path.normpath(folder / name)
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{folder / ADAPTER_FILE} is no adapter's configuration with its base") from None
-    beside = os.path.normpath(folder / name)
     if Path(beside).is_dir():
         return beside
     if name.startswith(".") and not Path(name).is_dir():
@@ -52,10 +52,16 @@ def base_of_adapter(folder: Path) -> str:
 
 
 def check_exists(name_or_path: str | Path) -> None:
-    """Raise UserError for what can be neither a folder nor a hub name."""
-    recover_folder(Path(name_or_path))
-    if Path(name_or_path).is_dir():
-        return
+    """Raise UserError for what can be neither a folder nor a hub name, and for a pointer of Git LFS in it."""
+    folder = Path(name_or_path)
+    with suppress(OSError):  # a name of 300 characters is no folder
+        recover_folder(folder)
+        for path in (*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")):
+            with path.open("rb") as file:
+                if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                    raise UserError(f"{path} is only a pointer of Git LFS; fetch the file with git lfs pull")
+        if folder.is_dir():
+            return
     names = str(name_or_path).split("/")
     if len(names) > 2 or not all(names) or names[0] in (".", "..", "~"):
         raise UserError(f"{name_or_path} is not a folder; {WHAT_TO_GIVE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ def run_part(title: str, command: list[str], done: Path) -> None:
 
     A part that was interrupted adds the minutes of its attempts. Exits with the command's code if it fails.
     Ctrl-C reaches the command as well, which saves what it has done before it ends; then this exits.
+    SIGTERM is passed on, so that no command is left alone.
     """
     print(f"\n== {title}\n   python {' '.join(command)}", flush=True)
     if done.exists():
@@ -32,11 +34,13 @@ def run_part(title: str, command: list[str], done: Path) -> None:
     before = minutes_of(done)  # a part that replaces its folder takes the file along
     started, code, interrupted = time.perf_counter(), None, False
     process = subprocess.Popen([sys.executable, *command])
+    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while code is None:
         try:
             code = process.wait()
         except KeyboardInterrupt:
             interrupted = True
+    signal.signal(signal.SIGTERM, previous)
     minutes = before + (time.perf_counter() - started) / 60
     done.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(_minutes_file(done), f"{minutes:.2f}\n")
@@ -45,7 +49,7 @@ def run_part(title: str, command: list[str], done: Path) -> None:
         sys.exit(130)
     if code or not done.exists():
         print(f"error: this part failed (exit code {code})", file=sys.stderr)
-        sys.exit(code or 1)
+        sys.exit(128 - code if code < 0 else code or 1)
     print(f"   {minutes:.1f} minutes", flush=True)
 
 

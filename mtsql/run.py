@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +41,7 @@ from mtsql.data.datasets import (
 )
 from mtsql.errors import UserError, printable
 from mtsql.files import hold_folder, write_atomically
-from mtsql.http_client import Server, ServerError, read_key
+from mtsql.http_client import Server, ServerError, check_address, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import (
@@ -160,17 +159,21 @@ def begin_run(config: PolicyOptions, split: str, **how: Any) -> Run:
     """The policy of --model, loaded as `how` says, and the questions of a split that it is to answer."""
     questions = begin_questions(config, split, config.model)
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    policy = chosen_policy(config, **how)
+    policy = chosen_policy(config, questions.tokens, **how)
     if config.merge_adapter and not has_adapter(policy) and questions.processes.is_main:
         print("--merge-adapter does nothing here: the policy has no adapter")
     return Run(**vars(questions), policy=policy)
 
 
-def chosen_policy(config: AgentOptions, **how: Any) -> PreTrainedModel | PeftModel:
-    """The policy of --model, as the options and `how` say."""
+def chosen_policy(config: AgentOptions, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
+    """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
     device = pick_device(config.device)
     options = {"dtype": config.dtype, "attention": config.attention, "quantise": config.quantise, **how}
-    return load_policy(config.model, device=device, **options)
+    policy = load_policy(config.model, device=device, **options)
+    ids, rows = len(tokens.tokenizer), policy.get_input_embeddings().weight.shape[0]
+    if ids > rows:
+        raise UserError(f"the tokenizer in {config.model} has {ids} ids, and its model embeddings for {rows}")
+    return policy
 
 
 def begin_answers(config: ServedOptions, split: str) -> Run | ServedRun:
@@ -191,8 +194,8 @@ def check_policy(config: ServedOptions | ChatConfig) -> None:
     """Raise UserError unless --model is given, or --address with what it needs."""
     if bool(config.model) == bool(config.address):
         raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
-    if config.address and not re.match(r"https?://[^/\s]+", config.address):
-        raise UserError(f"--address {config.address} should be like http://localhost:8000/v1")
+    if config.address:
+        check_address(config.address)
     if config.address and not (config.api_model and config.tokenizer):
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
 
@@ -325,7 +328,10 @@ def changed_options(config: TrainingOptions, out: Path) -> list[str]:
     Raises UserError if an option of FIXED is among them.
     """
     path = out / "run.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["config"] if path.is_file() else {}
+    try:
+        before = dict(json.loads(path.read_bytes())["config"]) if path.is_file() else {}
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return [f"{path} is damaged, so that nobody can say which options have changed; it is written anew"]
     now = json.loads(json.dumps(asdict(config)))
     changed = {n: (before[n], now[n]) for n in now if n in before and before[n] != now[n] and n != "resume"}
     sentences = [f"--{n.replace('_', '-')} was {old}, is now {new}" for n, (old, new) in changed.items()]

@@ -12,6 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from email.message import Message
+from types import SimpleNamespace
 
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny
@@ -154,7 +157,7 @@ def test_commands_and_tables(tiny, tmp_path):
     assert "2 trajectories" in run_command(conversation, f":save {path}")
     assert [r["question"] for r in read_records(path)] == ["How many?", "And now?"]
     assert run_command(conversation, ":undo") == "forgotten: And now?"
-    for wrong in (":what", ":save", f":save {tmp_path}"):
+    for wrong in (":what", ":save", f":save {tmp_path}", f":save {'n' * 300}"):
         with pytest.raises(UserError):
             run_command(conversation, wrong)
     rows = tuple((n, "x" * 90, b"12", None, "a\033[2J") for n in range(30))
@@ -164,6 +167,12 @@ def test_commands_and_tables(tiny, tmp_path):
     assert lines[2].split() == ["0", "x" * 37 + "...", "2", "bytes", "NULL", "a\\x1b[2J"]
     assert lines[-1] == "(30 or more rows, 10 not shown)" and len(lines) == 23
     assert format_result(ExecutionResult("error", message="no such table: x")) == "it fails: no such table: x"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Half a second for each request, where it is asked for before `server`."""
+    monkeypatch.setattr("mtsql.chat.server.SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -237,6 +246,60 @@ def test_strangers_are_refused(server):
     for taken in (port, 70_000):
         with pytest.raises(UserError, match="choose another"):
             make_server(None, taken)
+
+
+def test_odd_requests_are_refused_and_slow_ones_given_up(impatient, server):
+    request, port = server
+    head = f"Host: localhost:{port}\r\nContent-Type: application/json\r\n"
+
+    def raw(lines: str, body: bytes = b"", pieces: int = 0) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sent:
+            sent.sendall(lines.encode() + b"\r\n" * (not pieces) + body)
+            for _ in range(pieces):  # never done, never idle
+                time.sleep(0.1)
+                with suppress(OSError):
+                    sent.sendall(b"x")
+            return sent.recv(100)
+
+    for same in (head, head.upper()):
+        assert b" 200 " in raw(f"GET / HTTP/1.1\r\n{same}")
+    assert b" 403 " in raw(f"GET / HTTP/1.1\r\n{head}Host: evil.example\r\n")
+    for length in ("9" * 5000, "-1", "2\r\nContent-Length: 2", "٣"):
+        assert b" 413 " in raw(f"POST /undo HTTP/1.1\r\n{head}Content-Length: {length}\r\n", b"{}"), length
+    assert request("POST", "/ask", "[" * 90_000)[0] == 400
+    assert b" 400 " in raw(f"POST /undo HTTP/1.1\r\n{head}Content-Length: 99\r\n\r\n", pieces=15)
+    assert b" 413 " in raw(f"POST /undo HTTP/1.1\r\n{head}X-Slow: ", pieces=15)
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
+    assert sum(thread.name.startswith("Thread") for thread in threading.enumerate()) < 80
+    time.sleep(1.5)
+    assert request("GET", "/")[0] == 200
+    for connection in idle:
+        connection.close()
+
+
+def test_a_reader_who_takes_nothing_does_not_keep_others_from_asking(impatient, server, monkeypatch):
+    request, port = server
+    long = {"note": "x" * 10**7}
+    monkeypatch.setattr("mtsql.chat.server.stream_answer", lambda *given: given[-1](long))
+    with socket.create_connection(("127.0.0.1", port)) as deaf:
+        body = json.dumps({"question": "Who?"})
+        head = f"POST /ask HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
+        deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        time.sleep(0.3)
+        assert request("POST", "/undo", "{}")[0] == 409
+        time.sleep(1.5)
+        assert request("POST", "/undo", "{}")[0] == 200
+
+
+def test_on_port_80_browsers_name_no_port(tiny):
+    with make_server(make_conversation(tiny), 0) as server:
+        own = server.RequestHandlerClass
+        asked = SimpleNamespace(server=SimpleNamespace(server_port=80), headers=Message())
+        asked.headers["Host"] = "localhost"
+        asked.headers["Origin"] = "http://localhost"
+        assert own.trusted(asked)
+        asked.server.server_port = 8080
+        assert not own.trusted(asked)
 
 
 def test_the_command_talks_in_a_terminal(work):

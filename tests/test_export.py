@@ -11,6 +11,7 @@ from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Stop, trajectory_record
 from mtsql.config import user_errors
+from mtsql.learn.teacher import read_teacher
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
@@ -96,6 +97,29 @@ def test_messages_and_llamafactory(exported):
     assert set(info["columns"].values()) == row.keys()
     assert {m[info["tags"]["role_tag"]] for m in row["messages"]} <= set(info["tags"].values())
     assert json.loads(row["tools"])[0]["function"]["name"] == EXEC_SQL
+
+
+def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(exported):
+    _, export, folder = exported
+    call = {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})}
+    asked, seen = {"role": "user", "content": "Who?"}, {"role": "tool", "content": "Bruno"}
+    pieces = [{"type": "thinking", "thinking": "Done."}, {"type": "text", "text": final_answer(GOLD)}]
+    for one in ({"tool_calls": [{"id": "1", "type": "function", "function": call}]}, {"function_call": call}):
+        said = {"role": "assistant", "content": None, "reasoning_content": "Draft.", **one}
+        record = {"messages": [asked, said, seen, {"role": "assistant", "content": pieces}]}
+        (folder / "chat.jsonl").write_text(json.dumps(record) + "\n")
+        for form in ("messages", "llamafactory"):
+            out = f"{form}{len(list(folder.iterdir()))}"
+            rows, _ = export("chat.jsonl", form, out)
+            if form == "llamafactory":
+                rows = [json.loads((folder / out / "mtsql.jsonl").read_text())]
+            texts = [m["content"] for m in rows[0]["messages"]]
+            assert texts[1] == f"<think>\nDraft.\n</think>\n\n{tool_call(EXEC_SQL, GOLD)}"
+            assert texts[3] == f"<think>\nDone.\n</think>\n\n{final_answer(GOLD)}"
+            assert read_teacher(folder / "chat.jsonl")[0].messages == (texts[1], texts[3])
+    for wrong in ({"role": "assistant"}, {"role": "assistant", "content": [{"type": "image"}]}):
+        (folder / "chat.jsonl").write_text(json.dumps({"messages": [asked, wrong]}) + "\n")
+        assert "line 1: not a conversation" in export("chat.jsonl", "messages", "wrong", 2)[1]
 
 
 def test_nothing_is_overwritten_or_silently_empty(exported):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status
-from mtsql.config import DataOptions
+from mtsql.config import DataOptions, user_errors
 from mtsql.errors import UserError
 from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import MtsqlR1
@@ -74,7 +74,8 @@ def test_an_interrupted_imitation_goes_on_to_the_same_weights(work, tmp_path, mo
         monkeypatch.setattr(imitation, "take_step", step_of)
 
     interrupted_after(2)
-    main(broken)
+    with pytest.raises(SystemExit, match="130"):  # what runs it hears that it is not done
+        user_errors(main, broken)
     assert f"saved a checkpoint after step 3 in {broken.out}; go on with --resume" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds a run's checkpoints; go on with --resume"):
         main(broken)
@@ -83,7 +84,7 @@ def test_an_interrupted_imitation_goes_on_to_the_same_weights(work, tmp_path, mo
     interrupted_after(5)
     main(replace(broken, resume=True))
     monkeypatch.undo()
-    main(replace(broken, resume=True, save_every=100))
+    user_errors(main, replace(broken, resume=True, save_every=100))
     weights = [Path(c.out, "model.safetensors").read_bytes() for c in (config, broken)]
     assert weights[0] == weights[1]
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import pickle
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
+from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -24,7 +30,7 @@ from transformers import (
 
 from mtsql import files
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.config import GrpoConfig
+from mtsql.config import ChatConfig, GrpoConfig
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, recover_folder, write_atomically
 from mtsql.learn import logprobs as attention
@@ -40,10 +46,11 @@ from mtsql.learn.logprobs import (
     token_logprobs,
 )
 from mtsql.learn.loss import grpo_loss, kl_estimate, loss_denominator, sft_loss, truncation_cap
-from mtsql.learn.model import Reference, load_policy, merged_adapter, save_policy
+from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 from mtsql.model_folder import load_tokenizer
+from mtsql.run import chosen_policy
 
 VOCABULARY = 61
 LAYOUTS = {
@@ -704,6 +711,89 @@ def test_what_cannot_be_loaded_is_named(name, tmp_path):
             load(tmp_path / "empty")
     with pytest.raises(ValueError, match="dtype 'int4' is unknown; choose from float32"):
         load_policy(name, dtype="int4")
+
+
+OWN_CODE = b"open('%s', 'w')\nclass Config: pass\nclass ModelForCausalLM: pass\n"
+
+
+class Opens:
+    """A pickle that leaves a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_what_a_library_cannot_load_is_one_sentence_and_runs_no_code(tmp_path, tokenizer, monkeypatch):
+    """Cut, noise, a pointer of Git LFS, a pickle, other shapes, code of its own (with "y" typed)."""
+    base, ran = tmp_path / "base", tmp_path / "ran"
+    save_policy(make_model("qwen3"), tokenizer, base)
+    whole = (base / "model.safetensors").read_bytes()
+    config = json.loads((base / "config.json").read_text())
+    code = {"model_type": "own", "auto_map": {f"Auto{n}": f"own.{n}" for n in ("Config", "ModelForCausalLM")}}
+    lacking = load_file(base / "model.safetensors")
+    del lacking["model.norm.weight"]
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    cases = {
+        "pointer of Git LFS": {"model.safetensors": pointer},
+        "incomplete metadata": {"model.safetensors": whole[:5000]},
+        "header too small": {"model.safetensors": b""},
+        "header too large": {"model.safetensors": bytes(range(256)) * 9},
+        "lack model.norm.weight": {"model.safetensors": save(lacking, {"format": "pt"})},
+        "UnpicklingError": {"model.safetensors": None, "pytorch_model.bin": pickle.dumps(Opens(ran))},
+        "no model could be loaded": {"config.json": json.dumps(config | {"vocab_size": 3}).encode()},
+        "custom code": {"config.json": json.dumps(config | code).encode(), "own.py": OWN_CODE % bytes(ran)},
+        "RecursionError": {"config.json": b"[" * 100_000},
+    }
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    for number, (problem, files_of) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        shutil.copytree(base, folder)
+        for name, content in files_of.items():
+            (folder / name).unlink(missing_ok=True)
+            if content is not None:
+                (folder / name).write_bytes(content)
+        with pytest.raises(UserError, match=problem) as error:
+            load_policy(folder)
+        assert "\n" not in str(error.value) and str(folder) in str(error.value)
+    for content in (pointer, b"", b"[]", b"\xff"):
+        (base / "tokenizer.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"no tokenizer could be loaded|pointer of Git LFS"):
+            load_tokenizer(base)
+    assert not ran.exists()
+
+
+def test_an_adapter_of_another_base_is_one_sentence(tmp_path, tokenizer):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_policy(make_model("qwen3"), tokenizer, base)
+    save_policy(load_policy(base, lora_rank=2), tokenizer, adapter)
+    path, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
+    content = json.loads(path.read_text())
+    for change in ({"r": 3}, {"peft_type": "NEW"}, {"target_modules": ["other"]}):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(UserError, match="does not go on its base"):
+            load_policy(adapter)
+    path.write_text(json.dumps(content | {"base_model_name_or_path": 7}))
+    with pytest.raises(UserError, match="no adapter's configuration"):
+        load_policy(adapter)
+    weights.write_bytes(b"cut")
+    with pytest.raises(UserError, match="holds no weights for this model"):
+        restore_policy(load_policy(base, lora_rank=2), adapter, "float32")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(tmp_path, tokenizer):
+    save_policy(make_model("qwen3"), tokenizer, tmp_path)
+    tokens = SimpleNamespace(tokenizer=load_tokenizer(tmp_path))
+    config = ChatConfig(database="", model=str(tmp_path), device="cpu")
+    assert chosen_policy(config, tokens) is not None
+    tokens.tokenizer.add_tokens(["<new>"])
+    with pytest.raises(
+        UserError, match=f"has {VOCABULARY + 1} ids, and its model embeddings for {VOCABULARY}"
+    ):
+        chosen_policy(config, tokens)
 
 
 def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):

@@ -152,6 +152,13 @@ def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, 
         merge_adapter(base, "float32")
 
 
+def test_an_adapter_on_a_base_that_was_saved_in_nf4_is_not_merged(base, tmp_path):
+    load_policy(base, quantise="nf4").save_pretrained(tmp_path / "base")
+    load_policy(tmp_path / "base", lora_rank=2).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match="a base that is not quantised"):
+        merge_adapter(tmp_path / "adapter", "float32")
+
+
 def test_a_merged_adapter_is_the_same_policy_and_leaves_no_trace(base):
     policy = randomise_adapters(load_policy(base, lora_rank=4)).eval()
     before = {name: weight.clone() for name, weight in policy.state_dict().items()}

@@ -18,6 +18,7 @@ from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_recor
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.report.abilities import ABILITIES
+from mtsql.report.answer_log import AnswerLog
 from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import (
     MetricsLog,
@@ -28,7 +29,7 @@ from mtsql.report.metrics import (
     summarise,
 )
 from mtsql.report.plots import plot_training
-from mtsql.report.viewer import main, render
+from mtsql.report.viewer import drop_later_records, main, render
 from mtsql.sql.score import FURTHER_METRICS
 from mtsql.toy.arms_figure import plot_arms
 
@@ -346,6 +347,26 @@ def test_viewer_errors_are_one_sentence(records, tmp_path, capsys):
         records.write_text(json.dumps(broken) + "\n")
         refuse([str(records)])
         assert capsys.readouterr().err == f"error: {records}, line 1: not a trajectory\n"
+
+
+def test_numbers_that_no_page_can_hold_are_shown_as_none_and_noise_is_one_sentence(records, tmp_path, capsys):
+    row, page = records.read_text().splitlines()[0], tmp_path / "page.html"
+    for number in ("1e999", "-Infinity", "NaN", "9" * 400):
+        records.write_text(row.replace('"reward": 0.25', f'"reward": {number}') + "\n")
+        main([str(records)])
+        assert "reward -" in capsys.readouterr().out
+        main([str(records), "--html", str(page)])
+        assert page_data(page)["files"][0]["records"][0]["reward"] is None
+    for line in ("[" * 100_000, "9" * 5_000, row.replace("0.25", "1" + "0" * 5_000 + '"')):
+        records.write_text(line + "\n")
+        refuse([str(records)])
+    records.write_bytes(row.encode() + b"\n\xff\xfe\n")
+    with pytest.raises(UserError, match="line 2: not a trajectory"):
+        drop_later_records(records, 3)
+    for read in (lambda path: MetricsLog(path, 2), lambda path: AnswerLog(path, {})):
+        (tmp_path / "noise").write_bytes(b"step,a\nx,\xff\x00\n")
+        with pytest.raises(UserError, match="noise is damaged"):
+            read(tmp_path / "noise")
 
 
 def page_data(page: Path) -> dict:

@@ -151,6 +151,23 @@ def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
     assert minutes_of(tmp_path / "part" / "done") > 0
 
 
+def test_a_runner_that_is_terminated_takes_its_part_along(tmp_path):
+    part = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    program = (
+        "from pathlib import Path; from mtsql.parts import run_part\n"
+        f"run_part('trains', ['-c', {part!r}], Path(r'{tmp_path}/part/done'))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as runner:
+        while not (said := runner.stdout.readline()).strip().isdecimal():
+            pass
+        runner.terminate()
+        assert runner.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said), 0)
+
+
 def test_a_part_runs_once_and_its_minutes_add_up(tmp_path, capsys):
     done = tmp_path / "part" / "done"
     count = f"open(r'{tmp_path}/runs', 'a').write('x')"

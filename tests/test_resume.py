@@ -22,7 +22,9 @@ from conftest import ROOT, TOY, run
 
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, save_config
 from mtsql.errors import UserError
-from mtsql.files import folder_atomically, hold_folder, write_atomically
+from mtsql.files import folder_atomically, hold_folder, refuse_filled, write_atomically
+from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint
+from mtsql.model_folder import check_exists
 from mtsql.questions import load_split
 from mtsql.report.answer_log import AnswerLog
 from mtsql.run import answer_options, changed_options
@@ -206,3 +208,83 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
     save_config(warm, tmp_path / "sft")
     with pytest.raises(UserError, match="--trajectories-per-step was 16, is now 8"):
         changed_options(replace(warm, trajectories_per_step=8), tmp_path / "sft")
+
+
+@pytest.mark.parametrize("name", ["policy/weights", "training_state.pt", "checksums.json"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"cut", bytes(range(256))], ids=["gone", "empty", "cut", "noise"]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, name, content):
+    def save(step: int) -> Path:
+        with new_checkpoint(tmp_path, step, 2) as folder:
+            (folder / "policy").mkdir()
+            (folder / "policy" / "weights").write_bytes(b"whole weights")
+            (folder / "training_state.pt").write_bytes(b"whole state")
+        return tmp_path / "checkpoints" / f"step_{step:08d}"
+
+    older, newer = save(20), save(40)
+    assert newest_checkpoint(tmp_path) == newer
+    if content is None:
+        (newer / name).unlink()
+        content_of_all = name != "checksums.json"  # one of before there were sums has none
+    else:
+        (newer / name).write_bytes(content)
+        content_of_all = True
+    assert newest_checkpoint(tmp_path) == (older if content_of_all else newer)
+    assert (f"{newer} is not used: {name}" in capsys.readouterr().err) is content_of_all
+    third = save(30)  # what goes on from the older one leaves the damaged one behind
+    assert sorted((tmp_path / "checkpoints").iterdir()) == [older, third]
+    for folder in (older, third):
+        (folder / "policy" / "weights").write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint in"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_damaged_run_json_is_said_and_a_damaged_state_is_one_sentence(tmp_path):
+    config = GrpoConfig(model="m", data=("d",), out=str(tmp_path))
+    for content in (b"", b'{"config": {', b"\xff\x00", b"[1]", b'{"config": 7}'):
+        (tmp_path / "run.json").write_bytes(content)
+        (sentence,) = changed_options(config, tmp_path)
+        assert "run.json is damaged" in sentence
+        (tmp_path / "training_state.pt").write_bytes(content)
+        with pytest.raises(UserError, match="no training state could be loaded from"):
+            load_training_state(tmp_path)
+
+
+def test_a_reader_between_a_writers_renames_loses_nothing(tmp_path, monkeypatch):
+    folder, rename, readers = tmp_path / "run", Path.rename, []
+
+    def renamed(path: Path, target: Path) -> None:
+        rename(path, target)
+        if path == folder and not readers:
+            readers.append(check_exists(folder))  # as a command that reads it does
+
+    for name in ("old", "new"):
+        with folder_atomically(folder) as temporary:
+            (temporary / name).touch()
+            monkeypatch.setattr(Path, "rename", renamed)
+    assert [p.name for p in folder.iterdir()] == ["new"] and list(tmp_path.iterdir()) == [folder] and readers
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
+    dead = multiprocessing.get_context("fork").Process(target=int)
+    dead.start()
+    dead.join()
+    for name in ("file", "folder"):
+        (tmp_path / f".{name}.{dead.pid}.tmp").mkdir()
+        (tmp_path / f".{name}.{os.getppid()}.tmp").touch()  # of a process that lives
+    write_atomically(tmp_path / "file", "")
+    with folder_atomically(tmp_path / "folder"):
+        pass
+    left = {f".{name}.{os.getppid()}.tmp" for name in ("file", "folder")}
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder", *left}
+
+
+def test_names_that_no_disk_takes_are_one_sentence(tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    for path in (tmp_path / ("n" * 300), tmp_path / "circle" / "out"):
+        for write in (hold_folder, lambda path: write_atomically(path, ""), enter_folder, refuse_filled):
+            with pytest.raises(UserError, match="cannot be written"):
+                write(path)
+        with pytest.raises(UserError):
+            check_exists(path)

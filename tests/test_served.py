@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -53,7 +54,7 @@ def said(text: str) -> dict:
     return choice({"role": "assistant", "content": text})
 
 
-Reply = Callable[[str, dict], tuple[int, dict]]
+Reply = Callable[[str, dict], tuple]  # status, content (pieces come slowly), headers
 
 
 @pytest.fixture
@@ -69,10 +70,14 @@ def serve(monkeypatch) -> Iterator[Callable[[Reply], tuple[Server, list[dict]]]]
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 requests.append(body)
-                status, content = reply(self.path, body)
+                status, content, *headers = reply(self.path, body)
                 self.send_response(status)
+                for name, value in headers:
+                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
+                for piece in content if isinstance(content, list) else [json.dumps(content).encode()]:
+                    self.wfile.write(piece)
+                    time.sleep(0.05 * isinstance(content, list))
 
             def log_message(self, *_):
                 pass
@@ -257,6 +262,95 @@ def test_an_episode_that_the_server_refuses_does_not_stop_the_others(tiny, serve
     with pytest.raises(ServerError, match="context length"):  # nor does it go on for ever
         play_served(policy, many, GREEDY, 1, skip_refused=True)
     assert len(requests) - asked <= 18 * 3 and many[0].trajectory.status is None
+
+
+LOST = {"role": "assistant", "content": None, "tool_calls": [{"function": None}]}
+BAD = {  # answers with status 200 but for the last
+    "error": {"error": {"code": 502, "message": "upstream"}}, "page": [b"<html>"], "nothing": {},
+    "no message": {"choices": [{"message": None}]}, "no function": choice(LOST),
+    "pieces": choice({"content": [{"type": "image"}]}), "number": choice({"content": 7}),
+    "broken off": {"choices": [{"message": {"content": "SEL"}, "finish_reason": "error"}]},
+    "drips": [b" "] * 20, "gateway": (504, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_one_bad_answer_is_asked_for_again_or_ends_its_own_question(tiny, serve, bad):
+    good = said(final_answer(GOLD)) | {"usage": "many"}
+    server, _ = serve(in_turn(bad, good), timeout=0.6)
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    assert trajectory.answer_sql == GOLD
+    server, _ = serve(in_turn(good, bad, bad, bad, good), timeout=0.6)
+    policy = policy_of(tiny, server)
+    played = play_served(policy, [make_episode(tiny) for _ in range(3)], GREEDY, 1, None, True)
+    assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
+    assert policy.costs.refused == 1 and "gave no answer" in policy.costs.refusal
+
+
+@pytest.mark.parametrize("ids", [["1", "2"], [1.0, 2.0], [-1, 2], [1, 2**40], [1], []])
+def test_ids_that_are_none_end_their_own_question(tiny, serve, ids):
+    def sampled(ids: list, logprobs: list) -> dict:
+        return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
+
+    answer = tiny.tokens.message_ids(final_answer(GOLD))
+    good = sampled(answer, [None, float("nan"), *[-0.5] * (len(answer) - 2)])
+    server, _ = serve(in_turn(good, *[sampled(ids, [-0.5, -0.5])] * 3, good))
+    episodes = [make_episode(tiny) for _ in range(3)]
+    played = play_served(policy_of(tiny, server, "tokens"), episodes, GREEDY, 1, None, True)
+    assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
+    assert played[0].segments[1].loss_mask[:3] == (0, 0, 1)  # what has no log-probability is not learned
+    assert find_protocol(server, "any", tiny.tokens) == "tokens"
+    server, _ = serve(in_turn(sampled(ids, [-0.5, -0.5])))
+    assert find_protocol(server, "any", tiny.tokens) == "chat"
+
+
+def test_thoughts_in_pieces_and_a_call_without_arguments(tiny, serve):
+    thought = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}]
+    answer = {"content": [*thought, {"type": "text", "text": final_answer(GOLD)}]}
+    server, _ = serve(in_turn(choice(answer)))
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    text = tiny.tokens.decode(trajectory.segments[1].ids)
+    assert trajectory.answer_sql == GOLD and text.startswith("<think>\nHm.\n</think>\n\n<answer")
+    for function in ({"name": EXEC_SQL}, {"name": EXEC_SQL, "arguments": None}, {"arguments": "{}"}):
+        server, _ = serve(in_turn(choice({"content": None, "tool_calls": [{"function": function}]})))
+        (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+        assert trajectory.status is Status.MALFORMED_CALL
+
+
+def test_only_fields_of_the_protocol_are_sent_back(tiny, serve):
+    """As a server wants that refuses its own other fields."""
+    own = {"annotations": [], "reasoning": None, "refusal": None, "audio": None, "function_call": None}
+    given = {"role": "model", "content": "", "tool_calls": [CALL | {"index": 0}], **own}
+    server, requests = serve(in_turn(choice(given), said(final_answer(GOLD))))
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    sent = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert trajectory.answer_sql == GOLD and requests[1]["messages"][1] == sent
+    no_id = {"content": None, "tool_calls": [{"function": CALL["function"]} for _ in range(2)]}
+    server, requests = serve(in_turn(choice(no_id), said(final_answer(GOLD))))
+    play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    called, *answered = requests[1]["messages"][-3:]
+    names = [call["id"] for call in called["tool_calls"]]
+    assert names == [message["tool_call_id"] for message in answered] and len(set(names)) == 2
+
+
+def test_a_server_that_names_a_pause_gets_it(tiny, serve):
+    began = time.monotonic()
+    date = formatdate(time.time() + 2, usegmt=True)
+    busy = [(429, {}, ("Retry-After", value)) for value in ("1", date)]
+    server, _ = serve(in_turn(*busy, said(final_answer(GOLD))), pauses=())
+    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    assert trajectory.answer_sql == GOLD and time.monotonic() - began > 1.5
+    server, requests = serve(in_turn((429, {}, ("Retry-After", "7000"))))
+    with pytest.raises(ServerError, match="HTTP 429"):  # longer than anybody waits
+        play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    assert len(requests) == 1
+
+
+def test_an_address_with_a_password_is_refused_without_showing_it(tiny):
+    for address in ("http://user:hunter2@127.0.0.1:9/v1", "http://hunter2@h", "http://h/v1?key=hunter2"):
+        with pytest.raises(UserError, match="without a password") as error:
+            find_protocol(Server(address), "any", tiny.tokens)
+        assert "hunter2" not in str(error.value)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 503])

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 from conftest import GOLD, ROOT, make_episode, say
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mtsql.agent.env import Limits
+from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
-from mtsql.agent.trajectory import ActionType, Status
+from mtsql.agent.trajectory import ActionType, Status, Stop
+from mtsql.errors import UserError
+from mtsql.recipes import mtir_sql, mtsql_r1, skyrl_sql, sql_trail
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.report.chat import chat_record
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"
 TOOLS = [{"type": "function", "function": {"name": "execute", "parameters": {}}}]
@@ -299,3 +303,77 @@ def test_tags_of_one_or_several_tokens(tiny, tags):
     ]  # fmt: skip
     learned = [i for i, kept in zip(trajectory.ids, trajectory.loss_mask, strict=True) if kept]
     assert tokenizer.decode(learned) == "".join(f"{text}<|im_end|>" for text in said)
+
+
+THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # as Qwen3-Thinking's
+GEMMA = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + CHATML
+)
+DROPS_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + CHATML
+
+
+@pytest.mark.parametrize("recipe", [mtsql_r1, skyrl_sql, sql_trail, mtir_sql], ids=lambda m: m.__name__[14:])
+@pytest.mark.parametrize("native", [False, True])
+def test_what_a_prompt_opened_is_part_of_the_message(tiny, recipe, native):
+    """An answer within a thought without end is none; behind its end it is, and in the format."""
+    tokens = ChatTokens(character_tokenizer(THINKS, ()))
+    made, tools = recipe.make_recipe(PromptOptions(native_thinking=native)), make_tools("both")
+    limits = Limits(*[9999] * 6)
+    environment = Environment({"music": tiny.schema}, made, tokens, tiny.executor, limits, tools)
+    example, episode = make_episode(tiny).example, None
+
+    def answered(text: str, whole: bool = False) -> tuple[str | None, int]:
+        nonlocal episode
+        (episode,) = environment.episodes(example, [0])
+        assert tokens.decode(episode.trajectory.ids).endswith("<think>\n")
+        ids = tokens.message_ids(text, whole)
+        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN)
+        return episode.trajectory.answer_sql, episode.trajectory.off_protocol
+
+    answer = made.answer(GOLD)
+    assert answered(f"Hm.\n</think>\n\n{answer}")[0] == GOLD
+    assert answered(answer)[0] is None and answered(f"Hm. {answer}")[0] is None
+    assert answered(answer, whole=True)[0] == GOLD
+    thought = f"<think>\nHm.\n</think>\n\n{answer}"
+    assert answered(thought, whole=True) == answered(f"Hm.\n</think>\n\n{answer}")
+    assert chat_record(episode.trajectory, example, environment)["messages"][-1]["content"] == thought
+    if recipe is not mtsql_r1:  # whose Equation 1 wants a query before the answer
+        assert answered(thought, whole=True)[1] == 0
+
+
+@pytest.mark.parametrize("template", [GEMMA, DROPS_SYSTEM], ids=["refused", "dropped"])
+@pytest.mark.parametrize("schemas", [SCHEMAS, None], ids=["tools", "no tools"])
+def test_what_a_template_without_system_message_is_told_stands_in_the_users(template, schemas):
+    tokenizer = character_tokenizer(template)
+    shown = tokenizer.decode(ChatTokens(tokenizer).prompt_ids(conversation("How many?"), schemas))
+    assert shown.startswith("<|im_start|>user\nSchema: singer(id, name)\n\n")
+    assert shown.endswith("How many?<|im_end|>\n<|im_start|>assistant\n")
+    assert ("exec_sql" in shown) is bool(schemas) and shown.count("<|im_start|>") == 2
+
+
+def test_an_end_of_turn_that_swallows_blanks_does_so_in_a_suffix():
+    """Phi's <|end|> is such a token: a line break behind it has no id."""
+    tokenizer = character_tokenizer(CHATML)
+    tokenizer.add_tokens([AddedToken("<|im_end|>", rstrip=True, special=True)], special_tokens=True)
+    tokens, messages = ChatTokens(tokenizer), [{"role": "user", "content": "Who?"}]
+    for sampled in (True, False):
+        ids = tokens.prompt_ids(messages, None) + tokens.message_ids("SELECT 1")[: None if sampled else -1]
+        ids += tokens.observation_suffix("[]", sampled, "user")
+        said = [{"role": "assistant", "content": "SELECT 1"}, {"role": "user", "content": "[]"}]
+        assert ids == rendered_ids(tokenizer, messages + said)
+
+
+def test_a_template_that_fails_or_does_not_end_is_one_sentence(monkeypatch):
+    monkeypatch.setattr("mtsql.agent.tokens.RENDER_SECONDS", 0.1)
+    loops = "{% for a in range(4000) %}{% for b in range(4000) %}{% endfor %}{% endfor %}"
+    for template in (
+        loops,
+        "{{ 1 / 0 }}",
+        "{% if %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[9].role }}",
+    ):
+        tokenizer = character_tokenizer(template)
+        with pytest.raises(UserError, match=r"^the chat template of .* does not take the messages \([^\n]*$"):
+            ChatTokens(tokenizer)

@@ -160,11 +160,12 @@ class Episode:
         to be learned throughout.
         """
         trajectory = self.trajectory
+        before = trajectory.segments[-1].ids
         messages_left = self.limits.max_interactions - trajectory.interactions  # after this one
         trajectory.segments.append(Segment.sampled(ids, logprobs, loss_mask))
         if stop is Stop.LIMIT:
             return self._end(Status.OUT_OF_TOKENS)
-        message = self.recipe.parse(self.tokens.decode(ids))
+        message = self.recipe.parse(self.tokens.with_opening(self.tokens.decode(ids), before))
         self._record(message)
         problem = message.problem
         reply = None if problem is None else self.recipe.observe_problem(problem, messages_left)

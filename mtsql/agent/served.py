@@ -10,26 +10,32 @@ Two protocols of OpenAI's form:
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.http_client import Server, ServerError
+from mtsql.http_client import UNREADABLE, Server, ServerError
 
 SEEDS = 2**31  # servers take so many
 SECONDS = 600.0  # for one message, which may be long
 # Servers take a model's own settings where none are given; ours are those of the rollout here.
 PLAIN = {"tokens": {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}, "chat": {"top_p": 1.0}}
 LIMITS = ("max_tokens", "max_completion_tokens")  # names of a message's limit: the usual, OpenAI's newer one
-CANNOT = (400, 404, 405, 422)  # what a server answers that has no such address or option
-REFUSALS = (400, 413, 422, 500)  # what a server answers where one request has a fault, not all of them
-REFUSED_IN_A_ROW = 16  # episodes, with none played to its end in between: then all requests have it
+CANNOT = (200, 400, 404, 405, 422)  # what a server answers that has no such address or option
+# No server, key, account, address or room: no fault of one request. All else is what one question has met.
+FOR_ALL = (0, 401, 402, 403, 404, 429, 503)
+REFUSED_IN_A_ROW = 16  # episodes, with none played to its end in between: then all requests have a fault
+FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a message, that are sent back
+
+Read = TypeVar("Read")
 
 
 @dataclass
@@ -48,11 +54,12 @@ class Costs:
 
     def add(self, answer: dict[str, Any]) -> None:
         """Count one answer of the server."""
-        usage = answer.get("usage") or {}
+        usage = answer.get("usage")
         with self.lock:
             self.requests += 1
-            self.prompt_tokens += usage.get("prompt_tokens") or 0
-            self.completion_tokens += usage.get("completion_tokens") or 0
+            for name in ("prompt_tokens", "completion_tokens"):
+                count = usage.get(name) if isinstance(usage, dict) else 0
+                setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
 
     def sentence(self) -> str:
         """The three in words."""
@@ -85,33 +92,35 @@ class ServedPolicy:
         play(episode, sampling, stopped or threading.Event())
 
     def _ask(
-        self, path: str, episode: Episode, sampling: Sampling, content: dict[str, Any]
-    ) -> tuple[dict[str, Any], int]:
-        """The first choice of the server's answer, and the most tokens that its message may have."""
+        self,
+        path: str,
+        episode: Episode,
+        sampling: Sampling,
+        content: dict[str, Any],
+        read: Callable[[dict[str, Any]], Read],
+        stopped: threading.Event,
+    ) -> tuple[Read, str | None, int]:
+        """What `read` finds in the first choice of the answer, why it is over, and its limit in tokens."""
         limit = min(sampling.max_turn_tokens, episode.remaining_tokens())
         seed = (episode.trajectory.seed + episode.trajectory.messages) % SEEDS
         asked = {"model": self.model, "temperature": sampling.temperature, "seed": seed}
         asked |= PLAIN[self.protocol]
         if sampling.stop_strings:
             asked["stop"] = list(sampling.stop_strings)
-        answer = self._post(path, asked | content, limit)
-        self.costs.add(answer)
-        try:
-            choice = answer["choices"][0]
-            return dict(choice), limit
-        except (LookupError, TypeError, ValueError):
-            raise ServerError(f"the answer of {self.server.address}{path} holds no choices[0]") from None
 
-    def _post(self, path: str, content: dict[str, Any], limit: int) -> dict[str, Any]:
-        """The server's answer; asked again with the other name of the limit if the server wants that."""
-        name = self.limit_name
+        def read_answer(answer: dict[str, Any]) -> tuple[Read, str | None, int]:
+            self.costs.add(answer)
+            choice = _first_choice(answer)
+            return read(choice), choice.get("finish_reason"), limit
+
         try:
-            return self.server.post(path, content | {name: limit})
+            name = self.limit_name
+            return self.server.post(path, asked | content | {name: limit}, read_answer, stopped)
         except ServerError as error:
             if error.status != 400 or name != LIMITS[0] or LIMITS[1] not in str(error):
                 raise
         self.limit_name = LIMITS[1]
-        return self.server.post(path, content | {self.limit_name: limit})
+        return self.server.post(path, asked | content | {self.limit_name: limit}, read_answer, stopped)
 
     def _play_tokens(self, episode: Episode, sampling: Sampling, stopped: threading.Event) -> None:
         exact = {
@@ -123,19 +132,16 @@ class ServedPolicy:
         }
         suffix: list[int] | None = []
         while suffix is not None and not stopped.is_set():
-            prompt = {"prompt": episode.trajectory.ids}
-            choice, limit = self._ask("/completions", episode, sampling, prompt | exact)
-            ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-            if not ids or logprobs is None or len(ids) != len(logprobs):
-                raise ServerError(
-                    f"{self.server.address} returns no token ids with log-probabilities; use --protocol chat"
-                )
-            suffix = episode.step(ids, logprobs, self._stop_of_ids(ids, choice, limit))
+            asked = {"prompt": episode.trajectory.ids} | exact
+            (ids, logprobs, loss_mask), reason, limit = self._ask(
+                "/completions", episode, sampling, asked, _sampled, stopped
+            )
+            suffix = episode.step(ids, logprobs, self._stop_of_ids(ids, reason, limit), loss_mask)
 
-    def _stop_of_ids(self, ids: list[int], choice: dict[str, Any], limit: int) -> Stop:
+    def _stop_of_ids(self, ids: list[int], reason: str | None, limit: int) -> Stop:
         if ids[-1] in self.tokens.end_of_turn_ids:
             return Stop.END_OF_TURN
-        cut = choice.get("finish_reason") == "length" or len(ids) > limit
+        cut = reason == "length" or len(ids) > limit
         return Stop.LIMIT if cut else Stop.STOP_STRING
 
     def _play_chat(self, episode: Episode, sampling: Sampling, stopped: threading.Event) -> None:
@@ -144,15 +150,10 @@ class ServedPolicy:
         messages, offered = list(messages), {"tools": tools} if tools else {}
         suffix: list[int] | None = []
         while suffix is not None and not stopped.is_set():
-            choice, limit = self._ask(
-                "/chat/completions", episode, sampling, {"messages": messages} | offered
+            (said, text), reason, limit = self._ask(
+                "/chat/completions", episode, sampling, {"messages": messages} | offered, _message, stopped
             )
-            try:
-                said = _before_calls(choice.get("message"))
-                text = _with_thoughts(said)
-            except (TypeError, LookupError, AttributeError):
-                raise ServerError(f"{self.server.address} answers with no message that can be read") from None
-            text, stop = _put_back_stop(text, choice, episode, sampling.stop_strings)
+            text, stop = _put_back_stop(text, reason, episode, sampling.stop_strings)
             ids = self.tokens.message_ids(text)
             if stop is Stop.STOP_STRING:
                 ids = ids[:-1]  # the end of turn was not sampled
@@ -163,24 +164,53 @@ class ServedPolicy:
                 messages += [said, *_observation(said, episode)]
 
 
-def _before_calls(said: dict[str, Any]) -> dict[str, Any]:
-    """A server's message without the line break between its text and its calls.
+def _first_choice(answer: dict[str, Any]) -> dict[str, Any]:
+    try:
+        choice = dict(answer["choices"][0])
+    except (LookupError, TypeError, ValueError):
+        raise ValueError("it holds no choices[0]") from None
+    if choice.get("error") or choice.get("finish_reason") == "error":
+        raise ValueError(f"it broke off: {choice.get('error')}")
+    return choice
 
-    Servers leave it in the text when they take the calls out, and chat templates write another one.
-    """
-    content = said.get("content")
-    if said.get("tool_calls") and isinstance(content, str):
-        return {**said, "content": content.removesuffix("\n")}
-    return said
+
+def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
+    """Ids, log-probabilities and loss mask of a choice; a token without log-probability is not learned."""
+    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    logprobs = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or not 0 < len(ids) == len(logprobs):
+        raise ValueError("it holds no token ids with log-probabilities; use --protocol chat")
+    if any(type(i) is not int or not 0 <= i < SEEDS for i in ids):
+        raise ValueError("its token_ids are not all ids; use --protocol chat")
+    known = [type(value) in (int, float) and math.isfinite(value) for value in logprobs]
+    values = [float(value) if ok else 0.0 for value, ok in zip(logprobs, known, strict=True)]
+    return ids, values, list(map(int, known))
 
 
-def _with_thoughts(said: dict[str, Any]) -> str:
-    """A server's message as text, its thoughts first, which servers return apart."""
-    thoughts = said.get("reasoning_content") or said.get("reasoning") or ""
-    content = message_text({"content": said.get("content")})
-    texts = ([content] if content else []) + [_readable_call(call) for call in said.get("tool_calls") or ()]
-    text = (f"<think>\n{thoughts.strip()}\n</think>\n\n" if thoughts else "") + "\n".join(texts)
-    return text.encode(errors="replace").decode()  # half a surrogate pair is no text
+def _message(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A server's message as it is sent back, and as text, its thoughts first."""
+    try:
+        said = {name: choice["message"][name] for name in FIELDS if choice["message"].get(name)}
+        said = {"role": "assistant", "content": None} | said
+        if "tool_calls" in said:
+            said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
+            # Servers leave the line break before a call in the text, and chat templates write another one.
+            if isinstance(said["content"], str):
+                said["content"] = said["content"].removesuffix("\n")
+        text = message_text(said, _readable_call)
+        return said, text.encode(errors="replace").decode()  # half a surrogate pair is no text
+    except UNREADABLE:
+        raise ValueError("it holds no message that can be read") from None
+
+
+def _plain_call(number: int, call: dict[str, Any]) -> dict[str, Any]:
+    """A call with the fields of the protocol alone; what is missing is empty."""
+    function = call["function"]
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else json.dumps(arguments)
+    function = {"name": function.get("name") or "", "arguments": arguments}
+    return {"id": call.get("id") or f"call-{number}", "type": "function", "function": function}
 
 
 def _readable_call(call: dict[str, Any]) -> str:
@@ -194,10 +224,10 @@ def _readable_call(call: dict[str, Any]) -> str:
 
 
 def _put_back_stop(
-    text: str, choice: dict[str, Any], episode: Episode, stop_strings: Sequence[str]
+    text: str, reason: str | None, episode: Episode, stop_strings: Sequence[str]
 ) -> tuple[str, Stop]:
     """A message with the stop string that the server took off, and why it is over."""
-    if choice.get("finish_reason") == "length":
+    if reason == "length":
         return text, Stop.LIMIT
     if episode.recipe.parse(text).problem is not None:
         for string in stop_strings:
@@ -218,7 +248,7 @@ def _observation(said: dict[str, Any], episode: Episode) -> list[dict[str, Any]]
         if episode.recipe.observation_role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
         return [{"role": "user", "content": content}]
-    return [{"role": "tool", "tool_call_id": call.get("id", ""), "content": content} for call in calls]
+    return [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in calls]
 
 
 def find_protocol(server: Server, model: str, tokens: ChatTokens) -> str:
@@ -233,13 +263,15 @@ def find_protocol(server: Server, model: str, tokens: ChatTokens) -> str:
         "logprobs": 0,
     }
     try:
-        choice = server.post("/completions", {"model": model, **prompt})["choices"][0]
-        return "tokens" if choice.get("token_ids") and choice.get("logprobs") else "chat"
-    except (LookupError, TypeError, AttributeError):
-        return "chat"
+        answer = server.post("/completions", {"model": model, **prompt})
     except ServerError as error:
         if error.status not in CANNOT:
             raise
+        return "chat"
+    try:
+        _sampled(_first_choice(answer))
+        return "tokens"
+    except UNREADABLE:
         return "chat"
 
 
@@ -255,7 +287,8 @@ def play_served(
 
     Raises ServerError when an episode's request has failed for good; those that run are finished first.
     After Ctrl-C they are not: only the messages on their way are waited for. With `skip_refused` an episode
-    of which the server refuses a message, while it answers others, ends without an answer (NO_ACTION).
+    for a message of which the server has no answer that can be read, while it has for others, ends without
+    an answer (NO_ACTION).
     """
     stopped = threading.Event()
     refused: list[Episode] = []
@@ -278,7 +311,7 @@ def play_served(
                 except ServerError as error:
                     refused.append(futures[future])
                     none = done == len(futures) and not answers
-                    its_own = skip_refused and error.status in REFUSALS
+                    its_own = skip_refused and error.status not in FOR_ALL
                     if not its_own or none or len(refused) > REFUSED_IN_A_ROW:
                         raise
                     policy.costs.refusal = str(error)

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
-
-from mtsql.errors import UserError
+from mtsql.deadline import within
+from mtsql.errors import UserError, loading
 
 if TYPE_CHECKING:  # importing it takes seconds, which --help can do without
     from transformers import PreTrainedTokenizerBase
 
 PRIVATE_USE = range(0xE000, 0xF900)
 USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-7319"
+SYSTEM_TEXT = "system-7319"
+RENDER_SECONDS = 20.0  # a template needs some milliseconds, and may loop
+OPENED, OPENING_IDS = re.compile(r"<think>\s*\Z"), 8  # a thought that the prompt opens, and its most ids
 TOOL_PARAMETERS = {"type": "object", "properties": {"code": {"type": "string", "description": ""}}}
 TOOL_FUNCTION = {"name": "tool-7319", "description": "", "parameters": TOOL_PARAMETERS}
 
@@ -98,15 +100,25 @@ class ChatTokens:
         the chat template knows no tools. Raises UserError if the template allows neither.
         """
         before, after = self._tool_frame if role == "tool" else self._user_frame
-        closing = [] if sampled_end_of_turn else [self._template_end]
-        if not self._control_start.search(text):
-            return closing + self._encode_plain(before + text + after)
+        before = self._end_text + before  # which may swallow the blanks behind it
         marker = _absent_character(before + text + after)
-        return closing + self._encode_guarded(before + self._guard(text, marker) + after, marker)
+        ids = self._encode_guarded(before + self._guard(text, marker) + after, marker)
+        return ids[1:] if sampled_end_of_turn else ids
 
-    def message_ids(self, text: str) -> list[int]:
-        """Ids of a model message given as text, control tokens included, and its end of turn."""
+    def message_ids(self, text: str, whole: bool = True) -> list[int]:
+        """Ids of a model message given as text, control tokens included, and its end of turn.
+
+        A `whole` one has all of its thought or none, and is written as it goes on behind a prompt that opens
+        a thought. Else it is the text of what a model sampled.
+        """
+        if whole and self._opens_thought:
+            text = text.removeprefix("<think>\n") if "</think>" in text else f"\n</think>\n\n{text}"
         return [*self._encode_plain(text), self._template_end]
+
+    @cached_property
+    def _opens_thought(self) -> bool:
+        """Whether the generation prompt ends in <think>, as DeepSeek-R1's and Qwen3-Thinking's do."""
+        return bool(OPENED.search(self._render([{"role": "user", "content": USER_TEXT}], None)))
 
     def loss_mask_without(self, ids: Sequence[int], text: str) -> list[int]:
         """The loss mask of a message that is learned but for `text`: 0 on each token that holds some of it.
@@ -127,6 +139,11 @@ class ChatTokens:
             for begin, end in zip(begins, ends, strict=True)
         ]
 
+    def with_opening(self, text: str, before: Sequence[int]) -> str:
+        """A model message with the start of its thought, where the ids `before` it have opened that."""
+        opened = OPENED.search(self.decode(before[-OPENING_IDS:]))
+        return f"<think>\n{text}" if opened and not text.lstrip().startswith("<think>") else text
+
     def count(self, text: str) -> int:
         """Length of `text` in tokens."""
         return len(self._encode_plain(text))
@@ -139,10 +156,13 @@ class ChatTokens:
     def _place_tools(
         self, messages: list[dict], tools: list[dict] | None
     ) -> tuple[list[dict], list[dict] | None]:
-        """Messages and schemas to render: both as they are, or the schemas in a message."""
-        if not tools or self._template_writes_tools:
-            return messages, tools
-        return messages_with_tools(messages, tools), None
+        """Messages and schemas to render: what the template does not know goes into one it does."""
+        if tools and not self._template_writes_tools:
+            messages, tools = messages_with_tools(messages, tools), None
+        if messages[0]["role"] == "system" and not self._template_writes_system:
+            system, user, *rest = messages
+            messages = [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+        return messages, tools
 
     @cached_property
     def _template_writes_tools(self) -> bool:
@@ -151,6 +171,19 @@ class ChatTokens:
         return TOOL_FUNCTION["name"] in self._render(
             messages, [{"type": "function", "function": TOOL_FUNCTION}]
         )
+
+    @cached_property
+    def _template_writes_system(self) -> bool:
+        """Whether it knows a system message: Gemma's refuses it, others drop it."""
+        messages = [{"role": "system", "content": SYSTEM_TEXT}, {"role": "user", "content": USER_TEXT}]
+        try:
+            return SYSTEM_TEXT in self._render(messages, None)
+        except UserError:
+            return False
+
+    @cached_property
+    def _end_text(self) -> str:
+        return self.tokenizer.convert_ids_to_tokens(self._template_end)
 
     @cached_property
     def _tool_frame(self) -> tuple[str, str]:
@@ -165,13 +198,13 @@ class ChatTokens:
 
         It is that of the first of `roles` that the template knows.
         """
-        end = self.tokenizer.convert_ids_to_tokens(self._template_end)
+        end = self._end_text
         for role in roles:
             try:
                 tail = self._render_tail(
                     [{"role": "user", "content": USER_TEXT}], [{"role": role, "content": TOOL_TEXT}]
                 )
-            except (TemplateError, ValueError):
+            except UserError:
                 continue
             if tail.startswith(end) and tail.count(TOOL_TEXT) == 1:
                 before, after = tail[len(end) :].split(TOOL_TEXT)
@@ -191,13 +224,11 @@ class ChatTokens:
     def _render(
         self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True
     ) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            enable_thinking=self.thinking,
-        )
+        """The chat as text. Raises UserError for what the template refuses, and if it does not end."""
+        how = {"add_generation_prompt": add_generation_prompt, "enable_thinking": self.thinking}
+        render = partial(self.tokenizer.apply_chat_template, messages, tools=tools, tokenize=False, **how)
+        with loading(f"the chat template of {self.tokenizer.name_or_path!r} does not take the messages"):
+            return within(RENDER_SECONDS, render)
 
     def _guard(self, text: str, marker: str) -> str:
         """`text` with a marker after the first character of each control token's text."""
@@ -222,15 +253,23 @@ def messages_with_tools(messages: list[dict], tools: list[dict] | None) -> list[
     return [{"role": "system", "content": text}, *messages]
 
 
-def message_text(message: dict) -> str:
-    """A chat message as text: its content, then its `tool_calls` as Qwen3's chat template writes them.
+def message_text(message: dict, write_call: Callable[[dict], str] | None = None) -> str:
+    """A chat message as text: thoughts, content, then its calls, as Qwen3's chat template writes them.
 
-    A content that is a list of pieces is joined. Raises TypeError, KeyError or AttributeError for what is
-    neither text nor calls, ValueError for arguments that are not JSON.
+    Calls are `tool_calls`, or the `function_call` of before there were several. Thoughts are a field of their
+    own, or pieces of the content, which may be a list; its texts are joined. `write_call` is `call_text` if
+    not given. Raises TypeError, KeyError or AttributeError for what is neither text nor calls, ValueError for
+    arguments that are not JSON.
     """
     content = message.get("content") or []
-    texts = [piece["text"] for piece in content] if isinstance(content, list) else [content]
-    return "\n".join(texts + [call_text(call) for call in message.get("tool_calls") or ()])
+    pieces = [{"text": content}] if isinstance(content, str) else content
+    thoughts = [message.get("reasoning_content") or message.get("reasoning") or ""]
+    thoughts += [message_text({"content": p["thinking"]}) for p in pieces if p.get("type") == "thinking"]
+    thought = "\n".join(filter(None, thoughts)).strip()
+    texts = [piece["text"] for piece in pieces if piece.get("type") != "thinking"]
+    calls = message.get("tool_calls") or filter(None, [message.get("function_call")])
+    texts += [(write_call or call_text)(call) for call in calls]
+    return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n".join(texts)
 
 
 def call_text(call: dict) -> str:

@@ -43,7 +43,7 @@ class MtsqlEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Take one message of the model, without its end of turn. At the end comes the reward."""
         task, episode = self.task, self.episode
-        ids = task.tokens.message_ids(action)
+        ids = task.tokens.message_ids(action, whole=False)
         done = task.take(episode, ids, [0.0] * len(ids)) is None
         if not done:
             seen = {

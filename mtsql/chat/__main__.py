@@ -74,7 +74,7 @@ def player(config: ChatConfig, tokens: ChatTokens, sampling: Sampling) -> Iterat
         served = served_policy(config, tokens)
         yield lambda episodes: play_served(served, episodes, sampling, 1)
         return
-    policy = chosen_policy(config)
+    policy = chosen_policy(config, tokens)
     with merged_adapter(policy) if config.merge_adapter else nullcontext():
         yield lambda episodes: rollout(policy, tokens, episodes, sampling, 1)
 

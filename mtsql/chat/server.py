@@ -7,9 +7,13 @@ has one, Origin (so that no other page can ask in the user's name).
 from __future__ import annotations
 
 import json
+import re
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,9 +22,11 @@ from typing import Any
 
 from mtsql.chat.conversation import Answer, Conversation, Event
 from mtsql.errors import UserError
+from mtsql.http_client import read_object
 
 ADDRESS = "127.0.0.1"
 MAX_BODY_BYTES = 100_000
+SECONDS, CONNECTIONS = 10.0, 64  # to send a request, or to take the next piece of an answer; open at once
 SENT_ROWS = 200  # of a result
 
 
@@ -35,10 +41,35 @@ def serve(conversation: Conversation, port: int) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """A browser may leave at any time: that is no fault, and shown to nobody."""
+    """A browser may leave at any time: that is no fault, and shown to nobody.
+
+    A connection that has not sent its request after SECONDS is read no further, and of more than CONNECTIONS
+    the last are closed: each is a thread.
+    """
+
+    def __init__(self, *how: Any) -> None:
+        super().__init__(*how)
+        self.opened: dict[Any, float] = {}  # when, by connection
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self.opened) >= CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self.opened[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        for request, began in list(self.opened.items()):
+            if time.monotonic() - began > SECONDS:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RD)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.opened.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
@@ -53,15 +84,21 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         """GET / is the page, GET /dialogue what was said, POST /ask and /undo go on with it."""
 
-        protocol_version = "HTTP/1.1"
+        timeout = SECONDS  # for a reader to take what is sent
 
         def log_message(self, *_: object) -> None:
             """Nothing: a dialogue is private."""
 
         def trusted(self) -> bool:
-            own = {f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}
-            origin = self.headers.get("Origin")
-            return self.headers.get("Host") in own and origin in (None, *(f"http://{name}" for name in own))
+            port = self.server.server_port
+            own = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
+            own |= {ADDRESS, "localhost"} if port == 80 else set()  # which browsers leave out
+            hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
+            return (
+                len(hosts) == 1
+                and hosts[0].lower() in own
+                and set(origins) <= {f"http://{name}" for name in own}
+            )
 
         def send(self, status: HTTPStatus, content: bytes, kind: str = "application/json") -> None:
             self.send_response(status)
@@ -73,7 +110,6 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
             self.wfile.write(content)
 
         def refuse(self, status: HTTPStatus, problem: str) -> None:
-            self.close_connection = True  # what was sent along is not read
             self.send(status, json.dumps({"problem": problem}).encode())
 
         def do_GET(self) -> None:
@@ -87,22 +123,22 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
                 self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
         def do_POST(self) -> None:
-            length = self.headers.get("Content-Length", "")
+            length = ",".join(self.headers.get_all("Content-Length", []))
             if not self.trusted() or self.headers.get_content_type() != "application/json":
                 self.refuse(
                     HTTPStatus.FORBIDDEN, "another host, origin or type of content than the page's own"
                 )
-            elif not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            elif not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY_BYTES:
                 self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the question is too long")
             elif self.path not in ("/ask", "/undo"):
                 self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
             else:
-                self.go_on(self.rfile.read(int(length)))
+                body = self.rfile.read(int(length))
+                self.go_on(read_question(body) if self.path == "/ask" else None, len(body) == int(length))
 
-        def go_on(self, body: bytes) -> None:
-            question = read_question(body) if self.path == "/ask" else None
-            if question == "":
-                self.refuse(HTTPStatus.BAD_REQUEST, "the question is empty")
+        def go_on(self, question: str | None, whole: bool) -> None:
+            if question == "" or not whole:
+                self.refuse(HTTPStatus.BAD_REQUEST, "the question is empty or cut")
             elif not busy.acquire(blocking=False):
                 self.refuse(HTTPStatus.CONFLICT, "the agent is still answering")
             else:
@@ -119,9 +155,7 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
         def answer(self, question: str) -> None:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/x-ndjson")
-            self.send_header("Connection", "close")  # the end of the answer is the end of the connection
-            self.end_headers()
-            self.close_connection = True
+            self.end_headers()  # the end of the answer is the end of the connection
             stream_answer(conversation, question, self.write_line)
 
         def write_line(self, content: dict[str, Any]) -> None:
@@ -136,10 +170,10 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
 
 def read_question(body: bytes) -> str:
     """The text of {"question": text}, "" for anything else."""
+    question = read_object(body).get("question")
     try:
-        question = json.loads(body)["question"]
         question.encode()  # a lone surrogate cannot be tokenised
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, AttributeError):
         return ""
     return question.strip()
 

@@ -79,9 +79,9 @@ def run_command(conversation: Conversation, line: str) -> str:
         if not argument.strip():
             raise UserError("say where: :save FILE.jsonl")
         path = Path(argument.strip())
-        if path.is_dir() or not path.parent.is_dir():
-            raise UserError(f"{path} cannot be a file; its folder has to exist")
         try:
+            if path.is_dir() or not path.parent.is_dir():
+                raise UserError(f"{path} cannot be a file; its folder has to exist")
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in conversation.records()))
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror})") from None

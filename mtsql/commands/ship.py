@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from mtsql.config import user_errors
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import write_atomically
 from mtsql.model_folder import ADAPTER_FILE
 
@@ -34,8 +34,9 @@ def main() -> None:
     chosen = parser.parse_args()
     if not all((chosen.adapter / name).is_file() for name in (ADAPTER_FILE, WEIGHTS)):
         raise UserError(f"{chosen.adapter} holds no LoRA adapter: {ADAPTER_FILE} and {WEIGHTS}")
-    config = json.loads((chosen.adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
-    weights = load_file(chosen.adapter / WEIGHTS)
+    with loading(f"{chosen.adapter} holds no LoRA adapter that can be read"):
+        config = json.loads((chosen.adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
+        weights = load_file(chosen.adapter / WEIGHTS)
     halved = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     chosen.out.mkdir(parents=True, exist_ok=True)
     write_atomically(chosen.out / WEIGHTS, save(halved, metadata={"format": "pt"}))

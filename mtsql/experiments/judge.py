@@ -22,11 +22,12 @@ from typing import Any, ClassVar, Literal
 
 from tqdm import tqdm
 
+from mtsql.agent.tokens import message_text
 from mtsql.config import Count, DataOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.http_client import Server, ServerError, read_key, read_object
+from mtsql.http_client import UNREADABLE, Server, ServerError, check_address, read_key, read_object
 from mtsql.questions import load_split
 from mtsql.report.errors import ERRORS
 
@@ -72,13 +73,17 @@ class Judge:
         content: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         if self.temperature is not None:
             content["temperature"] = self.temperature
-        try:
-            text = self.server.post("/chat/completions", content)["choices"][0]["message"]["content"]
-        except (LookupError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise ServerError("the server's answer holds no choices[0].message.content")
-        return text
+        return self.server.post("/chat/completions", content, _content)
+
+
+def _content(answer: dict[str, Any]) -> str:
+    try:
+        text = message_text({"content": answer["choices"][0]["message"]["content"]})
+    except UNREADABLE:
+        text = ""
+    if not text:
+        raise ValueError("it holds no choices[0].message.content")
+    return text
 
 
 def parse_kinds(answer: str) -> list[str]:
@@ -231,8 +236,7 @@ class JudgeConfig(DataOptions):
 
 def main(config: JudgeConfig) -> None:
     """Judge, and print the table. Raises UserError for an unusable address, key, or file."""
-    if not re.match(r"https?://[^/\s]+", config.address):
-        raise UserError(f"--address {config.address} should be like http://localhost:8000/v1")
+    check_address(config.address)
     dataset = load_split(config, config.split)
     wrong = read_wrong(Path(config.predictions), dataset)
     temperature = None if config.own_temperature else 0.0

@@ -31,23 +31,26 @@ class SuccessCount:
 def read_counts(path: Path) -> list[SuccessCount]:
     """The counts that `mtsql.commands.curriculum` wrote.
 
-    Raises UserError if there is no such file, and for a line that is no count, with its number.
+    Raises UserError if there is no such file, and for a line that is no count, or of a question that was
+    counted before, with its number.
     """
     if not path.is_file():
         raise UserError(f"{path} is not there; make it with python -m mtsql.commands.curriculum")
-    counts = []
+    counts: dict[str, SuccessCount] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             count = SuccessCount(**json.loads(line))
             if not 0 <= count.right <= count.sampled:
                 raise TypeError
-        except (json.JSONDecodeError, TypeError):
+        except (json.JSONDecodeError, TypeError, RecursionError):
             raise UserError(
                 f"{path}, line {number}: not a success count; make the file with "
                 "python -m mtsql.commands.curriculum"
             ) from None
-        counts.append(count)
-    return counts
+        if count.example_id in counts:
+            raise UserError(f"{path}, line {number}: question {count.example_id} is counted twice")
+        counts[count.example_id] = count
+    return list(counts.values())
 
 
 def refuse_other_data(questions: Sequence[Example], counts: Sequence[SuccessCount]) -> None:

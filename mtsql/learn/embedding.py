@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.learn.logprobs import row_batch
 
 if TYPE_CHECKING:
@@ -42,21 +41,19 @@ def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folde
     if not folder:
         return lambda trajectories: _embed_with_policy(policy, trajectories)
     if not Path(folder).is_dir():
-        raise _not_loadable(folder)
-    try:
+        raise UserError(_not_loadable(folder))
+    with loading(_not_loadable(folder)):
         # The card pads on the left, so that the last token of all texts is at the end.
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    except (OSError, ValueError) as error:
-        raise _not_loadable(folder) from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
 
     @cache
     def model() -> PreTrainedModel:
-        try:
-            loaded, info = AutoModel.from_pretrained(folder, dtype=policy.dtype, output_loading_info=True)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise _not_loadable(folder) from error
-        if info["missing_keys"]:  # they would be random
-            raise _not_loadable(folder)
+        with loading(_not_loadable(folder)):
+            loaded, info = AutoModel.from_pretrained(
+                folder, dtype=policy.dtype, output_loading_info=True, trust_remote_code=False
+            )
+            if info["missing_keys"]:  # they would be random
+                raise ValueError(f"its weights lack {min(info['missing_keys'])}")
         return loaded.to(policy.device).eval()
 
     @torch.no_grad()
@@ -102,8 +99,8 @@ def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
-def _not_loadable(folder: str) -> UserError:
-    return UserError(
+def _not_loadable(folder: str) -> str:
+    return (
         f"no embedding model could be loaded from {folder}; give a folder with config.json, weights and "
         "tokenizer, like that of Qwen3-Embedding-0.6B"
     )

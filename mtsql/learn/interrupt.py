@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERRUPTED = 130  # the exit code of a training that is not done, as of any command after Ctrl-C
+
 
 class Interruption:
     """Whether Ctrl-C was pressed."""

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically
 from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
 
@@ -72,11 +72,9 @@ def load_policy(
         if lack and attention == "flash_attention_2":
             print(f"--attention flash_attention_2 {lack}: it is sdpa", file=sys.stderr)
         attention = "sdpa" if lack else "flash_attention_2"
-    source = name_or_path
-    try:
-        if adapter:
-            source = base_of_adapter(Path(name_or_path))
-        how = {"dtype": DTYPES[dtype], "attn_implementation": attention}
+    source = base_of_adapter(Path(name_or_path)) if adapter else name_or_path
+    with loading(f"no model could be loaded from {source}; {WHAT_TO_GIVE}"):
+        how = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
         if quantise == "nf4":
             how["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True,
@@ -85,20 +83,19 @@ def load_policy(
                 bnb_4bit_compute_dtype=DTYPES[dtype],
             )
             how["device_map"] = {"": device}
-        model = AutoModelForCausalLM.from_pretrained(source, **how)
-        if quantise == "nf4":
-            _keep_trainable_after_sampling(model.requires_grad_(False))
-        else:
-            model.to(device)
-        if adapter:
-            from peft import PeftModel
+        model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **how)
+        if info["missing_keys"]:  # they would be random
+            raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+    if quantise == "nf4":
+        _keep_trainable_after_sampling(model.requires_grad_(False))
+    else:
+        model.to(device)
+    if adapter:
+        from peft import PeftModel
 
+        with loading(f"the adapter in {name_or_path} does not go on its base {source}"):
             model = PeftModel.from_pretrained(model, name_or_path, is_trainable=True)
-            model.peft_config["default"].base_model_name_or_path = source  # wherever it will be saved
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"no model could be loaded from {source}; {WHAT_TO_GIVE}") from error
+        model.peft_config["default"].base_model_name_or_path = source  # wherever it will be saved
     if lora_rank > 0:
         from peft import LoraConfig, get_peft_model
 
@@ -150,14 +147,27 @@ def save_policy(
 
 
 def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
-    """The adapter folder `policy` merged into its base, which is loaded unquantised, on the CPU.
+    """The adapter folder `policy` merged into its base, which is loaded as it was saved, on the CPU.
 
-    Raises UserError if `policy` holds no adapter.
+    Raises UserError if `policy` holds no adapter, or one of a base that was saved quantised.
     """
     model = load_policy(policy, dtype)
     if not has_adapter(model):
         raise UserError(f"{policy} holds no LoRA adapter, so there is nothing to merge")
+    _lora_bases(model)
     return model.merge_and_unload()
+
+
+def _lora_bases(model: PeftModel) -> list[torch.nn.Module]:
+    """The linear layers that have LoRA. Raises UserError if they are quantised: they have no room for it."""
+    from peft.tuners.lora import LoraLayer
+
+    bases = [layer.base_layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    if not all(base.weight.is_floating_point() for base in bases):
+        raise UserError(
+            "mtsql.commands.merge or --merge-adapter needs a base that is not quantised; this one is in nf4"
+        )
+    return bases
 
 
 @contextmanager
@@ -170,12 +180,7 @@ def merged_adapter(policy: PreTrainedModel | PeftModel) -> Iterator[None]:
     if not has_adapter(policy):
         yield
         return
-    from bitsandbytes.nn import Linear4bit
-    from peft.tuners.lora import LoraLayer
-
-    bases = [layer.base_layer for layer in policy.modules() if isinstance(layer, LoraLayer)]
-    if any(isinstance(base, Linear4bit) for base in bases):
-        raise UserError("--merge-adapter needs a base that is not quantised; leave out one of the two")
+    bases = _lora_bases(policy)
     kept = [base.weight.detach().clone() for base in bases]
     try:
         policy.merge_adapter()
@@ -192,15 +197,18 @@ def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str)
     Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
     """
     adapter = folder / "adapter_model.safetensors"
+    problem = f"{folder} holds no weights for this model; resume with the first run's --model"
     if adapter.is_file() != has_adapter(model):
         article = "a" if adapter.is_file() else "no"
         raise UserError(f"{folder} holds {article} LoRA adapter; resume with the first run's --lora-rank")
     if adapter.is_file():
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(model, load_file(adapter))
+        with loading(problem):
+            set_peft_model_state_dict(model, load_file(adapter))
     else:
-        model.load_state_dict(load_policy(folder, dtype).state_dict())
+        with loading(problem):
+            model.load_state_dict(load_policy(folder, dtype).state_dict())
 
 
 class Reference:

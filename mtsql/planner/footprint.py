@@ -35,7 +35,7 @@ from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generato
 from mtsql.agent.graphs import MOST_GRAPHS
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import TrainingOptions
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import DTYPES
@@ -71,7 +71,8 @@ def build_model(config: TrainingOptions) -> PreTrainedModel | PeftModel:
     """
     peft, name = None, config.model
     if (Path(name) / ADAPTER_FILE).is_file():
-        peft = PeftConfig.from_pretrained(name)
+        with loading(f"no adapter's configuration could be read from {name}"):
+            peft = PeftConfig.from_pretrained(name)
         peft.inference_mode = False
         name = peft.base_model_name_or_path = base_of_adapter(Path(name))
     elif config.lora_rank:
@@ -81,7 +82,8 @@ def build_model(config: TrainingOptions) -> PreTrainedModel | PeftModel:
     if config.quantise == "nf4" and peft is None:
         raise UserError("a quantised model can only train an adapter; give --lora-rank above 0")
     if (Path(name) / "config.json").is_file():
-        shape = AutoConfig.from_pretrained(name)
+        with loading(f"no model's configuration could be read from {name}"):
+            shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
     elif name in QWEN3:
         hidden, intermediate, layers, heads, kv_heads, tied = QWEN3[name]
         shape = Qwen3Config(

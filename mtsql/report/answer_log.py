@@ -10,7 +10,7 @@ from typing import Any
 
 from mtsql.agent.env import Episode, WatchedEpisode
 from mtsql.agent.trajectory import Trajectory
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import write_atomically
 
 
@@ -22,16 +22,19 @@ class AnswerLog:
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.path, self.lock = path, threading.Lock()
-        header, lines = json.dumps(options, sort_keys=True), self._whole_lines()
+        header = json.dumps(options, sort_keys=True)
+        with loading(f"{path} is damaged; remove it to ask anew"):
+            lines = self._whole_lines()
+            known = dict(json.loads(lines[0])) if lines else {}
+            trajectories = [Trajectory.from_plain(json.loads(line)) for line in lines[1:]]
         if lines and lines[0] != header:
-            known, now = json.loads(lines[0]), json.loads(header)
+            now = json.loads(header)
             other = sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
             raise UserError(
                 f"{path} holds answers of an evaluation that differs in {', '.join(other)}; "
                 "give the same options again, or another --out"
             )
         write_atomically(path, "".join(line + "\n" for line in lines or [header]))
-        trajectories = [Trajectory.from_plain(json.loads(line)) for line in lines[1:]]
         self.answers = {(t.example_id, t.seed): t for t in trajectories}
 
     def _whole_lines(self) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from mtsql.agent.env import Environment
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import TOOL_SETS, TOOLS
@@ -31,10 +33,14 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
         return None
     messages = list(messages)
     observations = iter(trajectory.observations)
-    for segment in trajectory.segments[1:]:
+    for before, segment in pairwise(trajectory.segments):
         if segment.role == "model":
-            message = {"role": "assistant", "content": environment.tokens.decode(segment.ids)}
-            messages.append(message | _not_learned(segment, environment.tokens))
+            tokens = environment.tokens
+            message = {
+                "role": "assistant",
+                "content": tokens.with_opening(tokens.decode(segment.ids), before.ids),
+            }
+            messages.append(message | _not_learned(segment, tokens))
         else:
             messages.append({"role": environment.recipe.observation_role, "content": next(observations).text})
     given = {} if tools is None else {"tools": tools}

@@ -6,7 +6,8 @@
 
 ids: `input_ids` and `labels` of each trajectory, -100 where the loss mask is 0; TRL's SFTTrainer keeps them
 as they are. messages: `messages` and `tools` alone; the other program's chat template makes the ids, which
-are ours only if it keeps thoughts and adds none. llamafactory: LLaMA-Factory's sharegpt form in
+are ours only if it keeps thoughts and adds none. Calls and thoughts that stand apart in a message become a
+part of its text. llamafactory: LLaMA-Factory's sharegpt form in
 FOLDER/mtsql.jsonl with its dataset_info.json; train with mask_history off, since every message of the
 assistant is learned.
 """
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mtsql.agent.tokens import message_text
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -66,8 +68,10 @@ def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record = json.loads(line)
-            messages = [{"role": m["role"], "content": m["content"]} for m in record["messages"]]
-        except (ValueError, KeyError, TypeError):
+            messages = [{"role": m["role"], "content": message_text(m)} for m in record["messages"]]
+            if any(not {"content", "tool_calls"} & m.keys() for m in record["messages"]):
+                raise KeyError("content")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{path}, line {number}: not a conversation with messages") from None
         if any(m.get("weight") == 0 or "unlearned" in m for m in record["messages"]):
             raise UserError(

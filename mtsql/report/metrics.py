@@ -14,7 +14,7 @@ import numpy as np
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import write_atomically
 from mtsql.recipes.rewards import Rewards
 from mtsql.report.abilities import ABILITIES
@@ -236,14 +236,15 @@ class MetricsLog:
         self.columns: list[str] | None = None
         kept: list[dict[str, str]] = []
         if path.is_file() and resume_step > 0:
-            with path.open(newline="", encoding="utf-8") as file:
-                ended = file.read().rpartition("\n")[0]  # a number that was cut off looks like another
-            reader = csv.DictReader(io.StringIO(ended, newline=""))
-            names = list(reader.fieldnames or [])
-            whole = [row for row in reader if None not in row and None not in row.values()]
-            if names and "step" not in names:
-                raise UserError(f"{path} is not a metrics log: it has no column named step")
-            kept = [row for row in whole if int(row["step"]) < resume_step]
+            with loading(f"{path} is damaged; put it right, or remove it to go on without its rows"):
+                with path.open(newline="", encoding="utf-8") as file:
+                    ended = file.read().rpartition("\n")[0]  # a number that was cut off looks like another
+                reader = csv.DictReader(io.StringIO(ended, newline=""))
+                names = list(reader.fieldnames or [])
+                whole = [row for row in reader if None not in row and None not in row.values()]
+                if names and "step" not in names:
+                    raise UserError(f"{path} is not a metrics log: it has no column named step")
+                kept = [row for row in whole if int(row["step"]) < resume_step]
             self.columns = names if kept else None
         write_atomically(path, self._lines(kept, header=True) if kept else "")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -37,9 +38,9 @@ def drop_later_records(path: Path, step: int) -> None:
     """
     kept = []
     if step and path.exists():
-        text = path.read_text(encoding="utf-8")
-        write_atomically(path, text[: text.rfind("\n") + 1])
-        kept = [record for record in read_records(path) if record["step"] < step]
+        content = path.read_bytes()
+        write_atomically(path, content[: content.rfind(b"\n") + 1])
+        kept = [record for record in read_records(path) if (record.get("step") or 0) < step]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
@@ -53,12 +54,20 @@ def read_records(path: Path) -> Iterator[dict]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line, parse_constant=lambda _: None)  # NaN is no JSON
-            except ValueError:
+                numbers = {"parse_float": _finite, "parse_constant": _finite}  # NaN and Infinity are no JSON
+                record = json.loads(
+                    line, parse_int=lambda text: int(text) if len(text) < 300 else None, **numbers
+                )
+            except (ValueError, RecursionError):
                 record = None
             if not _is_trajectory(record):
                 raise UserError(f"{path}, line {number}: not a trajectory")
             yield record
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def _is_trajectory(record: object) -> bool:
@@ -68,6 +77,7 @@ def _is_trajectory(record: object) -> bool:
     segments = record.get("segments")
     return (
         isinstance(record.get("reward"), int | float | None)
+        and isinstance(record.get("step"), int | None)
         and isinstance(segments, list)
         and all(isinstance(segment, dict) and _is_segment(segment) for segment in segments)
     )

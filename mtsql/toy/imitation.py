@@ -33,7 +33,7 @@ from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
 from mtsql.learn.batches import group_micro_batches
 from mtsql.learn.checkpoint import CHECKPOINTS, load_training_state, new_checkpoint, save_training_state
-from mtsql.learn.interrupt import finish_step_on_interrupt
+from mtsql.learn.interrupt import INTERRUPTED, finish_step_on_interrupt
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import restore_policy, save_policy
@@ -264,8 +264,8 @@ def take_step(
     return total
 
 
-def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
-    """Train the tokenizer and the model, from a checkpoint on if there is one, and save them."""
+def imitate(config: ImitationConfig, checkpoint: Path | None) -> int:
+    """Train tokenizer and model, from a checkpoint on if there is one, and save them; gives the exit code."""
     out, dataset = Path(config.out), load_split(config, "train")
     asked = examples(dataset.dialogues)
     trained = {dialogue.db_id for dialogue in dataset.dialogues}  # the other splits must stay unseen
@@ -288,14 +288,15 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
                 save_checkpoint(config, model, tokenizer, optimizers, step + 1)
             if interrupted:
                 print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
-                return
+                return INTERRUPTED
     with folder_atomically(out) as whole:
         save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)
+    return 0
 
 
-def main(config: ImitationConfig) -> None:
-    """Make the model, a Hugging Face folder with its run.json.
+def main(config: ImitationConfig) -> int:
+    """Make the model, a Hugging Face folder with its run.json; returns the exit code.
 
     Raises UserError for a shape that cannot be, and if --out exists; the minutes and the checkpoints of an
     attempt that was interrupted may stand in it.
@@ -305,7 +306,7 @@ def main(config: ImitationConfig) -> None:
         raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
     refuse_filled(out, ["run.json.minutes", CHECKPOINTS])
     with hold_folder(out):
-        imitate(config, find_checkpoint(out, config.resume))
+        return imitate(config, find_checkpoint(out, config.resume))
 
 
 if __name__ == "__main__":
