@@ -6,12 +6,14 @@ import csv
 import io
 import json
 import os
+import re
 import sqlite3
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtsql.data.names import quoted, written
 from mtsql.errors import UserError
 
 SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one,
@@ -45,8 +47,9 @@ class Schema:
     def text(self, compact: bool) -> str:
         """The schema as text: MTSQL-R1, appendix D, or one line a table (`compact`).
 
-        Cells are cut to 40 characters, so that one long text does not fill the prompt. A described column
-        ends in a comment, in the first form only.
+        Names are in quotes where SQLite needs them. Cells stay on one line and are cut to 40 characters, so
+        that one long text does not fill the prompt. A described column ends in a comment, in the first form
+        only.
         """
         return "\n".join(_compact(t) if compact else _create_table(t) for t in self.tables)
 
@@ -55,34 +58,42 @@ def _cut(text: str, characters: int) -> str:
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
+def one_line(text: str) -> str:
+    """The text with a space for each line break, tab and the like."""
+    return re.sub(r"\s", " ", text)
+
+
 def _cell(value: object) -> str:
-    return _cut("None" if value is None else str(value), 40)
+    return one_line(_cut("None" if value is None else str(value), 40))
 
 
 def _create_table(table: SchemaTable) -> str:
-    lines = [f"    {name} {kind}" for name, kind in table.columns]
+    lines = [f"    {written(name)} {kind}" for name, kind in table.columns]
     if table.primary_keys:
-        lines.append(f"    primary key ({', '.join(table.primary_keys)})")
-    lines += [f"    foreign key ({c}) references {t}({o})" for c, t, o in table.foreign_keys]
+        lines.append(f"    primary key ({', '.join(map(written, table.primary_keys))})")
+    lines += [
+        f"    foreign key ({written(c)}) references {written(t)}({written(o)})"
+        for c, t, o in table.foreign_keys
+    ]
     lines = [line + "," for line in lines[:-1]] + lines[-1:]
     for index, description in enumerate(table.descriptions):
         lines[index] += f" -- {description}" if description else ""
-    text = f"create table {table.name} (\n" + "\n".join(lines) + "\n)"
+    text = f"create table {written(table.name)} (\n" + "\n".join(lines) + "\n)"
     if table.example_row is not None:
-        header = "\t".join(name for name, _ in table.columns)
+        header = "\t".join(written(name) for name, _ in table.columns)
         row = "\t".join(_cell(value) for value in table.example_row)
-        text += f"\n/*\n1 example rows from table {table.name}:\n{header}\n{row}\n*/"
+        text += f"\n/*\n1 example rows from table {written(table.name)}:\n{header}\n{row}\n*/"
     return text
 
 
 def _compact(table: SchemaTable) -> str:
-    links = {column: f"={other}.{key}" for column, other, key in table.foreign_keys}
+    links = {column: f"={written(other)}.{written(key)}" for column, other, key in table.foreign_keys}
     row = table.example_row or ("",) * len(table.columns)
     cells = [
-        f"{name}{links[name]}" if name in links else f"{name}:{'' if value is None else _cell(value)}"
+        written(name) + (links[name] if name in links else f":{'' if value is None else _cell(value)}")
         for (name, _), value in zip(table.columns, row, strict=True)
     ]
-    return f"{table.name}(" + ", ".join(cells) + ")"
+    return f"{written(table.name)}(" + ", ".join(cells) + ")"
 
 
 def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
@@ -199,7 +210,7 @@ def _schema(entry: dict, path: Path) -> Schema:
         for index, name in enumerate(names):
             own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
             try:
-                wanted = ", ".join(f'"{name}"."{c}"' for _, c in own)  # "{c}" alone may be read as a text
+                wanted = ", ".join(f"{quoted(name)}.{quoted(c)}" for _, c in own)  # alone it may be a text
                 row = example_row(connection, wanted, name)  # None for a column that the file lacks
             except sqlite3.DatabaseError as error:
                 raise UserError(f"{path} is not a usable SQLite database ({error})") from None
