@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import re
 import sqlite3
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from mtsql.data.names import quoted, written
 from mtsql.errors import UserError
+from mtsql.files import load_json, reading_errors
 
 SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one,
 MAX_EXAMPLE_BYTES = 150_000  # or one function may, which nothing interrupts: it gets no longer texts
@@ -105,10 +105,13 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
     for number, entry in enumerate(read_json(tables_file)):
         try:
             path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
-            if path.is_file():
-                schemas[entry["db_id"]] = _schema(entry, path)
+            with reading_errors(path):
+                if path.is_file():
+                    schemas[entry["db_id"]] = _schema(entry, path)
         except UserError:
             raise
+        except sqlite3.Error as error:
+            raise UserError(f"{path} is not a usable SQLite database ({error})") from None
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"{tables_file}, item {number}: expected a database with Spider's fields, but {error!r}"
@@ -123,14 +126,7 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
 
 def read_json(path: Path) -> list:
     """The list in a JSON file; UserError names the file if it is missing, broken or no list."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a file") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from None
+    content = load_json(path)
     if not isinstance(content, list):
         raise UserError(f"{path} should hold a list, not {type(content).__name__}")
     return content
@@ -147,9 +143,10 @@ def _descriptions(entry: dict, path: Path) -> dict[tuple[str, str], str]:
         tables = dict(enumerate(entry["table_names_original"]))
         for index, (table, column) in enumerate(entry["column_names_original"]):
             found[tables.get(table, "").lower(), column.lower()] = entry["column_names"][index][1]
-    for file in sorted((path.parent / "database_description").glob("*.csv")):
+    for file in sorted((path.parent / "database_description").glob("[!.]*.csv")):
         # Released as UTF-8 with a byte order mark, but some files hold other bytes, which are left out.
-        rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
+        with reading_errors(file):
+            rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
         try:
             for row in rows:
                 column = (row.get("original_column_name") or "").strip().lower()
@@ -209,11 +206,8 @@ def _schema(entry: dict, path: Path) -> Schema:
         connection.text_factory = lambda raw: raw.decode(errors="ignore")
         for index, name in enumerate(names):
             own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
-            try:
-                wanted = ", ".join(f"{quoted(name)}.{quoted(c)}" for _, c in own)  # alone it may be a text
-                row = example_row(connection, wanted, name)  # None for a column that the file lacks
-            except sqlite3.DatabaseError as error:
-                raise UserError(f"{path} is not a usable SQLite database ({error})") from None
+            wanted = ", ".join(f"{quoted(name)}.{quoted(c)}" for _, c in own)  # alone it may be a text
+            row = example_row(connection, wanted, name)  # None for a column that the file lacks
             kinds = tuple((c, entry["column_types"][i]) for i, c in own)
             keys = tuple(c for i, c in own if i in primary)
             pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]

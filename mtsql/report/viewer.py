@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError, printable
-from mtsql.files import write_atomically
+from mtsql.files import load_json_lines, write_atomically
 from mtsql.report.viewer_page import make_page
 
 COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
@@ -32,13 +32,10 @@ RULE = "─" * 72
 def drop_later_records(path: Path, step: int) -> None:
     """Keep the records of steps before `step` in a file of trajectories, as a resumed run needs it.
 
-    A last line that was cut off, as a killed process leaves it, is dropped. Raises UserError as
-    `read_records`.
+    Raises UserError as `read_records`.
     """
     kept = []
     if step and path.exists():
-        text = path.read_text(encoding="utf-8")
-        write_atomically(path, text[: text.rfind("\n") + 1])
         kept = [record for record in read_records(path) if record["step"] < step]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
@@ -50,15 +47,10 @@ def read_records(path: Path) -> Iterator[dict]:
     """
     if not path.exists() or path.is_dir():
         raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line, parse_constant=lambda _: None)  # NaN is no JSON
-            except ValueError:
-                record = None
-            if not _is_trajectory(record):
-                raise UserError(f"{path}, line {number}: not a trajectory")
-            yield record
+    for number, record in load_json_lines(path):
+        if not _is_trajectory(record):
+            raise UserError(f"{path}, line {number}: not a trajectory")
+        yield record
 
 
 def _is_trajectory(record: object) -> bool:
