@@ -1,10 +1,17 @@
 """mtsql: multi-turn text-to-SQL agents trained by self-taught warm start and GRPO (MTSQL-R1)."""
 
+import io
 import logging
 import os
+import sys
 
 # On import it asks for an optional kernel package, which nothing here needs.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 # Lengths change all the time: without it the allocator's pieces fit nothing. It is read when CUDA starts.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+# What a terminal or a pipe without UTF-8 cannot show is shown as a number.
+for _stream in (sys.stdout, sys.stderr):
+    if isinstance(_stream, io.TextIOWrapper) and _stream.errors == "strict":
+        _stream.reconfigure(errors="backslashreplace")

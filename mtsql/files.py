@@ -1,14 +1,18 @@
-"""Files and folders that are written whole or not at all."""
+"""Files and folders that are written whole or not at all, and the reader of JSON and JSONL."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import shutil
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -35,6 +39,71 @@ def writing_errors(path: Path) -> Iterator[None]:
             raise
         why = getattr(error, "strerror", "a circle of links")
         raise UserError(f"{str(path)[:300]} cannot be written ({why}); name another place") from None
+
+
+@contextmanager
+def reading_errors(path: Path) -> Iterator[None]:
+    """While the block opens `path` and reads it, what stands in its way becomes a UserError that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, not a file") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def load_json(path: Path) -> Any:
+    """What a JSON file holds; a byte order mark before it is skipped.
+
+    Raises UserError, which names the file, if it cannot be read, is no JSON or holds what is no character.
+    """
+    with reading_errors(path):
+        content = path.read_bytes()
+    try:
+        return _parsed(content)
+    except UnicodeEncodeError as error:
+        lone = error.object[error.start : error.end]
+        raise UserError(f"{path} holds {lone!a}, half of a character, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error})") from None
+
+
+def load_json_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, Any]]:
+    """Each line of a JSONL file with its number, from 1; None for what is no JSON.
+
+    Lines end at line feeds alone, and blank ones are skipped. Half of a character, as a model may write it,
+    becomes "?" or, with `errors` "strict", is no JSON. A last line that was cut off, as a killed process
+    leaves it, is left out, which is said. Raises UserError if the file cannot be read.
+    """
+    with reading_errors(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = None
+            if not line.strip():
+                continue
+            try:
+                record = _parsed(line, errors)
+            except (ValueError, RecursionError):
+                if not line.endswith(b"\n"):
+                    print(f"{path}: the last line is cut off, and left out", file=sys.stderr)
+                    return
+            yield number, record
+
+
+def _parsed(content: bytes, errors: str = "strict") -> Any:
+    """Raises ValueError; NaN and infinity, which are no JSON, and numbers beyond all measure are None."""
+
+    def finite(number: str) -> float | None:
+        return float(number) if math.isfinite(float(number)) else None
+
+    def bounded(number: str) -> int | None:
+        return int(number) if len(number) < 300 else None
+
+    found = json.loads(content, parse_constant=lambda _: None, parse_float=finite, parse_int=bounded)
+    if b"\\ud" in content.lower():  # perhaps half of a pair
+        found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors=errors))
+    return found
 
 
 def hold_folder(folder: Path) -> FileLock:

@@ -34,12 +34,12 @@ def schema(tmp_path_factory) -> Schema:
     [
         ("SELECT title FROM album", "album has id, singer_id, year"),
         ("SELECT T1.name FROM album AS T1", "name is in Singer; album has id, singer_id, year"),
-        ("SELECT nmae FROM singer", "Singer has id, Name, Home Town"),
+        ("SELECT nmae FROM singer", "Singer has id, Name, \"Home Town\""),
         ("SELECT b.name FROM singer a JOIN album b ON a.id = b.singer_id",
          "name is in Singer; album has id, singer_id, year"),
         ("SELECT c.name FROM album", "name is in Singer"),
         ("SELECT title FROM singer JOIN album ON singer.id = singer_id",
-         "Singer has id, Name, Home Town; album has id, singer_id, year"),
+         "Singer has id, Name, \"Home Town\"; album has id, singer_id, year"),
         ("SELECT year FROM singer WHERE id IN (SELECT singer_id FROM albums)", "tables: Singer, album"),
         ("SELECT id FROM singer JOIN album ON singer.id = singer_id", "id is in Singer, album"),
         ("SELECT count(* FROM singer", ""),
@@ -69,8 +69,8 @@ def test_sql_that_cannot_be_read_has_a_hint_without_its_tables(schema, sql):
 
 def test_quotes_and_dots_of_a_message_are_no_part_of_the_name(schema):
     message = 'no such column: "Home Town" - should this be a string literal in single-quotes?'
-    assert error_hint(message, "SELECT 1", schema) == "Home Town is in Singer"
-    assert error_hint("no such column: T1.Home Town", "SELECT 1", schema) == "Home Town is in Singer"
+    assert error_hint(message, "SELECT 1", schema) == '"Home Town" is in Singer'
+    assert error_hint("no such column: T1.Home Town", "SELECT 1", schema) == '"Home Town" is in Singer'
 
 
 def test_the_agent_sees_hints_only_where_they_are_asked_for(tiny):

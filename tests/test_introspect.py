@@ -6,12 +6,14 @@ import json
 import sqlite3
 import time
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 from mtsql.data.introspect import _words, read_schema, relevant_part
+from mtsql.data.names import KEYWORDS, RESERVED, written
 from mtsql.data.schema import Schema, load_schemas, read_only_uri
 from mtsql.errors import UserError
 from mtsql.sql.execute import Executor
@@ -74,6 +76,49 @@ def test_a_key_of_several_columns_maps_each_to_its_own(tmp_path):
     )
     orders = read_schema(path).tables[1]
     assert set(orders.foreign_keys) == {("whose", "customer", "name"), ("number", "customer", "code")}
+
+
+def test_names_are_shown_as_sql_has_to_write_them_and_cells_on_one_line(tmp_path):
+    """From the file and from tables.json; what the prompt shows runs."""
+    tables = {
+        'sold "items"': ('a "b"', "unit price", "order", "größe", "key"),
+        "Ämter": ("id",),
+        "ämter": ("no",),
+    }
+    quoted = {'"sold ""items"""': ('"a ""b"""', '"unit price"', '"order"', "größe", "key"), "Ämter": ("id",)}
+    quoted["ämter"] = ("no",)
+    script = ""
+    for name, columns in quoted.items():
+        values = ", ".join(["'one' || char(10) || 'two' || char(9, 8232) || 'three'"] * len(columns))
+        script += f"create table {name} ({', '.join(columns)}); insert into {name} values ({values});"
+    (tmp_path / "shop").mkdir()
+    path = make_database(tmp_path / "shop" / "shop.sqlite", script)
+    own = read_schema(path)
+    (tmp_path / "tables.json").write_text(json.dumps([own.entry]))
+    assert own.entry["table_names_original"] == list(tables)
+    assert [name for _, name in own.entry["column_names_original"]][1:] == list(chain(*tables.values()))
+    for schema in (own, load_schemas(tmp_path / "tables.json", tmp_path)["shop"]):
+        assert all(table.example_row is not None for table in schema.tables)
+        lines = schema.text(compact=True).split("\n")
+        for line, (name, columns) in zip(lines, quoted.items(), strict=True):
+            assert line == f"{name}({', '.join(f'{column}:one two  three' for column in columns)})"
+            assert Executor().execute(path, f"SELECT {', '.join(columns)} FROM {name}").ok
+        full = schema.text(compact=False)
+        assert 'create table "sold ""items""" (\n    "a ""b"""' in full and "\none two  three\n*/" in full
+
+
+@pytest.mark.parametrize("word", sorted(KEYWORDS))
+def test_a_keyword_is_in_quotes_where_sqlite_needs_them(word):
+    with sqlite3.connect(":memory:") as connection:
+        connection.execute(f'create table "{word}" ("{word}", other)')
+        connection.execute(f'insert into "{word}" values (77, 0)')
+        for name, runs in ((written(word), True), (word, word not in RESERVED)):
+            try:
+                sql = f"select {name} from {name} where {name} > 0 and {name}.{name} = 77 order by {name}"
+                found = connection.execute(sql).fetchall() == [(77,)]
+            except sqlite3.OperationalError:
+                found = False
+            assert found is runs
 
 
 def test_a_column_that_the_file_lacks_is_no_text_in_the_example_row(tmp_path):

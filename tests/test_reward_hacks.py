@@ -5,14 +5,20 @@ All by the preset `process`; where the paper's formula leaves a gain, its exact 
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from conftest import GOLD, Tiny, make_episode, say
 from test_rewards import ALL, BROKEN, NO_PASS, PASS, SPAIN, answer, call
 
 from mtsql.agent.env import Limits
 from mtsql.agent.tools import MEMORY_RETRIEVE
+from mtsql.recipes import RECIPES, load_recipe
+from mtsql.recipes.mtsql_r1_authors import _answer as authors_answer
+from mtsql.recipes.mtsql_r1_authors import _calls as authors_calls
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.recipes.mtsql_r1_rewards import reward
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
 
 AGREES, DISAGREES = (verdict(MEMORY_RETRIEVE, passed) for passed in (True, False))
@@ -149,3 +155,28 @@ def test_gains_where_the_gold_result_is_empty_that_the_papers_table_leaves(tiny)
     fails = call(f"{EMPTY}; SELECT 1")
     failed = total(tiny, fails, NO_PASS + call(EMPTY), PASS + answer(EMPTY), gold=EMPTY)
     assert failed - honest == pytest.approx(0.1 * (1 + 0) / 2)
+
+
+TAGS = (
+    "<tool_call>{ <tool_call> <answer_sql> <answer> <think> <sql> <solution> <exec_verify> ``` ```sql".split()
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tags_without_end_take_no_square_time(name):
+    """240,000 characters, for a recipe's parsing and for what the authors' reward reads in raw text."""
+    recipes = [load_recipe(name).make_recipe(PromptOptions(compact)) for compact in (True, False)]
+    for tag in TAGS:
+        message = (tag * 240_000)[:240_000]
+        start = time.process_time()
+        for recipe in recipes:
+            assert recipe.parse(message).problem is not None
+            assert recipe.parse(f"<think>a</think>{message}").answer is None
+        assert authors_calls([message]) == [] and authors_answer(message, []) == message
+        assert time.process_time() - start < 1, tag
+    calls = '<tool_call>{"name": "exec_sql", "arguments": {"code": "SELECT 1"}}</tool_call>' * 3_000
+    start = time.process_time()
+    made = authors_calls([calls, calls + "<exec_verify>no_pass</exec_verify>", calls])
+    verdicts = [call.passed for call in made]
+    assert verdicts == [False] * 6_000 + [True] * 3_000
+    assert time.process_time() - start < 1

@@ -8,7 +8,6 @@ the evaluation aborts).
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
+from mtsql.files import load_json, load_json_lines, reading_errors
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_executed, execution_match
 from mtsql.sql.hardness import hardness
@@ -108,11 +108,8 @@ def read_pairs(gold: Path, pred: Path) -> list[Pair]:
 def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
     """(line number, cells) of each line; blank lines part the interactions."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a file") from None
+        with reading_errors(path):
+            text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error})") from None
     blocks: list[list[tuple[int, list[str]]]] = [[]]
@@ -187,7 +184,7 @@ def _score(pair: Pair, scorer: Scorer, rules: Rules) -> dict:
         item["em"] = 0 if rules.etype != "exec" else None
     if rules.etype != "match":
         tried = with_gold_values(pair.gold, predicted) if rules.plug_value else iter((predicted,))
-        suite = sorted(path.parent.glob("*.sqlite"))
+        suite = sorted(path.parent.glob("[!.]*.sqlite"))
         right = None
         try:
             right = _first_right(tried, pair.gold, suite, rules.keep_distinct, executor)
@@ -333,18 +330,17 @@ def read_items(path: Path) -> list[dict]:
 
     Raises UserError if it is neither.
     """
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
-            records = [json.loads(line) for line in text.splitlines()]
+            records = [record for _, record in load_json_lines(path)]
             items = [r | {"interaction": r["dialogue_id"], "turn": r["turn_index"]} for r in records]
         else:
-            items = json.loads(text)["per_item"]
+            items = load_json(path)["per_item"]
         if all({"interaction", "turn", "gold"} <= item.keys() for item in items) and items:
             return items
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except (IsADirectoryError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (UserError, KeyError, TypeError, AttributeError):
         pass
     raise UserError(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds")
 

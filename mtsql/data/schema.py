@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
+import re
 import sqlite3
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtsql.data.names import quoted, written
 from mtsql.errors import UserError
+from mtsql.files import load_json, reading_errors
 
 SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one,
 MAX_EXAMPLE_BYTES = 150_000  # or one function may, which nothing interrupts: it gets no longer texts
@@ -45,8 +47,9 @@ class Schema:
     def text(self, compact: bool) -> str:
         """The schema as text: MTSQL-R1, appendix D, or one line a table (`compact`).
 
-        Cells are cut to 40 characters, so that one long text does not fill the prompt. A described column
-        ends in a comment, in the first form only.
+        Names are in quotes where SQLite needs them. Cells stay on one line and are cut to 40 characters, so
+        that one long text does not fill the prompt. A described column ends in a comment, in the first form
+        only.
         """
         return "\n".join(_compact(t) if compact else _create_table(t) for t in self.tables)
 
@@ -55,34 +58,42 @@ def _cut(text: str, characters: int) -> str:
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
+def one_line(text: str) -> str:
+    """The text with a space for each line break, tab and the like."""
+    return re.sub(r"\s", " ", text)
+
+
 def _cell(value: object) -> str:
-    return _cut("None" if value is None else str(value), 40)
+    return one_line(_cut("None" if value is None else str(value), 40))
 
 
 def _create_table(table: SchemaTable) -> str:
-    lines = [f"    {name} {kind}" for name, kind in table.columns]
+    lines = [f"    {written(name)} {kind}" for name, kind in table.columns]
     if table.primary_keys:
-        lines.append(f"    primary key ({', '.join(table.primary_keys)})")
-    lines += [f"    foreign key ({c}) references {t}({o})" for c, t, o in table.foreign_keys]
+        lines.append(f"    primary key ({', '.join(map(written, table.primary_keys))})")
+    lines += [
+        f"    foreign key ({written(c)}) references {written(t)}({written(o)})"
+        for c, t, o in table.foreign_keys
+    ]
     lines = [line + "," for line in lines[:-1]] + lines[-1:]
     for index, description in enumerate(table.descriptions):
         lines[index] += f" -- {description}" if description else ""
-    text = f"create table {table.name} (\n" + "\n".join(lines) + "\n)"
+    text = f"create table {written(table.name)} (\n" + "\n".join(lines) + "\n)"
     if table.example_row is not None:
-        header = "\t".join(name for name, _ in table.columns)
+        header = "\t".join(written(name) for name, _ in table.columns)
         row = "\t".join(_cell(value) for value in table.example_row)
-        text += f"\n/*\n1 example rows from table {table.name}:\n{header}\n{row}\n*/"
+        text += f"\n/*\n1 example rows from table {written(table.name)}:\n{header}\n{row}\n*/"
     return text
 
 
 def _compact(table: SchemaTable) -> str:
-    links = {column: f"={other}.{key}" for column, other, key in table.foreign_keys}
+    links = {column: f"={written(other)}.{written(key)}" for column, other, key in table.foreign_keys}
     row = table.example_row or ("",) * len(table.columns)
     cells = [
-        f"{name}{links[name]}" if name in links else f"{name}:{'' if value is None else _cell(value)}"
+        written(name) + (links[name] if name in links else f":{'' if value is None else _cell(value)}")
         for (name, _), value in zip(table.columns, row, strict=True)
     ]
-    return f"{table.name}(" + ", ".join(cells) + ")"
+    return f"{written(table.name)}(" + ", ".join(cells) + ")"
 
 
 def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
@@ -94,10 +105,13 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
     for number, entry in enumerate(read_json(tables_file)):
         try:
             path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
-            if path.is_file():
-                schemas[entry["db_id"]] = _schema(entry, path)
+            with reading_errors(path):
+                if path.is_file():
+                    schemas[entry["db_id"]] = _schema(entry, path)
         except UserError:
             raise
+        except sqlite3.Error as error:
+            raise UserError(f"{path} is not a usable SQLite database ({error})") from None
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"{tables_file}, item {number}: expected a database with Spider's fields, but {error!r}"
@@ -112,14 +126,7 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
 
 def read_json(path: Path) -> list:
     """The list in a JSON file; UserError names the file if it is missing, broken or no list."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a file") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from None
+    content = load_json(path)
     if not isinstance(content, list):
         raise UserError(f"{path} should hold a list, not {type(content).__name__}")
     return content
@@ -136,9 +143,10 @@ def _descriptions(entry: dict, path: Path) -> dict[tuple[str, str], str]:
         tables = dict(enumerate(entry["table_names_original"]))
         for index, (table, column) in enumerate(entry["column_names_original"]):
             found[tables.get(table, "").lower(), column.lower()] = entry["column_names"][index][1]
-    for file in sorted((path.parent / "database_description").glob("*.csv")):
+    for file in sorted((path.parent / "database_description").glob("[!.]*.csv")):
         # Released as UTF-8 with a byte order mark, but some files hold other bytes, which are left out.
-        rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
+        with reading_errors(file):
+            rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
         try:
             for row in rows:
                 column = (row.get("original_column_name") or "").strip().lower()
@@ -198,11 +206,8 @@ def _schema(entry: dict, path: Path) -> Schema:
         connection.text_factory = lambda raw: raw.decode(errors="ignore")
         for index, name in enumerate(names):
             own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
-            try:
-                wanted = ", ".join(f'"{name}"."{c}"' for _, c in own)  # "{c}" alone may be read as a text
-                row = example_row(connection, wanted, name)  # None for a column that the file lacks
-            except sqlite3.DatabaseError as error:
-                raise UserError(f"{path} is not a usable SQLite database ({error})") from None
+            wanted = ", ".join(f"{quoted(name)}.{quoted(c)}" for _, c in own)  # alone it may be a text
+            row = example_row(connection, wanted, name)  # None for a column that the file lacks
             kinds = tuple((c, entry["column_types"][i]) for i, c in own)
             keys = tuple(c for i, c in own if i in primary)
             pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]

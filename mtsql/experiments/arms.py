@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from mtsql.errors import UserError
+from mtsql.files import load_json, load_json_lines
 from mtsql.report.abilities import ABILITIES
 
 DESCRIPTIONS = {
@@ -81,7 +82,7 @@ def read_arms(runs: Path, seeds: Sequence[int]) -> dict[str, dict[int, Evaluatio
 def read_evaluation(folder: Path) -> Evaluation | None:
     """The evaluation in a folder; None while its summary or predictions are not there or not whole."""
     summary, run = read_json(folder / "summary.json"), read_json(folder / "run.json") or {}
-    records = read_json(folder / "predictions.jsonl", lambda text: list(map(json.loads, text.splitlines())))
+    records = read_json(folder / "predictions.jsonl", read_lines)
     if not summary or len(records or []) != summary["questions"]:
         return None
     cap = run.get("config", {}).get("max_response_tokens")
@@ -107,12 +108,17 @@ def read_logs(runs: Path, seeds: Sequence[int], run: str, file: str) -> dict[int
     return {seed: rows for seed, rows in logs.items() if rows}
 
 
-def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> Any:
+def read_json(path: Path, read: Callable[[Path], Any] = load_json) -> Any:
     """What a file holds, None if it is not there, or not whole yet."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        return read(path)
+    except UserError:
         return None
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSONL file."""
+    return [row for _, row in load_json_lines(path)]
 
 
 def _command(run: dict) -> str:

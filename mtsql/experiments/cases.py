@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mtsql.agent.trajectory import ActionType
-from mtsql.experiments.arms import read_evaluation, read_json
+from mtsql.experiments.arms import read_evaluation, read_json, read_lines
 from mtsql.experiments.markdown import joined
-from mtsql.experiments.real_trajectories import as_text, read_lines
+from mtsql.experiments.real_trajectories import as_text
 
 ARM, OF_EACH = "rl_process", 2
 KINDS = {  # what the tool that revealed the fault answered, and which verdict said so

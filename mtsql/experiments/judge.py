@@ -26,7 +26,7 @@ from mtsql.agent.tokens import message_text
 from mtsql.config import Count, DataOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.errors import UserError
-from mtsql.files import write_atomically
+from mtsql.files import load_json_lines, write_atomically
 from mtsql.http_client import UNREADABLE, Server, ServerError, check_address, read_key, read_object
 from mtsql.questions import load_split
 from mtsql.report.errors import ERRORS
@@ -111,10 +111,9 @@ def read_wrong(path: Path, dataset: Dataset) -> list[tuple[dict, Example]]:
         raise UserError(f"{path} is not a file; give the predictions.jsonl of an evaluation")
     asked = {example.id: example for example in examples(dataset.dialogues)}
     wrong = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        row = read_object(line)
+    for number, row in load_json_lines(path):
         for name, kind in FIELDS.items():
-            if name not in row or not isinstance(row[name], kind):
+            if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
                 raise UserError(
                     f"{path}, line {number}: no field {name!r} as evaluate.py writes it; "
                     "give its predictions.jsonl"
@@ -137,11 +136,11 @@ def read_judged(path: Path, model: str, wrong: Sequence[tuple[dict, Example]]) -
 
     Raises UserError if these are judgements by another model, or of other predictions.
     """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    records = [read_object(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    records = [record for _, record in load_json_lines(path)] if path.exists() else []
     predicted = {row["example_id"]: row["predicted"] for row, _ in wrong}
     for record in records:
-        known = record.get("example_id") in predicted and {"kinds", "predicted"} <= record.keys()
+        known = isinstance(record, dict) and {"example_id", "kinds", "predicted"} <= record.keys()
+        known = known and record["example_id"] in predicted
         if not known or predicted[record["example_id"]] != record["predicted"]:
             raise UserError(
                 f"{path} holds something else than judgements of these predictions; choose another --out"

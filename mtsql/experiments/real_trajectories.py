@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
-from mtsql.experiments.arms import read_evaluation, read_json
+from mtsql.experiments.arms import read_evaluation, read_json, read_lines
 from mtsql.experiments.markdown import joined
 from mtsql.experiments.page import seed_of
 from mtsql.files import write_atomically
@@ -66,11 +65,6 @@ def write_trajectories(parts: Sequence[Part], page: Path) -> None:
         text = joined(f"# Trajectories of `{arm}`", rule, *sections)
         write_atomically(page.with_name(f"{page.stem}_trajectories_{arm}.md"), text + "\n")
         return
-
-
-def read_lines(text: str) -> list[dict]:
-    """The rows of a JSONL file."""
-    return list(map(json.loads, text.splitlines()))
 
 
 def chosen(records: Sequence[Mapping], played: Sequence[Mapping]) -> dict[str, list[str]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
+from mtsql.files import load_json_lines
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ def read_counts(path: Path) -> list[SuccessCount]:
     if not path.is_file():
         raise UserError(f"{path} is not there; make it with python -m mtsql.commands.curriculum")
     counts: dict[str, SuccessCount] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, record in load_json_lines(path):
         try:
-            count = SuccessCount(**json.loads(line))
+            count = SuccessCount(**record)
             if not 0 <= count.right <= count.sampled:
                 raise TypeError
-        except (json.JSONDecodeError, TypeError, RecursionError):
+        except TypeError:
             raise UserError(
                 f"{path}, line {number}: not a success count; make the file with "
                 "python -m mtsql.commands.curriculum"

@@ -10,13 +10,13 @@ observations, token ids and loss mask are ours, and no observation in the file i
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
+from mtsql.files import load_json_lines
 from mtsql.recipes.rewards import RewardFunction, is_right
 from mtsql.sql.score import Scorer
 
@@ -79,13 +80,11 @@ def read_teacher(path: Path) -> list[TeacherLine | None]:
     """
     if not path.is_file():
         raise UserError(f"--teacher {path} is not there; give a JSONL file of chat messages")
-    # Split as bytes: str.splitlines also breaks at characters that JSON strings may hold.
-    return [_read_line(line) for line in path.read_bytes().split(b"\n") if line.strip()]
+    return [_read_line(item) for _, item in load_json_lines(path, errors="strict")]
 
 
-def _read_line(line: bytes) -> TeacherLine | None:
+def _read_line(item: Any) -> TeacherLine | None:
     try:
-        item = json.loads(line)
         asked = next(message_text(m) for m in item["messages"] if m["role"] == "user")
         said, observed, unlearned = [], [], []
         for message in item["messages"]:
@@ -97,7 +96,7 @@ def _read_line(line: bytes) -> TeacherLine | None:
                 observed.append("")
             elif said:
                 observed[-1] = observed[-1] or text
-        "".join((asked, *said, *observed)).encode()  # a lone surrogate cannot be tokenised
+        "".join((asked, *said, *observed)).encode()  # arguments are JSON in JSON: half of a character again
         names = [item[k] if isinstance(item.get(k), str) else None for k in ("example_id", "db_id")]
     except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
         return None

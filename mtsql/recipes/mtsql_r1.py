@@ -126,7 +126,7 @@ class MtsqlR1(Recipe):
         call = read_call(text, "code")
         if call is not None:
             return replace(call, verdicts=verdicts)
-        answers = texts.ANSWER.findall(text)
+        answers = texts.answers(text)
         if not answers or not answers[-1].strip():
             return ModelMessage(verdicts, problem=Status.NO_ACTION)
         return ModelMessage(verdicts, answer=answers[-1].strip())

@@ -21,31 +21,29 @@ costs nothing changes no number here.
 from __future__ import annotations
 
 import json
-import re
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.mtsql_r1_prompts import ANSWER, VERDICT
+from mtsql.recipes.mtsql_r1_prompts import VERDICT, answers, enclosed
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, r_all
 from mtsql.recipes.rewards import Decode, Rewards
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
 FOUR_ERRORS = ("no such table", "no such column", "ambiguous column name", "syntax error")
-CALL = re.compile(r"<tool_call>\s*(?={)(.*?)</tool_call>", re.DOTALL)  # in a thought as well
-THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call: its message, counted from 0, and all that the model wrote after it."""
+    """A tool call: its message, counted from 0, and the first verdict after it, "pass" without any."""
 
     tool: str
     sql: str
     message: int
-    after: str
+    passed: bool
 
 
 def authors_reward(
@@ -61,36 +59,38 @@ def authors_reward(
     for call in calls:
         f1 = scorer.whole_clause_f1(db_id, gold, call.sql)
         proposals.append(f1)
-        found = VERDICT[EXEC_SQL].search(call.after)
-        passed = found is None or found[1] == "pass"
         if call.tool == EXEC_SQL:
             outcome = "ok"
             if call.message < len(trajectory.observations):
                 ran = trajectory.observations[call.message].sql
                 outcome = _outcome(scorer.executor.execute(scorer.paths[db_id], ran))
-            e_verify.append(E_VERIFY_TABLE[outcome, passed])
+            e_verify.append(E_VERIFY_TABLE[outcome, call.passed])
         elif call.tool == MEMORY_RETRIEVE:
-            m_verify.append(f1 if passed else 1.0 - f1)
+            m_verify.append(f1 if call.passed else 1.0 - f1)
     return r_all(weights, float(ex), float(em), proposals, e_verify, m_verify)
 
 
 def _calls(messages: list[str]) -> list[Call]:
-    calls = []
+    said = list(VERDICT[EXEC_SQL].finditer("".join(messages)))
+    places, passed = [verdict.start() for verdict in said], [verdict[1] == "pass" for verdict in said]
+    calls, before = [], 0
     for message, text in enumerate(messages):
-        later = "".join(messages[message + 1 :])
-        for found in CALL.finditer(text):
+        for call, end in enclosed(text, r"<tool_call>\s*(?={)", "</tool_call>"):  # in a thought as well
             try:
-                content = json.loads(found[1])
+                content = json.loads(call)
                 tool, sql = content["name"], content["arguments"]["code"]
             except (ValueError, RecursionError, KeyError, TypeError):
                 continue
             if isinstance(sql, str):
-                calls.append(Call(tool, sql, message, text[found.end() :] + later))
+                next_one = bisect_left(places, before + end)
+                calls.append(Call(tool, sql, message, next_one == len(passed) or passed[next_one]))
+        before += len(text)
     return calls
 
 
 def _answer(text: str, calls: list[Call]) -> str:
-    found = ANSWER.findall(text) or [c.sql for c in calls] or THOUGHT.findall(text) or [text]
+    thoughts = [thought for thought, _ in enclosed(text, "<think>", "</think>")]
+    found = answers(text) or [c.sql for c in calls] or thoughts or [text]
     return found[-1].strip()
 
 

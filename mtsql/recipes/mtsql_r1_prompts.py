@@ -30,11 +30,28 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.data.datasets import Example
 from mtsql.sql.execute import ExecutionResult
 
-ANSWER = re.compile(r"<answer_sql>(.*?)</answer_sql>", re.DOTALL)
 VERDICT = {
     EXEC_SQL: re.compile(r"<exec_verify>\s*(pass|no_pass)\s*</exec_verify>"),
     MEMORY_RETRIEVE: re.compile(r"<memory_verify>\s*(pass|no_pass)\s*</memory_verify>"),
 }
+
+
+def enclosed(text: str, opening: str, closing: str) -> list[tuple[str, int]]:
+    """What stands between a match of `opening` and the next `closing`, and where that ends.
+
+    It is what re.finditer finds of "opening(.*?)closing", which takes square time where an end is missing.
+    """
+    found, at, opens = [], 0, re.compile(opening)
+    while (start := opens.search(text, at)) and (end := text.find(closing, start.end())) >= 0:
+        at = end + len(closing)
+        found.append((text[start.end() : end], at))
+    return found
+
+
+def answers(text: str) -> list[str]:
+    """The SQL of all answers in a text."""
+    return [sql for sql, _ in enclosed(text, "<answer_sql>", "</answer_sql>")]
+
 
 BASELINE = """You are a SQL expert. You are given a question and you need to translate it to SQL step by step. \
 Reasoning step by step. Once you feel you are ready for the final SQL, directly return the SQL inside <answer_sql> \

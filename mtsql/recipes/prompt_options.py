@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtsql.data.datasets import Example
-from mtsql.data.schema import Schema
+from mtsql.data.names import written
+from mtsql.data.schema import Schema, one_line
 from mtsql.sql.execute import ExecutionResult
 
 
@@ -26,7 +27,7 @@ class PromptOptions:
     def schema_text(self, schema: Schema) -> str:
         """The database as the prompt shows it."""
         if self.schema == "names":
-            return ", ".join(table.name for table in schema.tables)
+            return ", ".join(written(table.name) for table in schema.tables)
         return schema.text(self.compact)
 
     def history_text(self, example: Example) -> str:
@@ -55,7 +56,7 @@ def compact_result(result: ExecutionResult | None, limit: int) -> str:
         return "?"
     if not result.ok:
         return f"error: {result.message}"[: 4 * limit]
-    cells = ["|".join("null" if v is None else str(v) for v in row) for row in result.rows]
+    cells = ["|".join("null" if v is None else one_line(str(v)) for v in row) for row in result.rows]
     text = " ; ".join(cells) or "empty"
     return text if len(text) <= limit else text[:limit] + " ..."
 

@@ -50,7 +50,7 @@ from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weight
 from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
-from mtsql.sql.text import first_statement
+from mtsql.sql.text import first_statement, is_blank
 from mtsql.sql.tree import MAX_CHARACTERS, canonical_tree
 
 SETTINGS = {
@@ -171,7 +171,7 @@ def bigrams(sql: str) -> set[tuple[str, str]]:
     if len(sql) > MAX_CHARACTERS:
         return set()
     pieces = (piece.lower() for piece in first_statement(sql))
-    return set(pairwise(p for p in pieces if not p.isspace() and not p.startswith(("--", "/*"))))
+    return set(pairwise(p for p in pieces if not is_blank(p)))
 
 
 def schema_items(sql: str, schema: SqlSchema) -> set[tuple[str, str]]:

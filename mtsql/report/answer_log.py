@@ -40,7 +40,7 @@ class AnswerLog:
     def _whole_lines(self) -> list[str]:
         """Without a last line that a killed process left unfinished."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        return text[: text.rfind("\n") + 1].splitlines()
+        return text.split("\n")[:-1]
 
     def find(self, trajectory: Trajectory) -> Trajectory | None:
         """The finished trajectory of the same question and seed."""

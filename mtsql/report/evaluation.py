@@ -62,8 +62,8 @@ def score_records(
 ) -> list[dict]:
     """One record a question for `mtsql.report.metrics.summarise`.
 
-    A question whose gold SQL does not run, or cannot be read at all, counts as wrong and has the hardness
-    "unscored". `verifies` is the recipe's: whether all five abilities are measured.
+    A question whose gold SQL does not run counts as wrong and has the hardness "unscored". `verifies` is
+    the recipe's: whether all five abilities are measured.
     """
     records = []
     for example, trajectory in answered:

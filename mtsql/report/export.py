@@ -23,7 +23,7 @@ from typing import Any
 from mtsql.agent.tokens import message_text
 from mtsql.config import user_errors
 from mtsql.errors import UserError
-from mtsql.files import write_atomically
+from mtsql.files import load_json_lines, write_atomically
 from mtsql.report.viewer import read_records
 
 IGNORED = -100  # a label without loss
@@ -65,13 +65,12 @@ def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a chat.jsonl. Raises UserError for a missing file or a line that is no conversation."""
     if not path.is_file():
         raise UserError(f"{path} is no file; give a run's chat.jsonl")
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, record in load_json_lines(path):
         try:
-            record = json.loads(line)
             messages = [{"role": m["role"], "content": message_text(m)} for m in record["messages"]]
             if any(not {"content", "tool_calls"} & m.keys() for m in record["messages"]):
                 raise KeyError("content")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path}, line {number}: not a conversation with messages") from None
         if any(m.get("weight") == 0 or "unlearned" in m for m in record["messages"]):
             raise UserError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError, printable
-from mtsql.files import write_atomically
+from mtsql.files import load_json_lines, write_atomically
 from mtsql.report.viewer_page import make_page
 
 COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
@@ -33,13 +32,10 @@ RULE = "─" * 72
 def drop_later_records(path: Path, step: int) -> None:
     """Keep the records of steps before `step` in a file of trajectories, as a resumed run needs it.
 
-    A last line that was cut off, as a killed process leaves it, is dropped. Raises UserError as
-    `read_records`.
+    Raises UserError as `read_records`.
     """
     kept = []
     if step and path.exists():
-        content = path.read_bytes()
-        write_atomically(path, content[: content.rfind(b"\n") + 1])
         kept = [record for record in read_records(path) if (record.get("step") or 0) < step]
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
@@ -51,23 +47,10 @@ def read_records(path: Path) -> Iterator[dict]:
     """
     if not path.exists() or path.is_dir():
         raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                numbers = {"parse_float": _finite, "parse_constant": _finite}  # NaN and Infinity are no JSON
-                record = json.loads(
-                    line, parse_int=lambda text: int(text) if len(text) < 300 else None, **numbers
-                )
-            except (ValueError, RecursionError):
-                record = None
-            if not _is_trajectory(record):
-                raise UserError(f"{path}, line {number}: not a trajectory")
-            yield record
-
-
-def _finite(text: str) -> float | None:
-    number = float(text)
-    return number if math.isfinite(number) else None
+    for number, record in load_json_lines(path):
+        if not _is_trajectory(record):
+            raise UserError(f"{path}, line {number}: not a trajectory")
+        yield record
 
 
 def _is_trajectory(record: object) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from sqlglot import exp
 
 from mtsql.sql.structure import SqlSchema
-from mtsql.sql.tree import clause_items, join_condition, sources
+from mtsql.sql.tree import clause_items, join_condition, sources, swap
 
 ELEMENTS = ("select", "inner", "conditions", "group", "order")  # inner: what sub-queries select
 CLAUSES = (*ELEMENTS, "or", "limit", "operators", "from", "distinct", "tables", "joins", "sides")
@@ -169,7 +169,7 @@ def _element(node: exp.Expression, same: dict[str, str], strict: bool) -> Elemen
         root.this.set("desc", bool(node.args.get("desc")))
     nested = False
     while (query := root.find(exp.Query)) is not None:
-        query.replace(exp.var("query"))
+        swap(query, exp.var("query"))
         nested = True
     if not strict:
         for count in root.find_all(exp.Count):
@@ -181,7 +181,7 @@ def _element(node: exp.Expression, same: dict[str, str], strict: bool) -> Elemen
     columns = []
     for column in list(root.find_all(exp.Column, bfs=False)):
         columns.append(same.get(_column(column), _column(column)))
-        column.replace(exp.var("_"))
+        swap(column, exp.var("_"))
     if isinstance(root.this, exp.Star):
         columns.append("*")
         root.set("this", exp.var("_"))
@@ -189,7 +189,7 @@ def _element(node: exp.Expression, same: dict[str, str], strict: bool) -> Elemen
     names = [a.key + " distinct" * isinstance(a.this, exp.Distinct) for a in aggregates]
     text = root.sql(dialect="sqlite")
     for aggregate in aggregates:
-        aggregate.replace(exp.var("_"))
+        swap(aggregate, exp.var("_"))
     return Element(text, root.sql(dialect="sqlite"), tuple(columns), tuple(names), nested)
 
 
@@ -210,7 +210,6 @@ def with_outputs(tree: exp.Query) -> Iterator[tuple[str, str]]:
         for item in cte.this.selects if isinstance(cte.this, exp.Query) else []:
             if isinstance(item, exp.Column):
                 yield f"{cte.alias.lower()}.{item.name}", _column(item)
-                yield f".{item.name}", _column(item)
 
 
 def _column(column: exp.Column) -> str:

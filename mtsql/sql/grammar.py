@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mtsql.sql.structure import (
     AGGREGATES,
@@ -98,6 +98,7 @@ class _Reader:
     keep_limit: bool
     at: int = 0
     depth: int = 0
+    columns: dict[str | None, frozenset[str]] = field(default_factory=dict)  # of the tables so far
 
     @property
     def ahead(self) -> str | None:
@@ -304,6 +305,8 @@ class _Reader:
         prefix, dot, name = word.partition(".")
         owners, column = ([self.names.get(prefix)], name) if dot else (tables, word)
         for table in owners:
-            if column in self.schema.tables.get(table, ()):
+            if table not in self.columns:
+                self.columns[table] = frozenset(self.schema.tables.get(table, ()))
+            if column in self.columns[table]:
                 return column_id(table, column)
         raise SqlParseError(f"unknown column {word!r}")

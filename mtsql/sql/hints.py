@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from sqlglot import exp
 
+from mtsql.data.names import written
 from mtsql.data.schema import Schema
 from mtsql.sql.structure import SqlParseError
 from mtsql.sql.tree import query_tree
@@ -21,21 +23,24 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     Instead of a table: all tables. Instead of a column: the tables that have it, then the columns of the
     table before its dot, or of all that the query reads. For an ambiguous column: the tables that have it.
     """
-    names = [table.name for table in schema.tables]
     if NO_TABLE.fullmatch(message):
-        return f"tables: {', '.join(names)}"
+        return f"tables: {_listed(table.name for table in schema.tables)}"
     found = NO_COLUMN.fullmatch(message) or AMBIGUOUS.fullmatch(message)
     if found is None:
         return ""
     having = [t.name for t in schema.tables if _has(t.columns, found["name"])]
-    hints = [f"{found['name']} is in {', '.join(having)}"] if having else []
+    hints = [f"{written(found['name'])} is in {_listed(having)}"] if having else []
     if found.re is NO_COLUMN:
         read = _tables_by_alias(sql)
         asked = found["table"] and {read.get(found["table"].lower(), found["table"].lower())}
         wanted = asked or set(read.values())
         tables = (t for t in schema.tables if t.name.lower() in wanted)
-        hints += [f"{t.name} has {', '.join(name for name, _ in t.columns)}" for t in tables]
+        hints += [f"{written(t.name)} has {_listed(name for name, _ in t.columns)}" for t in tables]
     return "; ".join(hints)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(written, names))
 
 
 def _has(columns: tuple[tuple[str, str], ...], wanted: str) -> bool:

@@ -5,6 +5,7 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 from mtsql.sql.parse import Mode, parse_sql
@@ -161,13 +162,17 @@ def _equal_components(gold: dict, pred: dict) -> dict[str, bool]:
 
 
 def _same_items(gold: list, pred: list) -> bool:
-    """Equality as multisets, by == alone: items may hold dicts."""
-    left = list(pred)
-    for item in gold:
-        if item not in left:
-            return False
-        left.remove(item)
-    return not left
+    """Equality as multisets."""
+    return Counter(map(_frozen, gold)) == Counter(map(_frozen, pred))
+
+
+def _frozen(item: object) -> object:
+    """An item that may hold lists and dicts as one that is equal and hashable where the item is equal."""
+    if isinstance(item, dict):
+        return frozenset((key, _frozen(value)) for key, value in item.items())
+    if isinstance(item, list | tuple):
+        return type(item), *map(_frozen, item)
+    return item
 
 
 def _components(sql: dict) -> dict[str, list]:
@@ -182,7 +187,7 @@ def _components(sql: dict) -> dict[str, list]:
         "group(no Having)": [column.rpartition(".")[2] for column in grouped],
         "group": [(grouped, sql["having"])] if grouped else [],
         "order": [(sql["orderBy"], sql["limit"] is None)] if sql["orderBy"] else [],
-        "and/or": [c for index, c in enumerate(connectors) if c not in connectors[:index]],
+        "and/or": list({_frozen(connector): connector for connector in connectors}.values()),
         "IUEN": [operator for operator in SET_OPERATORS if sql[operator]],
         "keywords": sorted(_keywords(sql)),
     }

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from mtsql.sql.grammar import parse_official
 from mtsql.sql.lenient import parse_lenient
 from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.tree import MAX_CHARACTERS, TOO_LONG
 
 Mode: TypeAlias = Literal["official", "lenient", "authors"]
 
@@ -22,6 +23,8 @@ def parse_sql(sql: str, schema: SqlSchema, mode: Mode = "official") -> dict:
     LIMIT, as the authors of MTSQL-R1 do; "lenient" reads whatever sqlglot reads as a query in SQLite's
     dialect. Raises SqlParseError for what cannot be read.
     """
+    if len(sql) > MAX_CHARACTERS:
+        raise SqlParseError(TOO_LONG)
     try:
         if mode == "lenient":
             return parse_lenient(sql, schema)

@@ -10,12 +10,14 @@ PIECE = re.compile(
     | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .""",
     re.VERBOSE | re.DOTALL,
 )
-SPLIT_OPERATOR = re.compile("([<>!]) =")
+SPLIT_OPERATOR = re.compile(
+    r"""('(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)) | ([<>!])[ ]=""", re.VERBOSE
+)
 
 
 def join_operators(sql: str) -> str:
-    """Writes "> =", "< =" and "! =" as one operator."""
-    return SPLIT_OPERATOR.sub(r"\1=", sql)
+    """Writes "> =", "< =" and "! =" as one operator, but in quotes."""
+    return SPLIT_OPERATOR.sub(lambda found: found[1] or f"{found[2]}=", sql)
 
 
 def first_statement(sql: str) -> list[str]:
@@ -38,7 +40,7 @@ def query_words(sql: str) -> tuple[str, ...]:
     words = [
         piece.lower() if piece.isascii() and piece[0] not in "'\"`[" else piece
         for piece in PIECE.findall(sql)
-        if not piece.isspace() and not piece.startswith(("--", "/*"))
+        if not is_blank(piece)
     ]
     while words and words[-1] == ";":
         words.pop()
@@ -61,5 +63,18 @@ def single_quoted(sql: str, names: Collection[str]) -> str:
 
 
 def without_distinct(sql: str) -> str:
-    """The first statement of `sql` without any word DISTINCT."""
-    return "".join(piece for piece in first_statement(sql) if piece.lower() != "distinct")
+    """The first statement of `sql` without the word DISTINCT, but in the operator IS DISTINCT FROM."""
+    kept, before = [], ""
+    for piece in first_statement(sql):
+        word = piece.lower()
+        if word == "distinct" and before not in ("is", "is not"):
+            continue
+        kept.append(piece)
+        if not is_blank(piece):
+            before = "is not" if (before, word) == ("is", "not") else word
+    return "".join(kept)
+
+
+def is_blank(piece: str) -> bool:
+    """Whether a piece is white space or a comment."""
+    return piece.isspace() or piece.startswith(("--", "/*"))

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import sqlglot
 from sqlglot import exp
 from sqlglot.dialects.sqlite import SQLite
 from sqlglot.tokens import Token, TokenType
 
+from mtsql.data.names import KEYWORDS, RESERVED
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
 MAX_CHARACTERS = 100_000
+TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
 MAX_COPIED_NODES = 10_000
-MAX_OPEN_JOINS = 12  # JOIN without ON; each doubles the time that sqlglot takes
-MAX_READ_AGAIN = 10_000  # tokens inside date(, char( and other names of types, each of which doubles it too
-QUERY = re.compile(r"[\s(]*(select|with)\b", re.IGNORECASE)
+MAX_JOINED = 64  # by SQLite
+MAX_STEPS = 5_000  # of sqlglot from token to token, 5 microseconds each; the longest gold query takes 160
+ASKS_FOR_OPERAND = frozenset(  # what stands before a name rather than a keyword
+    """select distinct , ( . by where and or on having case when then else between from join
+    + - * / % || = == != <> < > <= >= << >> & |""".split()
+)
+NO_KEYWORDS = SQLite.Parser.TYPE_TOKENS - {TokenType.INTERVAL}
+NO_KEYWORDS |= {TokenType.VAR, TokenType.TRUE, TokenType.FALSE}
 
 
 def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
@@ -29,8 +38,6 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     Raises SqlParseError if sqlglot cannot read it or it is no query.
     """
     tree = query_tree(sql)
-    if tree.find(exp.Fetch):
-        raise SqlParseError("FETCH is not SQLite's")
     with unreadable_if_it_fails():
         _resolve_names(tree, schema)
     return tree
@@ -39,17 +46,49 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
 def query_tree(sql: str) -> exp.Query:
     """The first statement of `sql` as it is written; SqlParseError if sqlglot cannot read it as a query."""
     if len(sql) > MAX_CHARACTERS:
-        raise SqlParseError(f"longer than {MAX_CHARACTERS} characters")
+        raise SqlParseError(TOO_LONG)
     text = "".join(first_statement(join_operators(sql)))
-    if not QUERY.match(text):
-        raise SqlParseError("not a query")
     with unreadable_if_it_fails():
         tokens = sqlglot.tokenize(text, read="sqlite")
-        _refuse_what_takes_forever(tokens)
-        tree = SQLite().parser().parse(tokens, text)[0]
-    if not isinstance(tree, exp.Query):
-        raise SqlParseError("not a query")
+        _mark_names(tokens, text)
+        tree = _BoundedParser(dialect=SQLite()).parse(tokens, text)[0]
+        if not isinstance(tree, exp.Query):
+            raise SqlParseError("not a query")
+        for name in tree.find_all(exp.Identifier):
+            if name.quoted and text[name.meta.get("start", 0)] != '"':
+                name.set("quoted", False)  # it can be no text
     return tree
+
+
+class _BoundedParser(SQLite.Parser):
+    """sqlglot's parser, which tries one reading after another, exponentially many of what is nested.
+
+    Here its steps have an end. Between two of them it only tries what a token may begin.
+    """
+
+    steps = 0
+
+    def _advance(self, times: int = 1) -> None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise SqlParseError("sqlglot takes too long to read it")
+        super()._advance(times)
+
+
+def _mark_names(tokens: Sequence[Token], text: str) -> None:
+    """Makes names of the words that are keywords to sqlglot, but none in SQLite or none in their place."""
+    before = ""
+    for token, after in pairwise((*tokens, None)):
+        word = text[token.start : token.end + 1].lower()
+        special = (
+            token.token_type not in NO_KEYWORDS or word.upper() in SQLite.Parser.NO_PAREN_FUNCTION_PARSERS
+        )
+        if special and word.isidentifier():
+            called = after is not None and after.token_type == TokenType.L_PAREN
+            misplaced = word in KEYWORDS and word not in RESERVED and before in ASKS_FOR_OPERAND
+            if not called and (misplaced or word not in KEYWORDS):
+                token.token_type = TokenType.IDENTIFIER
+        before = word.rpartition(" ")[2]  # of ORDER BY, BY
 
 
 @contextmanager
@@ -63,47 +102,6 @@ def unreadable_if_it_fails() -> Iterator[None]:
         raise SqlParseError("nested too deeply") from None
     except Exception as error:
         raise SqlParseError(str(error).split("\n")[0]) from None
-
-
-def _refuse_what_takes_forever(tokens: list[Token]) -> None:
-    """Raises SqlParseError for what sqlglot, trying one reading after another, takes exponential time for."""
-    open_joins = open_types = read_again = 0
-    brackets: list[bool] = []  # whether each that is open follows the name of a type
-    before = None
-    for kind in (token.token_type for token in tokens):
-        open_joins += kind == TokenType.JOIN
-        open_joins -= open_joins > 0 and kind in (TokenType.ON, TokenType.USING)
-        if kind == TokenType.L_PAREN:
-            brackets.append(before in SQLite.Parser.TYPE_TOKENS)
-            open_types += brackets[-1]
-        elif kind == TokenType.R_PAREN and brackets:
-            open_types -= brackets.pop()
-        read_again += 2**open_types - 1
-        if open_joins > MAX_OPEN_JOINS:
-            raise SqlParseError("too many joins without ON")
-        if read_again > MAX_READ_AGAIN:
-            raise SqlParseError("too much inside functions that are also types")
-        before = kind
-
-
-def _resolve_names(tree: exp.Query, schema: SqlSchema) -> None:
-    selects = list(tree.find_all(exp.Select, bfs=False))
-    if not all(select.expressions for select in selects):
-        raise SqlParseError("SELECT of nothing")
-    copies = _Copies()
-    scopes = {id(select): _Scope(select, schema, copies) for select in selects}
-    for select in reversed(selects):  # inner queries first
-        scopes[id(select)].add_derived()
-        unknown = [column for column in _own_columns(select) if not _resolve(column, scopes)]
-        for column in unknown:
-            output = None if column.table else _output(select, column.name.lower())
-            if output is not None:
-                column.replace(copies.of(output))
-            elif column.this.quoted and not column.table:
-                column.replace(exp.Literal.string(column.name))
-            else:
-                column.replace(exp.column(column.name.lower(), column.table.lower() or None))
-    _strip_aliases(tree)
 
 
 def sources(select: exp.Select) -> list[exp.Expression]:
@@ -134,97 +132,226 @@ def unbracketed(node: exp.Expression) -> exp.Expression:
     return node
 
 
+def swap(node: exp.Expression, new: exp.Expression) -> None:
+    """`node.replace(new)`, which takes time for every node of the list that this one stands in."""
+    parent, key, index = node.parent, node.arg_key, node.index
+    if index is None:
+        parent.args[key] = new
+    else:
+        parent.args[key][index] = new
+    new.parent, new.arg_key, new.index = parent, key, index
+
+
+def _resolve_names(tree: exp.Query, schema: SqlSchema) -> None:
+    for scope in reversed(_read_scopes(tree, schema)):  # inner queries first
+        unknown = [name for name in scope.names if not scope.resolve(name)]
+        outputs = [name for name in unknown if scope.output(name.column) is not None]
+        meant = {id(name) for name in outputs}
+        for name in unknown:
+            if id(name) not in meant:
+                swap(name.column, scope.guess(name))
+        for name in outputs:
+            swap(name.column, scope.copies.of(scope.output(name.column).this))
+    _strip_aliases(tree)
+
+
+class _Name(NamedTuple):
+    """A column as it is written, and where."""
+
+    column: exp.Column
+    item: int  # the id of the condition, or the item of a clause, that holds it
+    ordering: bool
+
+
+Meanings: TypeAlias = Mapping[str, exp.Expression | tuple[str, str]]  # or a column and its table
+
+
 class _Copies:
     """Copies of what names stand for. A query is refused if they grow too large, level by level."""
 
     def __init__(self) -> None:
         self.nodes = 0
 
-    def of(self, node: exp.Expression) -> exp.Expression:
-        self.nodes += sum(1 for _ in node.walk())
+    def count(self, nodes: int) -> None:
+        self.nodes += nodes
         if self.nodes > MAX_COPIED_NODES:
             raise SqlParseError("its names stand for too much")
-        return node.copy()
+
+    def of(self, meaning: exp.Expression | tuple[str, str]) -> exp.Expression:
+        if isinstance(meaning, tuple):
+            return exp.column(*meaning)
+        self.count(sum(1 for _ in meaning.walk()))
+        return meaning.copy()
 
 
 class _Scope:
-    """The names that one SELECT brings in."""
+    """One SELECT: the names in it, and the names that its tables and sub-queries bring in.
 
-    def __init__(self, select: exp.Select, schema: SqlSchema, copies: _Copies) -> None:
-        self.select = select
-        self.schema = schema
-        self.copies = copies
-        tables = [source for source in sources(select) if isinstance(source, exp.Table)]
-        self.tables = {t.alias_or_name.lower(): t.name.lower() for t in tables}  # name in use -> table
-        self.derived: dict[str, dict[str, exp.Expression]] = {}  # sub-query -> output -> meaning
-
-    def add_derived(self) -> None:
-        """Takes in the outputs of the sub-queries in FROM, resolved by now."""
-        for index, source in enumerate(sources(self.select)):
-            if isinstance(source, exp.Subquery) and isinstance(source.this, exp.Query):
-                outputs = {item.alias_or_name.lower(): item.unalias() for item in source.this.selects}
-                self.derived[source.alias.lower() or f"#{index}"] = outputs
-
-    def meaning(self, table: str, column: str) -> exp.Expression | None:
-        """What `table.column` (or `column` alone) stands for here."""
-        if table and table not in self.derived:
-            return exp.column(column, self.tables[table]) if table in self.tables else None
-        for name in () if table else self.tables.values():
-            if column in self.schema.tables.get(name, ()):
-                return exp.column(column, name)
-        for name, outputs in self.derived.items():
-            if column in outputs and table in ("", name):
-                return self.copies.of(outputs[column])
-        return None
-
-
-def _own_columns(select: exp.Select) -> list[exp.Column]:
-    """The columns of this SELECT itself, and the columns that order its set operation."""
-    found = [c for c in select.find_all(exp.Column) if c.parent_select is select]
-    part: exp.Expression = select
-    while isinstance(part.parent, exp.SetOperation) and part.parent.left is part:
-        part = part.parent
-        if part.args.get("order"):
-            found += part.args["order"].find_all(exp.Column)
-    return [column for column in found if isinstance(column.this, exp.Identifier)]
-
-
-def _resolve(column: exp.Column, scopes: dict[int, _Scope]) -> bool:
-    """Replaces a column by its meaning in the nearest scope that knows it, if one does.
-
-    In ORDER BY a name of the output comes first.
+    `named` are the queries of WITH that it sees, `scopes` all scopes by the id of their SELECT.
     """
-    table, name = column.table.lower(), column.name.lower()
-    select = _select_of(column)
-    ordering = isinstance(column.find_ancestor(exp.Order, exp.Select), exp.Order)
-    if ordering and not table and select and _output(select, name):
+
+    def __init__(
+        self,
+        select: exp.Select,
+        outer: _Scope | None,
+        schema: SqlSchema,
+        copies: _Copies,
+        named: Mapping[str, exp.CTE],
+        scopes: dict[int, _Scope],
+    ) -> None:
+        self.select, self.outer = select, outer
+        self.schema, self.copies, self.named, self.scopes = schema, copies, named, scopes
+        self.names: list[_Name] = []
+        self.sure: set[int] = set()  # the items that hold a name
+        self.aliases: dict[str, exp.Expression] = {}
+        for item in select.expressions:
+            if item.alias:
+                self.aliases.setdefault(item.alias.lower(), item)
+        self.tables = {  # name in use -> table
+            source.alias_or_name.lower(): source.name.lower()
+            for source in sources(select)
+            if isinstance(source, exp.Table) and source.name  # a function that gives rows has none
+        }
+
+    @cached_property
+    def sources(self) -> dict[str, Meanings]:
+        """Name in use of each table and sub-query -> its columns -> what each stands for."""
+        found: dict[str, Meanings] = {}
+        for index, source in enumerate(sources(self.select)):
+            if isinstance(source, exp.Table) and source.name:
+                table = source.name.lower()
+                columns = self.schema.tables.get(table, ())
+                if table in self.named:
+                    columns = self._named_columns(self.named[table])
+                found[source.alias_or_name.lower()] = {column: (column, table) for column in columns}
+            elif isinstance(source, exp.Subquery):
+                found[source.alias.lower() or f"#{index}"] = self._outputs_of(source)
+        return found
+
+    @cached_property
+    def visible(self) -> Meanings:
+        """What columns stand for without the name of their table; the first table that has one counts."""
+        return {name: m for columns in reversed(self.sources.values()) for name, m in columns.items()}
+
+    def _named_columns(self, cte: exp.CTE) -> list[str]:
+        given = cte.args["alias"].columns
+        return [name.name.lower() for name in given] if given else list(self._outputs_of(cte.this))
+
+    def _outputs_of(self, query: exp.Expression) -> Meanings:
+        scope = self.scopes.get(id(_first_select(query)))
+        return scope.outputs if scope is not None else {}
+
+    @cached_property
+    def outputs(self) -> Meanings:
+        """Each name that is selected -> what it stands for, * taken apart."""
+        found: dict[str, exp.Expression | tuple[str, str]] = {}
+        self.__dict__["outputs"] = found  # a recursive query reads its own
+        for item in self.select.expressions:
+            if not item.is_star:
+                found.setdefault(item.alias_or_name.lower(), item.unalias())
+                continue
+            for name, columns in self.sources.items():
+                if getattr(item, "table", "").lower() in ("", name):
+                    self.copies.count(len(columns))
+                    found |= {**columns, **found}
+        return found
+
+    def output(self, column: exp.Column) -> exp.Expression | None:
+        """The selected item that has the name of a column as its alias."""
+        return None if column.table else self.aliases.get(column.name.lower())
+
+    def resolve(self, name: _Name) -> bool:
+        """Replaces a column by its meaning in the nearest scope that knows it, if one does.
+
+        In ORDER BY a name of the output comes first.
+        """
+        scope: _Scope | None = self
+        if name.ordering and self.output(name.column) is not None:
+            return False
+        while scope is not None:
+            meaning = scope._meaning(name.column.table.lower(), name.column.name.lower())
+            if meaning is not None:
+                swap(name.column, self.copies.of(meaning))
+                self.sure.add(name.item)
+                return True
+            scope = scope.outer
         return False
-    while select is not None:
-        found = scopes[id(select)].meaning(table, name)
-        if found is not None:
-            column.replace(found)
-            return True
-        select = _select_of(select)
-    return False
+
+    def _meaning(self, table: str, column: str) -> exp.Expression | tuple[str, str] | None:
+        meaning = (self.sources.get(table, {}) if table else self.visible).get(column)
+        return (column, self.tables[table]) if meaning is None and table in self.tables else meaning
+
+    def guess(self, name: _Name) -> exp.Expression:
+        """What a name stands for that nothing explains: a column of the only table.
+
+        In double quotes it is a text, if the rest of its condition or item holds a name; views and generated
+        columns, which the schema lacks, are names too.
+        """
+        column = name.column
+        if column.this.quoted and not column.table and name.item in self.sure:
+            return exp.Literal.string(column.name)
+        self.sure.add(name.item)
+        table = column.table.lower()
+        if not table and len(sources(self.select)) == 1:
+            table = next(iter(self.tables.values()), "")
+        return exp.column(column.name.lower(), table or None)
 
 
-def _select_of(node: exp.Expression) -> exp.Select | None:
-    """The SELECT around a node; of a set operation, the first."""
-    select = node.parent_select
-    while isinstance(select, exp.SetOperation):
-        select = select.left
-    return select if isinstance(select, exp.Select) and select is not node else None
+# Below these begins another condition or item.
+HOLDERS = (
+    exp.Query, exp.Group, exp.Order, exp.Where, exp.Having, exp.Join, exp.Connector, exp.Not, exp.Alias
+)  # fmt: skip
 
 
-def _output(select: exp.Select, name: str) -> exp.Expression | None:
-    named = (item.this for item in select.expressions if item.alias.lower() == name)
-    return next(named, None)
+def _read_scopes(tree: exp.Query, schema: SqlSchema) -> list[_Scope]:
+    """The scopes of all SELECTs, outer ones first.
+
+    Raises SqlParseError for a SELECT of nothing, and for more tables than SQLite joins.
+    """
+    scopes: dict[int, _Scope] = {}
+    copies = _Copies()
+    waiting: list[tuple] = [(tree, tree, None, {}, False)]
+    while waiting:
+        node, item, scope, named, ordering = waiting.pop()
+        if isinstance(node, exp.Query) and node.ctes:
+            named = named | {cte.alias.lower(): cte for cte in node.ctes}
+        if isinstance(node, exp.Select):
+            if not node.expressions:
+                raise SqlParseError("SELECT of nothing")
+            if len(sources(node)) > MAX_JOINED:
+                raise SqlParseError(f"it joins more than {MAX_JOINED} tables")
+            scope, ordering = _Scope(node, scope, schema, copies, named, scopes), False
+            scopes[id(node)] = scope
+        elif isinstance(node, exp.With) and isinstance(node.parent, exp.Select):
+            scope = scope.outer
+        elif isinstance(node, exp.Order):
+            ordering = True
+            if isinstance(node.parent, exp.SetOperation):
+                scope = scopes.get(id(_first_select(node.parent)), scope)
+        elif isinstance(node, exp.Column) and isinstance(node.this, exp.Identifier) and scope is not None:
+            scope.names.append(_Name(node, id(item), ordering))
+            if not node.this.quoted or node.table:
+                scope.sure.add(id(item))
+        below = isinstance(node, HOLDERS)
+        waiting += [
+            (child, child if below else item, scope, named, ordering)
+            for child in node.iter_expressions(reverse=True)
+        ]
+    return list(scopes.values())
+
+
+def _first_select(query: exp.Expression) -> exp.Expression:
+    """The first SELECT of a query, which names what the query puts out."""
+    while isinstance(query, exp.SetOperation | exp.Subquery):
+        query = query.this
+    return query
 
 
 def _strip_aliases(tree: exp.Query) -> None:
     for node in list(tree.find_all(exp.Alias)):
-        node.replace(node.this)
+        swap(node, node.this)
     for node in list(tree.find_all(exp.Table)):
-        node.replace(exp.table_(node.name.lower()))
-    for node in tree.find_all(exp.Subquery):
+        if node.name:
+            swap(node, exp.table_(node.name.lower()))
+    for node in tree.find_all(exp.Subquery, exp.Table):
         node.set("alias", None)
