@@ -14,8 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +30,9 @@ ENDED = "the query ended the process that ran it"
 SCHEMA_SECONDS = 10.0  # for all that is read of one schema,
 EXAMPLE_SECONDS = 2.0  # and for one statement that may run a view
 MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES = 1_000_000, 64_000_000
-DAMAGED = ("is not a database", "disk image is malformed", "malformed database schema")
+UNUSABLE = (
+    "is not a database", "disk image is malformed", "malformed database schema", NOT_OPEN, LOCKED, ENDED
+)  # fmt: skip
 # A file's path, inode, size and times, and its write-ahead log's size and time, which a commit may change
 # alone: what was read from the file holds while these stay the same.
 FileVersion = tuple[str | int, ...]
@@ -119,34 +120,28 @@ class Worker:
         self._answers.close()
 
 
-class _Workers:
-    """Those of one process. They are started when they are needed, and end with the process."""
-
-    def __init__(self) -> None:
-        self._room = threading.Semaphore(MAX_WORKERS)
-        self._idle: list[Worker] = []
-
-    @contextmanager
-    def one(self) -> Iterator[Worker]:
-        """A worker for the block alone; it is ended if the block raises anything."""
-        with self._room:
-            try:
-                while (worker := self._idle.pop()).process.poll() is not None:  # it has ended
-                    worker.end()
-            except IndexError:
-                worker = Worker()
-            try:
-                yield worker
-            except BaseException:
-                worker.end()
-                raise
-            self._idle.append(worker)
-
-
 @lru_cache(maxsize=1)
-def _workers(process: int) -> _Workers:
-    """Those of this process: a fork has another number, and must not speak to its parent's."""
-    return _Workers()
+def _workers(process: int) -> tuple[threading.Semaphore, list[Worker]]:
+    """Room for those of one process, and those that are idle: a fork must not speak to its parent's."""
+    return threading.Semaphore(MAX_WORKERS), []
+
+
+def _ask(seconds: float, *request: object) -> tuple:
+    """The answer of a worker, which is ended if there is none. Raises what `Worker` and its `ask` do."""
+    room, idle = _workers(os.getpid())
+    with room:
+        try:
+            while (worker := idle.pop()).process.poll() is not None:  # somebody has ended it
+                worker.end()
+        except IndexError:
+            worker = Worker()
+        try:
+            answer = worker.ask(seconds, *request)
+        except BaseException:
+            worker.end()
+            raise
+        idle.append(worker)
+    return answer
 
 
 def run_sql(version: FileVersion, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
@@ -157,8 +152,7 @@ def run_sql(version: FileVersion, sql: str, seconds: float, max_rows: int, max_b
         try:
             if seconds <= 0:
                 raise TimeoutError
-            with _workers(os.getpid()).one() as worker:
-                return ExecutionResult(*worker.ask(seconds, version, _uri(version), sql, max_rows, max_bytes))
+            return ExecutionResult(*_ask(seconds, version, _uri(version), sql, max_rows, max_bytes))
         except TimeoutError:
             return ExecutionResult("timeout", message=f"stopped after {seconds:g} seconds")
         except (EOFError, BrokenPipeError):
@@ -184,9 +178,10 @@ class Reader:
         result = run_sql(self.version, sql, seconds, MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES)
         if result.ok and not result.truncated:
             return result.rows
-        path, reason = self.version[0], result.message or "its schema is too large"
-        if any(words in reason for words in DAMAGED):
-            raise UserError(f"{path} is not a usable SQLite database ({reason}); is it encrypted or damaged?")
-        if needed or reason.startswith((NOT_OPEN, LOCKED, ENDED)):
-            raise UserError(f"{path} cannot be read now ({reason}); is another program writing?")
+        reason = result.message or "its schema is too large"
+        if needed or any(words in reason for words in UNUSABLE):
+            raise UserError(
+                f"{self.version[0]} is not a usable SQLite database now ({reason}); "
+                "is it encrypted or damaged, or is another program writing?"
+            )
         return ()

@@ -45,7 +45,7 @@ PROCESS_LIMITS = {
     resource.RLIMIT_NOFILE: 256,
     resource.RLIMIT_CORE: 0,
 }
-LOCKED_SECONDS = 1.0  # for which a statement waits until another program lets go of the file
+LOCKED_SECONDS = 1.0  # for which a statement waits, at most half its time, until others let go of the file
 ALONE_SECONDS = 1.0  # for which a statement may outlive its time, should nobody be left to end it
 NOT_OPEN = "the database does not open"
 OUT_OF_MEMORY = "the query needs more memory than it may have"
@@ -55,11 +55,10 @@ TOO_LARGE = "a row, or the names of the columns, are larger than a result may be
 class Connection:
     """A read-only connection: the guards, and what they saw last."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, seconds: float) -> None:
         self.refused, self.room = False, 0  # bytes that the texts of the next row may take
-        self.sqlite = sqlite3.connect(
-            uri, timeout=LOCKED_SECONDS, uri=True, isolation_level=None, cached_statements=0
-        )
+        wait = min(LOCKED_SECONDS, seconds / 2)
+        self.sqlite = sqlite3.connect(uri, wait, uri=True, isolation_level=None, cached_statements=0)
         self.sqlite.text_factory = lambda raw: raw.decode(errors="ignore")
         self.sqlite.executescript(SETTINGS)
         for limit, most in CONNECTION_LIMITS.items():
@@ -137,10 +136,12 @@ def failure(message: str, status: str = "error") -> tuple:
     return (status, (), (), False, message, sys.getsizeof(message))
 
 
-def answer(connections: dict[tuple, Connection], version: tuple, uri: str, *query: object) -> tuple:
+def answer(
+    connections: dict[tuple, Connection], seconds: float, version: tuple, uri: str, *query: object
+) -> tuple:
     """The result on one version of a database; `connections` keeps those used last at its end."""
     try:
-        connections[version] = connection = connections.pop(version, None) or Connection(uri)
+        connections[version] = connection = connections.pop(version, None) or Connection(uri, seconds)
     except (sqlite3.Error, MemoryError) as error:
         return failure(f"{NOT_OPEN}: {error or OUT_OF_MEMORY}")
     result = connection.run(*query)
@@ -177,7 +178,7 @@ def serve() -> None:
         while True:
             seconds, *request = receive(sys.stdin.buffer)
             signal.setitimer(signal.ITIMER_REAL, seconds + ALONE_SECONDS)
-            result = answer(connections, *request) if request else ()
+            result = answer(connections, seconds, *request) if request else ()
             signal.setitimer(signal.ITIMER_REAL, 0)
             send(sys.stdout.buffer, result)
 
