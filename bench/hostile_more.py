@@ -6,13 +6,14 @@
 - reach: tables and table-valued functions that do, or that lead into the file's raw pages
 - edges: every built-in function with the arguments that SQLite's own fuzzing likes
 - shapes: what its grammar takes and hardly anybody writes
+- copied: every slow function in every place to which SQLite copies an aliased expression
 """
 
 from __future__ import annotations
 
 from itertools import product
 
-from hostile import BOUNDED, DENIED, THOUSANDS
+from hostile import BOUNDED, DENIED, PLACES, SLOW, THOUSANDS, copied
 
 T = "(SELECT 1 AS a, 2 AS b UNION ALL SELECT NULL, 'x')"
 EXTREMES = (
@@ -158,6 +159,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
     found += [("edges", f"SELECT {call}", anything) for call in edges]
     framed = [f"{name}(a) OVER ({frame})" for name, frame in product(AGGREGATES, FRAMES)]
     found += [("edges", f"WITH t AS {T} SELECT {call} FROM t", anything) for call in framed]
+    found += [("copied", copied(slow, place), anything) for slow, place in product(SLOW, PLACES)]
     return found + [("shapes", sql, anything) for sql in SHAPES]
 
 

@@ -14,9 +14,11 @@ from conftest import ROOT
 
 from mtsql.data.introspect import _words, read_schema, relevant_part
 from mtsql.data.names import KEYWORDS, RESERVED, written
-from mtsql.data.schema import Schema, load_schemas, read_only_uri
+from mtsql.data.sandbox import read_only_uri
+from mtsql.data.schema import Schema, load_schemas
 from mtsql.errors import UserError
 from mtsql.sql.execute import Executor
+from mtsql.sql.structure import SqlSchema
 
 
 def make_database(path: Path, script: str) -> Path:
@@ -65,6 +67,46 @@ def test_a_view_that_one_function_holds_up_has_no_example(tmp_path):
     path = make_database(tmp_path / "v.sqlite", f"create table t (a); create view v as select {slow} as b;")
     start = time.monotonic()
     assert [table.example_row for table in read_schema(path).tables] == [None, None]
+    assert time.monotonic() - start < 4
+
+
+ENDLESS = "with recursive r(x) as (select 1 union all select x + 1 from r) select count(*) as c from r"
+DOUBLING = "create view v0 as select 1 as x;" + "".join(
+    f"create view v{i} as select p.x from v{i - 1} p, v{i - 1} q;" for i in range(1, 25)
+)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"create view json_each as {ENDLESS};",
+        f"create view pragma_table_list as {ENDLESS};",
+        f"create view pragma_table_info as {ENDLESS}; create view pragma_table_xinfo as {ENDLESS};",
+        "".join(f"create view w{i} as {ENDLESS};" for i in range(100)),
+        DOUBLING,
+        DOUBLING + "create view json_tree as select * from v24;",
+        DOUBLING + "create view pragma_index_list as select * from v24;",
+        "".join(f"create table g{i} (b, c as (instr(hex(b), hex(b) || '1'))); insert into g{i} values "
+                "(zeroblob(60000));" for i in range(9)),
+    ],
+)  # fmt: skip
+def test_a_hostile_schema_is_read_within_its_time(tmp_path, monkeypatch, script):
+    monkeypatch.setattr("mtsql.data.sandbox.SCHEMA_SECONDS", 1.0)
+    monkeypatch.setattr("mtsql.data.sandbox.EXAMPLE_SECONDS", 0.3)
+    path = make_database(tmp_path / "h.db", f"create table t (a); insert into t values (3); {script}")
+    start = time.monotonic()
+    table = read_schema(path).tables[0]
+    assert (table.name, table.columns, table.example_row) == ("t", (("a", "text"),), (3,))
+    assert SqlSchema.from_database(path).tables["t"] == ("a",)
+    assert Executor(timeout_seconds=0.5).execute(path, "select a from t").rows == ((3,),)
+    tables = {
+        "db_id": "h", "table_names_original": ["t", "w0"], "primary_keys": [], "foreign_keys": [],
+        "column_names_original": [[-1, "*"], [0, "a"], [1, "c"]], "column_types": ["text"] * 3,
+    }  # fmt: skip
+    (tmp_path / "tables.json").write_text(json.dumps([tables]))
+    (tmp_path / "h").mkdir()
+    path.rename(tmp_path / "h" / "h.sqlite")
+    assert load_schemas(tmp_path / "tables.json", tmp_path)["h"].tables[0].example_row == (3,)
     assert time.monotonic() - start < 4
 
 
@@ -226,7 +268,7 @@ def test_of_many_tables_those_are_kept_that_the_question_is_about(tmp_path):
         "create table Employees (id integer primary key, fullName text, branch int references offices(id));"
     )
     script += "create table offices (id integer primary key, city text);"
-    schema = read_schema(make_database(tmp_path / "huge.sqlite", script))
+    schema = read_schema(make_database(tmp_path / "huge.sqlite", f"begin; {script} commit;"))
     sizes = []
 
     def fits(part: Schema) -> bool:

@@ -18,8 +18,7 @@ from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import load_schemas
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import memory_text, result_text
-from mtsql.sql.execute import Executor
-from mtsql.sql.guard import ExecutionResult
+from mtsql.sql.execute import ExecutionResult, Executor
 
 PAPER = ROOT.parent / "shared" / "papers" / "mtsql_r1.md"
 QUESTION = "What about the number of car makers in the country USA?"

@@ -11,7 +11,7 @@ from mtsql.agent.trajectory import Status, Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.recipes import skyrl_sql, sql_trail
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.sql.guard import ExecutionResult
+from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
 LONG = dict(max_prompt_tokens=20_000, max_response_tokens=20_000, max_tool_tokens=10_000)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from mtsql.data.schema import Schema, SchemaTable, example_row, read_only_uri
+from mtsql.data.sandbox import Reader
+from mtsql.data.schema import Schema, SchemaTable, example_row
+from mtsql.data.sql_worker import quoted
 from mtsql.errors import UserError
 
 KINDS = (("INT", "number"), ("REAL", "number"), ("FLOA", "number"), ("DOUB", "number"), ("NUM", "number"))
 KINDS += (("DEC", "number"), ("DATE", "time"), ("TIME", "time"), ("BOOL", "boolean"))
+INDEX_PARTS = (  # tables of FTS3 to FTS5 and of R-trees
+    "content", "data", "idx", "docsize", "config", "segments", "segdir", "stat", "node", "parent", "rowid",
+)  # fmt: skip
 WORD = re.compile(r"[^\W\d_]+|\d+")
 QUESTION_WORD = re.compile(r"\w+")
 SHORT_WORDS = frozenset(
@@ -31,50 +34,39 @@ def read_schema(path: Path) -> Schema:
     """
     if not path.is_file():
         raise UserError(f"--database {path} is not a file; give a SQLite database")
-    try:
-        with closing(sqlite3.connect(read_only_uri(path), uri=True, timeout=2)) as connection:
-            connection.text_factory = lambda raw: raw.decode(errors="ignore")
-            tables = [t for name in _names(connection) if (t := _read_table(connection, name)).columns]
-    except sqlite3.OperationalError as error:
-        raise UserError(
-            f"--database {path} cannot be read now ({error}); is another program writing?"
-        ) from None
-    except sqlite3.DatabaseError as error:
-        raise UserError(
-            f"--database {path} is no SQLite database that can be read ({error}); is it encrypted or damaged?"
-        ) from None
+    reader, tables = Reader(path), []
+    names = _names(reader)
+    for of_views in (False, True):  # what a view does may take all the time there is
+        found = [t for name, view in names if view == of_views and (t := _read_table(reader, name)).columns]
+        tables += [replace(t, example_row=example_row(reader, "*", t.name)) for t in found]
     if not tables:
         raise UserError(f"--database {path} has no table")
     return Schema(path.stem, path, tuple(tables), _entry(path.stem, tables))
 
 
-def _names(connection: sqlite3.Connection) -> list[str]:
-    """Tables, then views; not SQLite's own, nor those in which a full-text index keeps its data."""
-    rows = connection.execute(
-        "select name, type from pragma_table_list where schema = 'main' "
-        "and type in ('table', 'view', 'virtual') and name not like 'sqlite^_%' escape '^'"
-    ).fetchall()
-    created = {
-        name: place for place, (name,) in enumerate(connection.execute("select name from sqlite_master"))
-    }
-    return [name for name, kind in sorted(rows, key=lambda row: (row[1] == "view", created.get(row[0], 0)))]
+def _names(reader: Reader) -> list[tuple[str, bool]]:
+    """Tables and views, and which they are; not SQLite's own, nor those in which an index keeps its data."""
+    made = reader.rows(
+        "select name, type = 'view', sql like 'create virtual%' from sqlite_master "
+        "where type in ('table', 'view') and name not like 'sqlite^_%' escape '^' order by rowid"
+    )
+    inner = {f"{name}_{part}".lower() for name, _, virtual in made if virtual for part in INDEX_PARTS}
+    return [(name, bool(view)) for name, view, _ in made if name.lower() not in inner]
 
 
-def _read_table(connection: sqlite3.Connection, name: str) -> SchemaTable:
-    try:
-        found = connection.execute(
-            "select name, type, pk from pragma_table_xinfo(?) where hidden <> 1", (name,)
-        ).fetchall()
-    except sqlite3.OperationalError:
-        found = []
-    keys = connection.execute('select "from", "table", "to", seq from pragma_foreign_key_list(?)', (name,))
+def _read_table(reader: Reader, name: str) -> SchemaTable:
+    shown = (
+        c for c in reader.rows(f"pragma table_xinfo({quoted(name)})", needed=False) if c[-1] != 1
+    )  # not hidden
+    found = [(column, declared, place) for _, column, declared, _, _, place, _ in shown]
     columns = {column.lower(): column for column, _, _ in found}
     foreign = []
-    for column, other, key, place in keys.fetchall():
-        primary = connection.execute(
-            "select name from pragma_table_info(?) where pk = ?", (other, place + 1)
-        ).fetchone()
-        key = key or (primary[0] if primary else "")  # without a column it is the other table's primary key
+    for _, place, other, column, key, *_ in reader.rows(
+        f"pragma foreign_key_list({quoted(name)})", needed=False
+    ):
+        if key is None:  # without a column it is the other table's primary key
+            keys = {c[-1]: c[1] for c in reader.rows(f"pragma table_info({quoted(other)})", needed=False)}
+            key = keys.get(place + 1)
         if key and column.lower() in columns:
             foreign.append((columns[column.lower()], other, key))
     return SchemaTable(
@@ -82,7 +74,7 @@ def _read_table(connection: sqlite3.Connection, name: str) -> SchemaTable:
         tuple((column, _kind(declared)) for column, declared, _ in found),
         tuple(column for column, _, place in sorted(found, key=lambda row: row[2]) if place),
         tuple(foreign),
-        example_row(connection, "*", name),
+        None,
     )
 
 

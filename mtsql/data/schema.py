@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
-import sqlite3
-import time
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtsql.data.names import quoted, written
+from mtsql.data.sandbox import Reader
 from mtsql.errors import UserError
 from mtsql.files import load_json, reading_errors
-
-SECONDS_AN_EXAMPLE = 2.0  # a view's first row may take long; then it is shown without one,
-MAX_EXAMPLE_BYTES = 150_000  # or one function may, which nothing interrupts: it gets no longer texts
 
 
 @dataclass(frozen=True)
@@ -110,8 +104,6 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
                     schemas[entry["db_id"]] = _schema(entry, path)
         except UserError:
             raise
-        except sqlite3.Error as error:
-            raise UserError(f"{path} is not a usable SQLite database ({error})") from None
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"{tables_file}, item {number}: expected a database with Spider's fields, but {error!r}"
@@ -164,36 +156,9 @@ def _letters(text: str) -> str:
     return text.lower().replace(" ", "").replace("_", "")
 
 
-def read_only_uri(path: Path) -> str:
-    """The URI that opens a SQLite file for reading.
-
-    A file in WAL mode needs others beside it, even to be read. Where none can be made, and nothing waits to
-    be written into the file, it is opened as one that does not change.
-    """
-    with suppress(OSError), path.open("rb") as file:
-        in_wal_mode = file.read(20)[18:20] == b"\2\2"
-        waiting = path.with_name(f"{path.name}-wal")
-        nothing_waits = not waiting.exists() or waiting.stat().st_size == 0
-        if in_wal_mode and nothing_waits and not os.access(path.absolute().parent, os.W_OK):
-            return path.absolute().as_uri() + "?mode=ro&immutable=1"
-    return path.absolute().as_uri() + "?mode=ro"
-
-
-def example_row(connection: sqlite3.Connection, wanted: str, table: str) -> tuple | None:
-    """The first row; None if there is none, or it takes too long or fails, as that of a broken view does.
-
-    Raises sqlite3.DatabaseError for a file that is no database.
-    """
-    deadline = time.monotonic() + SECONDS_AN_EXAMPLE
-    connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_EXAMPLE_BYTES)
-    quoted = table.replace('"', '""')
-    try:
-        return connection.execute(f'select {wanted} from "{quoted}" limit 1').fetchone()
-    except (sqlite3.OperationalError, sqlite3.DataError, UnicodeDecodeError):  # the last of a column's name
-        return None
-    finally:
-        connection.set_progress_handler(None, 0)
+def example_row(reader: Reader, wanted: str, table: str) -> tuple | None:
+    """The first row; None if there is none, or it takes too long or fails, as that of a broken view does."""
+    return next(iter(reader.rows(f"select {wanted} from {quoted(table)} limit 1", needed=False)), None)
 
 
 def _schema(entry: dict, path: Path) -> Schema:
@@ -202,16 +167,15 @@ def _schema(entry: dict, path: Path) -> Schema:
     primary = [k for key in entry["primary_keys"] for k in (key if isinstance(key, list) else [key])]
     descriptions = _descriptions(entry, path)
     tables = []
-    with closing(sqlite3.connect(read_only_uri(path), uri=True)) as connection:
-        connection.text_factory = lambda raw: raw.decode(errors="ignore")
-        for index, name in enumerate(names):
-            own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
-            wanted = ", ".join(f"{quoted(name)}.{quoted(c)}" for _, c in own)  # alone it may be a text
-            row = example_row(connection, wanted, name)  # None for a column that the file lacks
-            kinds = tuple((c, entry["column_types"][i]) for i, c in own)
-            keys = tuple(c for i, c in own if i in primary)
-            pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
-            foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
-            meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
-            tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
+    reader = Reader(path)
+    for index, name in enumerate(names):
+        own = [(i, c) for i, (t, c) in enumerate(columns) if t == index]
+        wanted = ", ".join(f"{quoted(name)}.{quoted(c)}" for _, c in own)  # "c" alone may be read as a text
+        row = example_row(reader, wanted, name)  # None for a column that the file lacks
+        kinds = tuple((c, entry["column_types"][i]) for i, c in own)
+        keys = tuple(c for i, c in own if i in primary)
+        pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
+        foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
+        meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
+        tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
     return Schema(entry["db_id"], path, tuple(tables), entry)

@@ -1,22 +1,21 @@
 """Runs SQL from a model without risk, and compares results as the official evaluation does.
 
-What makes it safe is in guard.py; here are the connections and results that threads share, and the
-verdicts of the official evaluation (taoyds/test-suite-sql-eval, exec_eval.py), which has no safeguard.
+What makes it safe is in mtsql/data/sandbox.py; here are the results that threads share, and the verdicts of
+the official evaluation (taoyds/test-suite-sql-eval, exec_eval.py), which has no safeguard.
 """
 
 from __future__ import annotations
 
 import re
-import sqlite3
+import sys
 import threading
-import time
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
+from mtsql.data.sandbox import ENDED, LOCKED, ExecutionResult, FileVersion, file_version, run_sql
+from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, OUT_OF_MEMORY
 from mtsql.sql.compare import results_equal
-from mtsql.sql.guard import LOCKED, MAX_SQL_BYTES, OUT_OF_MEMORY, Connection, ExecutionResult, Watchdog
-from mtsql.sql.structure import FileVersion, file_version
 from mtsql.sql.text import join_operators, without_distinct
 
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
@@ -25,7 +24,7 @@ MAX_CACHED_RESULTS = 50_000
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
-MAX_IDLE_CONNECTIONS = 32
+OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN)  # how a failure begins that may pass
 
 
 class Executor:
@@ -43,9 +42,6 @@ class Executor:
         self._gold: dict[tuple[FileVersion, str], tuple[tuple, ...]] = {}
         self._gold_bytes = 0
         self._lock = threading.Lock()
-        self._memory_lock = threading.Lock()
-        self._idle: list[tuple[FileVersion, Connection]] = []  # the one used last is last
-        self._watchdog = Watchdog()
 
     def execute(self, db_path: str | Path, sql: str) -> ExecutionResult:
         """The result of `sql`; errors of the statement are results, not exceptions.
@@ -88,58 +84,26 @@ class Executor:
                 self._cache.move_to_end(key)
         too_few = result is not None and result.truncated and len(result.rows) < max_rows
         if result is None or (too_few and result.bytes <= max_bytes):
-            result = self._run(version, sql, max_rows, max_bytes)
-            if result.message == OUT_OF_MEMORY:  # perhaps another thread's doing: once more, one at a time
-                with self._memory_lock:
-                    result = self._run(version, sql, max_rows, max_bytes)
+            result = run_sql(version, sql, self.timeout_seconds, max_rows, max_bytes)
             self._remember(key, result)
         if len(result.rows) > max_rows:  # it was run with a higher limit
             result = replace(result, rows=result.rows[:max_rows], truncated=True)
         return result
 
-    def _run(self, version: FileVersion, sql: str, max_rows: int, max_bytes: int) -> ExecutionResult:
-        if len(sql) > MAX_SQL_BYTES:
-            return ExecutionResult("error", message=f"the query is longer than {MAX_SQL_BYTES} characters")
-        try:
-            connection = self._borrow(version)
-        except (sqlite3.Error, MemoryError) as error:
-            return ExecutionResult("error", message=f"the database does not open: {error}")
-        connection.deadline = time.monotonic() + self.timeout_seconds
-        try:
-            with self._watchdog.watching(connection):
-                return connection.run(sql, self.timeout_seconds, max_rows, max_bytes)
-        finally:
-            self._give_back(version, connection)
-
     def _remember(self, key: tuple[FileVersion, str], result: ExecutionResult) -> None:
         """Into the cache, unless the failure may have been of the moment."""
-        of_the_moment = result.message in (OUT_OF_MEMORY, LOCKED)
-        if of_the_moment or result.message.startswith("the database does not open"):
+        if result.message.startswith(OF_THE_MOMENT):
             return
         with self._lock:
             if key in self._cache:
                 self._forget(key)
             self._cache[key] = result
-            self._cached_bytes += result.bytes + 2 * len(key[-1])
+            self._cached_bytes += result.bytes + sys.getsizeof(key[-1])
             while len(self._cache) > MAX_CACHED_RESULTS or self._cached_bytes > MAX_CACHED_BYTES:
                 self._forget(next(iter(self._cache)))
 
     def _forget(self, key: tuple[FileVersion, str]) -> None:
-        self._cached_bytes -= self._cache.pop(key).bytes + 2 * len(key[-1])
-
-    def _borrow(self, version: FileVersion) -> Connection:
-        with self._lock:
-            for at in range(len(self._idle) - 1, -1, -1):
-                if self._idle[at][0] == version:
-                    return self._idle.pop(at)[1]
-        return Connection(version.path)
-
-    def _give_back(self, version: FileVersion, connection: Connection) -> None:
-        with self._lock:
-            self._idle.append((version, connection))
-            surplus = self._idle.pop(0)[1] if len(self._idle) > MAX_IDLE_CONNECTIONS else None
-        if surplus is not None:
-            surplus.close()
+        self._cached_bytes -= self._cache.pop(key).bytes + sys.getsizeof(key[-1])
 
 
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sqlite3
 from collections.abc import Mapping
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
-from mtsql.errors import MissingDatabase, UserError
+from mtsql.data.sandbox import FileVersion, Reader, file_version
+from mtsql.data.sql_worker import quoted
+from mtsql.errors import UserError
 
 AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
 UNIT_OPERATORS = ("none", "-", "+", "*", "/")
@@ -24,32 +22,6 @@ ALL_COLUMNS = "__all__"
 
 class SqlParseError(ValueError):
     """The SQL has no representation in the Spider structure."""
-
-
-class FileVersion(NamedTuple):
-    """A database file as it is now; what was read from it holds while this stays the same.
-
-    Where its journal is a write-ahead log, a commit changes that file alone.
-    """
-
-    path: str
-    inode: int
-    size: int
-    modified: int
-    changed: int
-    log_size: int
-    log_modified: int
-
-
-def file_version(path: str | Path) -> FileVersion:
-    """The version of a database file. Raises FileNotFoundError if it does not exist."""
-    if not os.path.isfile(path):
-        raise MissingDatabase(f"the database file {path} does not exist")
-    stat, log = os.stat(path), (0, 0)
-    with suppress(FileNotFoundError):
-        of_log = os.stat(f"{path}-wal")
-        log = (of_log.st_size, of_log.st_mtime_ns) if of_log.st_size else log  # a reader makes an empty one
-    return FileVersion(os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, *log)
 
 
 @dataclass(frozen=True)
@@ -72,21 +44,15 @@ class SqlSchema:
             return _read_schema(file_version(db_path))
         except FileNotFoundError as error:
             raise UserError(str(error)) from None
-        except sqlite3.DatabaseError as error:
-            raise UserError(f"{db_path} is not a usable SQLite database ({error})") from None
 
 
 @lru_cache(maxsize=1_000)
 def _read_schema(version: FileVersion) -> SqlSchema:
-    connection = sqlite3.connect(Path(version.path).absolute().as_uri() + "?mode=ro", uri=True)
-    with closing(connection):
-        connection.text_factory = lambda raw: raw.decode(errors="ignore")
-        names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-        tables = {}
-        for (name,) in names:
-            with suppress(sqlite3.OperationalError):  # a virtual table of an extension
-                columns = connection.execute("SELECT name FROM pragma_table_info(?)", (name,))
-                tables[name.lower()] = tuple(column.lower() for (column,) in columns)
+    reader = Reader(version[0])
+    tables = {}
+    for (name,) in reader.rows("SELECT name FROM sqlite_master WHERE type = 'table'"):
+        if columns := reader.rows(f"PRAGMA table_info({quoted(name)})", needed=False):
+            tables[name.lower()] = tuple(column.lower() for _, column, *_ in columns)
     return SqlSchema(tables)
 
 

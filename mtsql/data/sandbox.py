@@ -1,0 +1,187 @@
+"""Runs SQL that nobody vouches for, and reads databases that nobody vouches for, in processes of their own.
+
+A few workers (sql_worker.py) answer one statement at a time each. The one whose statement is past its time
+is killed, which stops whatever SQLite does, and the next statement starts another. So no statement runs
+without a limit: not in a fork, which has workers of its own, nor where no process can be started.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, receive, send
+from mtsql.errors import MissingDatabase, UserError
+
+PROGRAM = Path(__file__).with_name("sql_worker.py")
+MAX_WORKERS = 4
+START_SECONDS = 20.0  # a start takes 0.04 on an idle machine
+LOCKED = "database is locked"  # as SQLite says it
+ENDED = "the query ended the process that ran it"
+SCHEMA_SECONDS = 5.0  # for all that is read of one schema,
+EXAMPLE_SECONDS = 2.0  # and for one statement that may run a view
+MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES = 1_000_000, 64_000_000
+UNUSABLE = (
+    "is not a database", "disk image is malformed", "malformed database schema", NOT_OPEN, LOCKED, ENDED
+)  # fmt: skip
+# A file's path, inode, size and times, and its write-ahead log's size and time, which a commit may change
+# alone: what was read from the file holds while these stay the same.
+FileVersion = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class ExecutionResult:
+    """What came of one statement: "rows", "empty", "error", "timeout" or "refused" (unsafe)."""
+
+    status: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple, ...] = ()
+    truncated: bool = False
+    message: str = ""
+    bytes: int = 0  # of memory that the rows, the columns' names or the message take
+
+    @property
+    def ok(self) -> bool:
+        """True if the statement ran to its end or to the row limit."""
+        return self.status in ("rows", "empty")
+
+
+def file_version(path: str | Path) -> FileVersion:
+    """The version of a database file. Raises FileNotFoundError if it does not exist."""
+    if not os.path.isfile(path):
+        raise MissingDatabase(f"the database file {path} does not exist")
+    stat, log = os.stat(path), (0, 0)
+    with suppress(FileNotFoundError):
+        of_log = os.stat(f"{path}-wal")
+        log = (of_log.st_size, of_log.st_mtime_ns) if of_log.st_size else log  # a reader makes an empty one
+    return (os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, *log)
+
+
+def read_only_uri(path: Path) -> str:
+    """The URI that opens a SQLite file for reading.
+
+    A file in WAL mode needs others beside it, even to be read. Where none can be made, and nothing waits to
+    be written into the file, it is opened as one that does not change.
+    """
+    uri, waiting = path.absolute().as_uri() + "?mode=ro", path.with_name(f"{path.name}-wal")
+    if os.access(path.absolute().parent, os.W_OK):  # opening it here would drop the locks of our own process
+        return uri
+    with suppress(OSError), path.open("rb") as file:
+        in_wal_mode = file.read(20)[18:20] == b"\2\2"
+        if in_wal_mode and not (waiting.exists() and waiting.stat().st_size):
+            return uri + "&immutable=1"
+    return uri
+
+
+@lru_cache(maxsize=1_000)
+def _uri(version: FileVersion) -> str:
+    return read_only_uri(Path(version[0]))
+
+
+class Worker:
+    """A process that answers requests. Raises OSError if it does not start."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PROGRAM)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
+        )  # fmt: skip
+        self._answers = io.BufferedReader(self.process.stdout)
+        self._ready = select.poll()
+        self._ready.register(self._answers, select.POLLIN)
+        try:
+            self.ask(START_SECONDS)
+        except (EOFError, BrokenPipeError, TimeoutError):
+            self.end()
+            raise OSError("the process that runs SQL does not start") from None
+
+    def ask(self, seconds: float, *request: object) -> tuple:
+        """Its answer. Raises TimeoutError after `seconds`, EOFError or BrokenPipeError if it has ended."""
+        send(self.process.stdin, (seconds, *request))
+        if not self._ready.poll(seconds * 1_000):
+            raise TimeoutError
+        return receive(self._answers)
+
+    def end(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self._answers.close()
+
+
+@lru_cache(maxsize=1)
+def _workers(process: int) -> tuple[threading.Semaphore, list[Worker]]:
+    """Room for those of one process, and those that are idle: a fork must not speak to its parent's."""
+    return threading.Semaphore(MAX_WORKERS), []
+
+
+def _ask(seconds: float, *request: object) -> tuple:
+    """The answer of a worker, which is ended if there is none. Raises what `Worker` and its `ask` do."""
+    room, idle = _workers(os.getpid())
+    with room:
+        try:
+            while (worker := idle.pop()).process.poll() is not None:  # somebody has ended it
+                worker.end()
+        except IndexError:
+            worker = Worker()
+        try:
+            answer = worker.ask(seconds, *request)
+        except BaseException:
+            worker.end()
+            raise
+        idle.append(worker)
+    return answer
+
+
+def run_sql(version: FileVersion, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
+    """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects."""
+    if len(sql) > MAX_SQL_BYTES:
+        return ExecutionResult("error", message=f"the query is longer than {MAX_SQL_BYTES} characters")
+    for _ in range(2):  # something else may have ended the first worker
+        try:
+            if seconds <= 0:
+                raise TimeoutError
+            return ExecutionResult(*_ask(seconds, version, _uri(version), sql, max_rows, max_bytes))
+        except TimeoutError:
+            return ExecutionResult("timeout", message=f"stopped after {seconds:g} seconds")
+        except (EOFError, BrokenPipeError):
+            continue
+        except OSError as error:
+            return ExecutionResult("error", message=f"{NOT_OPEN}: {error}")
+    return ExecutionResult("error", message=ENDED)
+
+
+class Reader:
+    """Reads the schema of a database within SCHEMA_SECONDS. Raises FileNotFoundError if it does not exist."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.version = file_version(path)
+        self._deadline = time.monotonic() + SCHEMA_SECONDS
+
+    def rows(self, sql: str, needed: bool = True) -> tuple[tuple, ...]:
+        """All rows of `sql`; if they are not `needed`, none if it fails or takes too long, as a view may.
+
+        Raises UserError if the database cannot be read at all.
+        """
+        seconds = min(SCHEMA_SECONDS if needed else EXAMPLE_SECONDS, self._deadline - time.monotonic())
+        result = run_sql(self.version, sql, seconds, MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES)
+        if result.ok and not result.truncated:
+            return result.rows
+        reason = result.message or "its schema is too large"
+        if needed or any(words in reason for words in UNUSABLE):
+            raise UserError(
+                f"{self.version[0]} is not a usable SQLite database now ({reason}); "
+                "is it encrypted or damaged, or is another program writing?"
+            )
+        return ()
