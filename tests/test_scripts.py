@@ -162,18 +162,20 @@ def test_the_warm_start_learns_the_protocol_and_its_repairs(work):
 
 
 def test_databases_for_rl_are_trained_on_by_rl_alone(work):
-    options = replace(config_for(work), for_rl=1)
+    data = ROOT / "tests" / "data" / "sparc" / "dev.json"  # ten databases
+    options = EvaluateConfig(model="", data=(str(data),), out="", held_out=2, for_rl=3)
     splits = [load_split(options, split).dialogues for split in ("train", "held_out", "rl")]
     databases = [{d.db_id for d in dialogues} for dialogues in splits]
-    assert all(databases) and len(set.union(*databases)) == sum(map(len, databases))
-    assert load_split(config_for(work), "held_out").dialogues == splits[1]  # the same with and without
-    with pytest.raises(UserError, match="--held-out and --for-rl should be above 0"):
-        load_split(config_for(work), "rl")
+    assert list(map(len, databases)) == [5, 2, 3] and len(set.union(*databases)) == 10
+    assert load_split(replace(options, for_rl=0), "held_out").dialogues == splits[1]
+    for asked in (replace(options, for_rl=0), replace(options, for_rl=8)):
+        with pytest.raises(UserError, match="--held-out and --for-rl should be above 0"):
+            load_split(asked, "rl")
     command = ["train_grpo.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     command += ["--steps", 1, "--prompts-per-step", 2, "--samples-per-prompt", 2, "--log-groups", 0]
-    run(*command, "--held-out", 1, "--for-rl", 1, "--out", work / "for_rl")
+    run(*command, "--for-rl", 1, "--out", work / "for_rl")
     asked = {json.loads(line)["db_id"] for line in (work / "for_rl" / "trajectories.jsonl").open()}
-    assert asked <= databases[2]
+    assert asked == {d.db_id for d in load_split(replace(config_for(work, 0), for_rl=1), "rl").dialogues}
 
 
 def test_evaluation_during_rl_refuses_the_questions_that_are_trained_on(work, tmp_path):
