@@ -53,9 +53,9 @@ from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.batches import alike, step_batches, training_order
-from mtsql.learn.demonstrations import gold_trajectories
+from mtsql.learn.demonstrations import format_repairs, gold_trajectories
 from mtsql.learn.embedding import Embedder, make_embedder
-from mtsql.learn.interrupt import Interruption, finish_step_on_interrupt
+from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step
@@ -87,8 +87,8 @@ from mtsql.run import (
 )
 
 
-def main(config: SftConfig) -> None:
-    """Algorithm 1."""
+def main(config: SftConfig) -> int:
+    """Algorithm 1; returns the exit code."""
     check_options(config)
     taught = read_teacher(Path(config.teacher)) if config.teacher else []
     run = begin_training(config)
@@ -156,6 +156,7 @@ def main(config: SftConfig) -> None:
         write_atomically(run.out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
         print(f"policy after {progress.round + 1} round(s): {run.out / 'policy'}")
     leave_processes(processes)
+    return INTERRUPTED if stop else 0
 
 
 def check_options(config: SftConfig) -> None:
@@ -307,6 +308,8 @@ def write_collected(
         print(format_coverage(len(pool), progress.coverage))
         rejected = progress.coverage[-1]["rejected"]
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
+    if config.targets == "gold":
+        print(f"gold SQL: {format_repairs(progress.kept)}")
     write_atomically(run.out / "coverage.json", json.dumps(progress.coverage, indent=1))
     records = (chat_record(t, example_of[t.example_id], run.environment) for t in progress.kept)
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records if record is not None)

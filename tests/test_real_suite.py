@@ -131,23 +131,23 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     (tmp_path / "one/seed0/rl/dev.csv").write_text("step,ex,em\n9,0.25,0\n19,0.5,0\n")
     write_real_page({0: before}, page, "base", lambda seed: [], "make it")
     after = [
-        lay_out(tmp_path / "two", "sparc", "round_2", "01000"),
+        lay_out(tmp_path / "two", "sparc", "warm_start", "01000"),
         lay_out(tmp_path / "two", HELD_OUT, "rl", "10101"),
     ]
     after[0].done.with_name("summary.json.minutes").write_text("2.54\n")  # the other was not timed
     write_real_page({0: after}, page, "base", lambda seed: [], "make it")
     rows = json.loads((tmp_path / "real.json").read_text())
-    assert [r["minutes"] for r in rows if r["dataset"] == HELD_OUT or r["arm"] == "round_2"] == [None, 2.5]
+    assert [r["minutes"] for r in rows if r["dataset"] == HELD_OUT or r["arm"] == "warm_start"] == [None, 2.5]
     assert [(r["dataset"], r["arm"], r["ex"], r["right"]) for r in rows] == [
         ("held_out", "rl", 60.0, "10101"), ("sparc", "base", 0.0, "00000"),
-        ("sparc", "round_2", 20.0, "01000"), ("sparc", "rl", 80.0, "11110"),
+        ("sparc", "warm_start", 20.0, "01000"), ("sparc", "rl", 80.0, "11110"),
     ]  # fmt: skip
     assert [r["curve"] for r in rows] == [[], [], [], [[10, 25.0], [20, 50.0]]]
     assert rows[3]["databases"] == [["a", 2], ["b", 3]] and rows[3]["commit"] == "abc"
     low, high = bootstrap_interval([[100.0, 0.0], [100.0, 100.0, 0.0]])
     text = page.read_text()
-    assert f"| `rl` - `round_2` | **+60.0 [{low:+.1f}, {high:+.1f}]** | – | – | – |" in text
-    assert "**Not measured:** SParC dev: `short_sft`, `warm_start`, `round_1`, `short_rl`," in text
+    assert f"| `rl` - `warm_start` | **+60.0 [{low:+.1f}, {high:+.1f}]** | – | – | – |" in text
+    assert "**Not measured:** SParC dev: `short_sft`, `round_1`, `round_2`, `short_rl`," in text
     assert text.count("Spider dev: `short_sft`, `warm_start`, `short_rl`, `rl`\n") == 1
     assert "`make it --seeds 0`" in text and "secret" not in text
     assert "| `rl` | 0 | 25.0 | 50.0 |" in text and "(real_curves.png)" in text
@@ -196,9 +196,9 @@ def test_only_a_warm_start_stands_beside_other_seeds():
         return [{"arm": arm, "seed": s, "right": r, "databases": databases} for s, r in enumerate(rights)]
 
     shown = [*rows("rl", "11111", "11000", "11111"), *rows("rl_outcome", "11111", "00000")]
-    table = contrast_table({"sparc": [*shown, *rows("round_2", "00000")]})
+    table = contrast_table({"sparc": [*shown, *rows("warm_start", "00000")]})
     assert "| `rl` - `rl_outcome` | +20.0 [" in table  # of seeds 0 and 1: 0 and 40; it claims nothing
-    assert "| `rl` - `round_2` | **+80.0 [" in table  # of all three: 100, 40, 100
+    assert "| `rl` - `warm_start` | **+80.0 [" in table  # of all three: 100, 40, 100
 
 
 def played(text: str) -> dict:

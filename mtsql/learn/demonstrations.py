@@ -354,7 +354,4 @@ def _moved(schema: Schema, columns: set[str], source: str, target: str) -> Schem
 def format_repairs(trajectories: Sequence[Trajectory]) -> str:
     """How many trajectories there are by number of failed queries, as a sentence."""
     failed = Counter(sum(action.passed is False for action in t.actions) for t in trajectories)
-    return ", ".join(
-        f"{count:,} with {n or 'no'} failed quer{'y' if n == 1 else 'ies'}"
-        for n, count in sorted(failed.items())
-    )
+    return ", ".join(f"{count:,} trajectories with {n} failed queries" for n, count in sorted(failed.items()))
