@@ -31,7 +31,9 @@ def test_models_that_are_made_anew_learn_as_the_shipped_ones_did():
     assert settings[0] == settings[1] and SHIPPED
     for name in SHIPPED:
         made = json.loads((ROOT / MODELS / name / "run.json").read_text())["config"]
-        assert {key: made[key] for key in settings[0]} == settings[0], name
+        now = json.loads(json.dumps(vars(ImitationConfig(**settings[0], data=("",), out=""))))
+        kept = made.keys() - {"data", "out", "seed"}
+        assert {key: made[key] for key in kept} == {key: now[key] for key in kept}, name
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -41,4 +43,4 @@ def test_a_shipped_model_knows_its_sql(name, unseen, tmp_path):
         "--tools", "none", "--sampled-runs", 0, "--out", tmp_path / "e",
     )  # fmt: skip
     summary = json.loads((tmp_path / "e" / "summary.json").read_text())
-    assert summary["questions"] >= 30 and summary["ex"]["mean"] > 0.5
+    assert summary["questions"] >= 30 and summary["ex"]["mean"] >= 0.85 and summary["em"]["mean"] >= 0.9
