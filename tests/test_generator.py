@@ -300,7 +300,7 @@ def test_an_empty_observation_continues_the_row(model):
 
 
 def test_sampling_follows_the_distribution(model):
-    """The draws' mean log-probability is the distribution's, within 4 standard errors, and no hotter one's."""
+    """The draws' mean log-probability is the distribution's, within 4 standard errors, no hotter one's."""
     prompt, temperature = [5, 6, 7], 0.7
     with torch.no_grad():
         logits = model.eval()(torch.tensor([prompt])).logits[0, -1].double()  # (vocabulary,)
