@@ -174,8 +174,9 @@ def episodes(options: argparse.Namespace) -> dict[str, object]:
     sampling, asked = make_sampling(config, run.environment, 1.0), examples(run.dataset.dialogues)
     memory, played, statuses = [], 0, Counter()
     while played < options.episodes:
-        lot = [asked[(played + i) % len(asked)] for i in range(400)]
-        seeds = [trajectory_seed(options.seed, played + i) for i in range(400)]
+        now = range(played, min(played + 400, options.episodes))
+        lot = [asked[i % len(asked)] for i in now]
+        seeds = [trajectory_seed(options.seed, i) for i in now]
         fresh = [run.environment.episodes(e, [s])[0] for e, s in zip(lot, seeds, strict=True)]
         statuses.update(t.status.value for t in rollout(run.policy, run.tokens, fresh, sampling, 64))
         played += len(fresh)

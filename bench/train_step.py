@@ -185,6 +185,7 @@ def peak_of(action: Callable[[], None]) -> tuple[float, float]:
         status = Path("/proc/self/status").read_text()
         return int(status.split(which)[1].split()[0]) * 1024
 
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making model and data
     before = resident("VmRSS:")
     start = time.perf_counter()
     action()
@@ -201,20 +202,21 @@ def loss_peak(layout: str, tokens: int, chunk: int | None = None) -> tuple[float
     """Peak bytes and seconds of head and loss, forward and backward; the head's gradient is there before,
     as after a first micro-batch. For a fresh process.
     """
-    hidden_size = WORK["vocabulary"].shape["hidden_size"]
-    head = torch.nn.Linear(hidden_size, QWEN3_VOCABULARY, bias=False)
+    shape = WORK["vocabulary"].shape | {"num_hidden_layers": 1}
+    model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape))
+    head, vocabulary, hidden_size = model.lm_head, shape["vocab_size"], shape["hidden_size"]
     head.weight.grad = torch.zeros_like(head.weight).add_(0.0)
     hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
-    targets = torch.randint(QWEN3_VOCABULARY, (tokens,))
+    targets = torch.randint(vocabulary, (tokens,))
     everything = torch.arange(tokens)
 
     def loss() -> Tensor:
         if layout == "plain":
             logits = head(hidden[0])  # (tokens, vocabulary)
             return -logits.log_softmax(-1).gather(-1, targets[:, None]).mean()
-        output = SimpleNamespace(last_hidden_state=hidden)
-        model = SimpleNamespace(config=None, base_model=lambda **_: output)
-        model.get_output_embeddings = lambda: head
+        model.model.forward = lambda **_: SimpleNamespace(
+            last_hidden_state=hidden
+        )  # the layers are not measured
         batch = TokenBatch(everything[None], everything, targets, everything, everything, everything)
         return sft_loss(token_logprobs(model, batch, **({"chunk": chunk} if chunk else {}))[0], tokens)
 

@@ -13,6 +13,7 @@ from mtsql.errors import UserError, loading
 from mtsql.files import recover_folder
 
 ADAPTER_FILE = "adapter_config.json"
+PACKAGED = ("qwen2.5-coder-0.5b", "smollm2-135m")  # what python -m mtsql.pretrained makes
 LFS_POINTER = b"version https://git-lfs"
 WHAT_TO_GIVE = (
     "give a folder with config.json, weights and tokenizer, a PEFT adapter folder, "
@@ -47,7 +48,9 @@ def base_of_adapter(folder: Path) -> str:
     if Path(beside).is_dir():
         return beside
     if name.startswith(".") and not Path(name).is_dir():
-        raise UserError(f"{folder} is an adapter of {beside}, which is not there; its README says where from")
+        made = next((model for model in PACKAGED if Path(beside).name.startswith(model)), None)
+        how = f"make it: python -m mtsql.pretrained {made} {beside}" if made else "its README says where from"
+        raise UserError(f"{folder} is an adapter of {beside}, which is not there; {how}")
     return name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import socket
 import sqlite3
 import struct
@@ -17,16 +18,19 @@ from email.message import Message
 from types import SimpleNamespace
 
 import pytest
-from conftest import GOLD, QUESTION, ROOT, TOY, Tiny
+from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, run
 
 from mtsql.agent.env import Environment, Limits, WatchedEpisode
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
+from mtsql.chat.__main__ import ITS_CONFIG, SHIPPED, chat_options
 from mtsql.chat.conversation import Conversation, Event
 from mtsql.chat.server import make_server
 from mtsql.chat.terminal import converse, format_result, run_command, show_event
 from mtsql.data.introspect import read_schema
 from mtsql.errors import UserError
+from mtsql.model_folder import PACKAGED
+from mtsql.pretrained import MODELS
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
@@ -312,3 +316,17 @@ def test_the_command_talks_in_a_terminal(work):
     assert "error: :nonsense is no command" in outcome.stdout
     refused = subprocess.run([*command, str(work)], cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 2 and "is not a file" in refused.stderr
+
+
+def test_without_its_base_the_shipped_agent_names_the_command_that_makes_it(tmp_path, tiny):
+    assert tuple(MODELS) == PACKAGED
+    assert chat_options(["--database", "d"]).model == SHIPPED == "models/smollm2-135m-sql"
+    agent = shutil.copytree(ROOT / SHIPPED, tmp_path / SHIPPED)  # beside no base, as in a clean clone
+    out = run(
+        "-m", "mtsql.chat", "--config", ITS_CONFIG, "--model", agent, "--database", tiny.schema.path, expect=2
+    )
+    base = agent.with_name("smollm2-135m-instruct")
+    assert out == (
+        f"error: {agent} is an adapter of {base}, which is not there; "
+        f"make it: python -m mtsql.pretrained smollm2-135m {base}\n"
+    )

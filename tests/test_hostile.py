@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtsql.sql.clauses import clause_f1, whole_clause_f1
-from mtsql.sql.execute import Executor, execution_match, set_match
+from mtsql.sql.compare import results_equal
+from mtsql.sql.execute import Executor, as_executed, execution_match, set_match
 from mtsql.sql.match import exact_set_match, partial_f1
 from mtsql.sql.parse import parse_sql
 from mtsql.sql.plug import with_gold_values
@@ -79,6 +80,7 @@ texts = st.one_of(
 @given(sql=texts)
 def test_fuzzed_sql_is_run_read_and_scored(database, fuzz_executor, sql):
     schema = SqlSchema.from_database(database)
+    gold_rows = fuzz_executor.execute(database, GOLD).rows
     begin = time.monotonic()
     result = fuzz_executor.execute(database, sql)
     assert result.status in ("rows", "empty", "error", "timeout", "refused")
@@ -93,8 +95,13 @@ def test_fuzzed_sql_is_run_read_and_scored(database, fuzz_executor, sql):
     assert 0.0 <= clause_f1(GOLD, sql, schema) <= 1.0
     assert 0.0 <= whole_clause_f1(GOLD, sql, schema) <= 1.0
     for candidate in with_gold_values(GOLD, sql):
-        assert execution_match(fuzz_executor, database, GOLD, candidate) in (True, False)
-    assert set_match(fuzz_executor, database, GOLD, sql) in (True, False)
+        found = fuzz_executor.execute(database, as_executed(candidate, keep_distinct=False))
+        right = execution_match(fuzz_executor, database, GOLD, candidate)
+        assert found.truncated or right == (found.ok and results_equal(gold_rows, found.rows, True)), (
+            candidate
+        )
+    right = set_match(fuzz_executor, database, GOLD, sql)
+    assert result.truncated or right == (result.ok and set(result.rows) == set(gold_rows))
 
 
 @pytest.fixture(scope="module")

@@ -459,6 +459,8 @@ def test_verdicts_follow_holm():
     ]
     assert said[0][0].difference.p == pytest.approx(0.04)  # 0.02 counts twice,
     assert said[0][3].difference.p == pytest.approx(0.03)  # 0.01 three times: 0.02 and 1 are above it
+    near = judged([[finding(0.1, 0.0499)], []], (0, 1))[0][0][0].difference
+    assert near == (chance, 0.0499)  # other draws may put it above 0.05
     of_three, _ = judged([first], (0, 1, 2))
     assert {of.difference.said for of in of_three[0]} == {"untested", "built in"}
     alone = Finding("", "", "", Difference(0.1, (0.1, 0.1), {0: 0.1}, 0.001))

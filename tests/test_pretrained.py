@@ -1,25 +1,43 @@
-"""The pretrained model's folder: the pinned weights or one sentence."""
+"""The pretrained model's folder: the pinned weights or one sentence; the shipped adapter beside it."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
+import shutil
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run
+from conftest import ROOT, run
+from safetensors import safe_open
 
+from mtsql.agent.env import Environment, Limits
+from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
+from mtsql.agent.trajectory import Status
+from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
 from mtsql.pretrained import MODELS, write_pretrained
+from mtsql.recipes.mtsql_r1 import MtsqlR1
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.sql.score import Scorer
 
 COMMAND = ("-m", "mtsql.pretrained")
+ADAPTER = ROOT / "models" / "smollm2-135m-sql"
+ASKED = {
+    "How many singers are there?": "SELECT count(*) FROM singer",
+    "List the names of all singers.": "SELECT name FROM singer",
+    "What is the average age of all singers?": "SELECT avg(age) FROM singer",
+    "Show the name of the oldest singer.": "SELECT name FROM singer ORDER BY age DESC LIMIT 1",
+}
 
 
 @pytest.fixture
@@ -108,14 +126,24 @@ def test_unknown_model(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_model_of_the_package_answers(tmp_path):
+def test_the_shipped_adapter_is_small_and_names_its_base_by_a_relative_path():
+    weights = ADAPTER / "adapter_model.safetensors"
+    assert weights.stat().st_size <= 20e6
+    config = json.loads((ADAPTER / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "../smollm2-135m-instruct"
+    with safe_open(weights, "pt") as file:
+        assert {str(file.get_slice(name).get_dtype()) for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path, tiny):
+    base = tmp_path / "smollm2-135m-instruct"
     try:
-        assert write_pretrained("smollm2-135m", tmp_path / "model") == "package"
+        assert write_pretrained("smollm2-135m", base) == "package"
     except UserError as error:
         if "could not download" not in str(error):
             raise
         pytest.skip(str(error))
-    model, tokenizer = load_policy(tmp_path / "model").eval(), load_tokenizer(tmp_path / "model")
+    model, tokenizer = load_policy(base).eval(), load_tokenizer(base)
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not hasattr(model.config, "quantization_config")
@@ -124,3 +152,16 @@ def test_model_of_the_package_answers(tmp_path):
     prompt = tokens.prompt_ids([{"role": "user", "content": "What is the capital of France?"}], None)
     answer = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
     assert "Paris" in tokens.decode(answer.tolist())
+    adapter = shutil.copytree(ADAPTER, tmp_path / ADAPTER.name)
+    policy, tokens = load_policy(adapter), ChatTokens(load_tokenizer(adapter))
+    recipe = MtsqlR1(PromptOptions(compact=True))
+    environment = Environment(
+        {"music": tiny.schema}, recipe, tokens, tiny.executor, Limits(), make_tools("none")
+    )
+    asked = [Example("00000/0", "00000", "music", 0, text, gold, ()) for text, gold in ASKED.items()]
+    episodes = [environment.episodes(example, [0])[0] for example in asked]
+    answered = rollout(policy, tokens, episodes, Sampling(0.0, max_turn_tokens=60))
+    assert {trajectory.status for trajectory in answered} == {Status.ANSWERED}
+    scorer = Scorer(environment.schemas, tiny.executor)
+    right = [scorer.ex("music", e.gold_sql, t.answer_sql) for e, t in zip(asked, answered, strict=True)]
+    assert sum(right) >= 3, [trajectory.answer_sql for trajectory in answered]

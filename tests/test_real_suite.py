@@ -146,7 +146,7 @@ def test_page_of_what_is_there_and_of_what_was_there(tmp_path):
     assert rows[3]["databases"] == [["a", 2], ["b", 3]] and rows[3]["commit"] == "abc"
     low, high = bootstrap_interval([[100.0, 0.0], [100.0, 100.0, 0.0]])
     text = page.read_text()
-    assert f"| `rl` - `warm_start` | +60.0 [+{low:.1f}, +{high:.1f}] | – | – | – |" in text
+    assert f"| `rl` - `warm_start` | **+60.0 [{low:+.1f}, {high:+.1f}]** | – | – | – |" in text
     assert "**Not measured:** SParC dev: `short_sft`, `round_1`, `round_2`, `short_rl`," in text
     assert text.count("Spider dev: `short_sft`, `warm_start`, `short_rl`, `rl`\n") == 1
     assert "`make it --seeds 0`" in text and "secret" not in text
@@ -197,8 +197,8 @@ def test_only_a_warm_start_stands_beside_other_seeds():
 
     shown = [*rows("rl", "11111", "11000", "11111"), *rows("rl_outcome", "11111", "00000")]
     table = contrast_table({"sparc": [*shown, *rows("warm_start", "00000")]})
-    assert "| `rl` - `rl_outcome` | +20.0 [" in table  # of seeds 0 and 1: 0 and 40
-    assert "| `rl` - `warm_start` | +80.0 [" in table  # of all three: 100, 40, 100
+    assert "| `rl` - `rl_outcome` | +20.0 [" in table  # of seeds 0 and 1: 0 and 40; it claims nothing
+    assert "| `rl` - `warm_start` | **+80.0 [" in table  # of all three: 100, 40, 100
 
 
 def played(text: str) -> dict:

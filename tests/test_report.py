@@ -11,18 +11,23 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from conftest import ROOT
 from matplotlib.image import imread
 
 from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_record
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.report import metrics
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.errors import ERRORS
 from mtsql.report.metrics import (
     MetricsLog,
     bootstrap_interval,
+    bootstrap_means,
+    excludes_zero,
     format_coverage,
     format_summary,
     paired_difference,
@@ -57,6 +62,32 @@ def test_interval_agrees_with_theory_and_repeats():
     assert bootstrap_interval(values) == (low, high)
     uneven = [[i % 7 / 6] for i in range(100)]
     assert bootstrap_interval(uneven, seed=1) != bootstrap_interval(uneven)
+
+
+def test_memory_of_the_draws_is_bounded_and_no_draw_is_another_for_it(monkeypatch):
+    values = [[i % 7 / 6, i % 2] for i in range(90)]
+    whole = bootstrap_means(values)
+    monkeypatch.setattr(metrics, "DRAWN_AT_ONCE", 90 * 301)
+    assert len(whole) == 10_000 and (bootstrap_means(values) == whole).all()
+
+
+def test_an_end_within_its_own_error_of_zero_claims_nothing():
+    """EXECUTE on SParC dev once stood as 1.7 [0.1, 3.8], which other seeds of the draws take back."""
+    rows = json.loads((ROOT / "docs" / "results" / "real.json").read_text())
+    claimed = {}
+    for dataset in ("sparc", "cosql"):
+        of = {r["arm"]: r for r in rows if (r["dataset"], r["seed"]) == (dataset, 0)}
+        names = [name for name, count in of["rl"]["databases"] for _ in range(count)]
+        groups: dict[str, list[int]] = {}
+        for name, x, y in zip(names, of["rl"]["right"], of["rl_no_execution"]["right"], strict=True):
+            groups.setdefault(name, []).append(int(x) - int(y))
+        claimed[dataset] = [excludes_zero(bootstrap_means(list(groups.values()), seed)) for seed in range(5)]
+    assert claimed == {"sparc": [False] * 5, "cosql": [True] * 5}
+    draws = np.ones(10_000)
+    for beyond, excluded in ((0, True), (200, True), (240, False), (250, False), (300, False)):
+        draws[:beyond] = -1  # the interval's end is above 0 up to 249; its own error is 31 draws
+        assert (excludes_zero(draws), excludes_zero(-draws)) == (excluded, excluded), beyond
+    assert not excludes_zero(np.zeros(10_000))
 
 
 def test_dialogues_are_drawn_whole():

@@ -15,6 +15,7 @@ import numpy as np
 from mtsql.errors import UserError
 from mtsql.files import load_json, load_json_lines
 from mtsql.report.abilities import ABILITIES
+from mtsql.report.metrics import at_most, interval_of, smaller_tail
 
 DESCRIPTIONS = {
     "base": "untrained, both tools",
@@ -253,9 +254,7 @@ def drawn_means(mean: float, by_seed: Mapping[int, float], groups: Sequence[Sequ
 
 def _difference(mean: float, by_seed: dict[int, float], groups: Sequence[Sequence[Answer]]) -> Difference:
     drawn = drawn_means(mean, by_seed, groups)
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    tail = min((drawn <= 0).sum(), (drawn >= 0).sum())
-    return Difference(mean, (float(low), float(high)), by_seed, min(1.0, 2 * (tail + 1) / (len(drawn) + 1)))
+    return Difference(mean, interval_of(drawn), by_seed, min(1.0, 2 * smaller_tail(drawn)))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -281,10 +280,12 @@ def verdicts(differences: Sequence[Difference], seeds: Sequence[int]) -> list[Ve
     """On the claim of each that it is above 0, where all are one family of tests (Holm).
 
     Without all of the page's seeds nothing is tested (one may be unfinished, or have no answers to compare),
-    nor with one, which says nothing of others.
+    nor with one, which says nothing of others. What holds does so with each p at the upper end of its own
+    Monte-Carlo error, so that other draws would not take it back.
     """
     whole = [d for d in differences if len(seeds) > 1 and d.p is not None and d.by_seed.keys() >= set(seeds)]
-    adjusted = iter(holm([d.p for d in whole]))
+    ps = [d.p for d in whole]
+    adjusted = zip(holm(ps), holm([2 * at_most(p / 2, RESAMPLES) for p in ps]), strict=True)
     found = []
     for difference in differences:
         if difference.p is None:
@@ -292,8 +293,8 @@ def verdicts(differences: Sequence[Difference], seeds: Sequence[int]) -> list[Ve
         elif difference not in whole:
             found.append(Verdict("untested" if len(seeds) > 1 else "one seed"))
         else:
-            p = next(adjusted)
-            sure = difference.mean != 0 and p <= 0.05
+            p, highest = next(adjusted)
+            sure = difference.mean != 0 and highest <= 0.05
             said = "holds" if difference.mean > 0 else "the contrary holds"
             found.append(Verdict(said if sure else "not beyond chance", p))
     return found

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from mtsql.config import hardware
 from mtsql.errors import UserError
 from mtsql.experiments.arms import read_evaluation, read_json
@@ -25,7 +27,7 @@ from mtsql.experiments.real import ARMS, DATASETS, HELD_OUT, SPIDER, sets_of
 from mtsql.experiments.real_trajectories import write_trajectories
 from mtsql.files import write_atomically
 from mtsql.parts import Part, minutes_of
-from mtsql.report.metrics import bootstrap_interval
+from mtsql.report.metrics import RESAMPLES, bootstrap_interval, bootstrap_means, excludes_zero, interval_of
 from mtsql.report.plots import save_figure
 
 NAMES = {"sparc": "SParC dev", "cosql": "CoSQL dev", HELD_OUT: "held-out databases", SPIDER: "Spider dev"}
@@ -209,9 +211,9 @@ def heading(rows: Sequence[Row], made_with: str) -> str:
         lines.append(f"- **Not measured:** {'; '.join(lacking)}")
     reading = (
         "EX is execution accuracy, EM exact set match, greedy, with gold history, in %. In brackets: 95 % "
-        "intervals, resampling databases. The training data is a mix of Spider, CoSQL and SParC whose SParC "
-        "part is rebuilt, and the databases are of another export than the official one, so these are "
-        "no official scores of the data sets."
+        f"intervals, resampling databases ({RESAMPLES:,} draws). The training data is a mix of Spider, CoSQL "
+        "and SParC whose SParC part is rebuilt, and the databases are of another export than the official "
+        "one, so these are no official scores of the data sets."
     )
     return joined("\n".join(lines), reading)
 
@@ -254,9 +256,10 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
             if found is None:
                 cells.append(EMPTY)
             else:
-                mean, low, high, of_seed = found
+                mean, drawn, of_seed = found
                 each = by_seed({seed: signed(value) for seed, value in of_seed.items()})
-                cells.append(f"{signed(mean)} [{signed(low)}, {signed(high)}]{each}")
+                shown = f"{signed(mean)} [{', '.join(map(signed, interval_of(drawn)))}]"
+                cells.append((f"**{shown}**" if excludes_zero(drawn) else shown) + each)
         if set(cells) != {EMPTY}:
             lines.append([title, f"`{better}` - `{worse}`", *cells])
     note = (
@@ -264,15 +267,16 @@ def contrast_table(of: Mapping[str, Sequence[Row]]) -> str:
         "fine-tuning has not seen, each on the questions that its own warm start solves now and then. The "
         "earlier SQL stands in every prompt, as in the paper's. Intervals resample databases "
         "alone, all seeds together: they say nothing of other seeds. Behind them is each seed's own "
-        "difference; a warm start of seed 0 stands beside every seed of RL."
+        "difference; a warm start of seed 0 stands beside every seed of RL. In bold: 0 is outside the "
+        "interval by more than the draws' own Monte-Carlo error; the others claim nothing."
     )
     return table(["step", "arms", *(NAMES[name] for name in of)], lines, note)
 
 
 def _difference(
     better: Mapping[int, Row], worse: Mapping[int, Row], is_warm_start: bool
-) -> tuple[float, float, float, dict[int, float]] | None:
-    """Mean, interval and each seed's mean in points; a warm start of seed 0 stands beside every seed."""
+) -> tuple[float, np.ndarray, dict[int, float]] | None:
+    """Mean, resampled means and each seed's mean in points; a warm start of seed 0 is beside every seed."""
     of_seed, databases = {}, {}
     for seed, a in better.items():
         b = worse.get(0 if is_warm_start else seed)
@@ -283,7 +287,7 @@ def _difference(
         return None
     groups = _by_database((databases[seed], values) for seed, values in of_seed.items())
     means = {seed: fmean(values) for seed, values in of_seed.items()}
-    return fmean(value for group in groups for value in group), *bootstrap_interval(groups), means
+    return fmean(value for group in groups for value in group), bootstrap_means(groups), means
 
 
 def by_seed(values: Mapping[int, str]) -> str:

@@ -24,7 +24,8 @@ from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
-RESAMPLES = 2000  # of a bootstrap interval
+RESAMPLES = 10_000  # of a bootstrap interval
+DRAWN_AT_ONCE = 2_000_000  # dialogues, so that memory stays bounded
 COUNTS = ("interactions", "sampled_tokens", "response_tokens")
 
 
@@ -48,21 +49,54 @@ def step_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards])
     }
 
 
-def bootstrap_interval(values_by_dialogue: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean over questions, from resampling whole dialogues.
+def bootstrap_means(values_by_dialogue: Sequence[Sequence[float]], seed: int = 0) -> np.ndarray:
+    """Means over questions after drawing whole dialogues anew: (RESAMPLES,), float64.
 
-    The questions of a dialogue depend on each other, so dialogues are what is drawn anew. Raises
-    ValueError if there is no dialogue, or one without questions.
+    The questions of a dialogue depend on each other, so dialogues are what is drawn. Raises ValueError if
+    there is no dialogue, or one without questions.
     """
     sizes = np.array([len(values) for values in values_by_dialogue])  # (dialogues,)
     if len(sizes) == 0 or not sizes.all():
         raise ValueError("an interval needs at least one dialogue, and a question in each")
     sums = np.array([sum(values) for values in values_by_dialogue], dtype=float)  # (dialogues,)
     rng = np.random.default_rng(seed)
-    draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(RESAMPLES))
-    means = [sums[drawn].sum() / sizes[drawn].sum() for drawn in draws]
+    means = np.empty(RESAMPLES)
+    at_once = max(1, DRAWN_AT_ONCE // len(sizes))
+    for start in range(0, RESAMPLES, at_once):
+        part = means[start : start + at_once]
+        drawn = rng.integers(len(sizes), size=(len(part), len(sizes)))  # (draws, dialogues)
+        part[:] = sums[drawn].sum(1) / sizes[drawn].sum(1)
+    return means
+
+
+def interval_of(means: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of resampled means."""
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
+
+
+def bootstrap_interval(values_by_dialogue: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean over questions, from resampling whole dialogues: see `bootstrap_means`."""
+    return interval_of(bootstrap_means(values_by_dialogue, seed))
+
+
+def smaller_tail(means: np.ndarray) -> float:
+    """The share of resampled means at 0 or beyond it, on the side that has fewer; never quite 0."""
+    tail = min((means <= 0).sum(), (means >= 0).sum())
+    return float(tail + 1) / (len(means) + 1)
+
+
+def at_most(share: float, draws: int) -> float:
+    """What a share of so many random draws may be, with its own Monte-Carlo error (1.96 standard errors)."""
+    return share + 1.96 * math.sqrt(share * (1 - min(share, 1)) / draws)
+
+
+def excludes_zero(means: np.ndarray) -> bool:
+    """Whether the 95 % interval of resampled means lies beside 0 by more than its own Monte-Carlo error.
+
+    Only then may a difference be claimed: an end nearer to 0 is on the other side with other draws.
+    """
+    return at_most(smaller_tail(means), len(means)) < 0.025
 
 
 def paired_difference(
