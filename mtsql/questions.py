@@ -128,10 +128,12 @@ def prompt_options(config: QuestionOptions) -> PromptOptions:
     return PromptOptions(compact, config.result_characters, config.schema, turns, config.native_thinking)
 
 
-def make_sampling(config: AgentOptions, environment: Environment, temperature: float) -> Sampling:
+def make_sampling(
+    config: AgentOptions, environment: Environment, temperature: float, top_p: float = 1.0
+) -> Sampling:
     """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
     stops = environment.recipe.stop_strings
-    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops)
+    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops, top_p=top_p)
 
 
 def reward_function(

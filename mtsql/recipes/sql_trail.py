@@ -29,9 +29,9 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
   trajectory counts by its mean, as in GRPO; --ratio sequence is the length-th root of that product (GSPO), and
   the gradient of --aggregate constant is Equation 2's but for a factor.
 - Sampling with top_p 0.99 (A.5) becomes 1: the loss needs the log-probabilities that were sampled from.
-- "Batch size 128" is read as questions in RL and as trajectories in SFT. The learning rate of RL, 1e-6, is the
-  default; SFT shares the option and needs --learning-rate 1e-5. Its beta2 of 0.95, weight decay of 0.01 and
-  warm-up of 0.1 are train_sft.py's 0.999, 0 and 0.03. The number of steps (108) is not set here.
+- "Batch size 128" is read as questions in RL and as trajectories in SFT, whose optimizer is that of A.5. RL's
+  learning rate, 1e-6, is the default; its other optimizer settings are not given. The number of steps (108) is
+  not set here.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ SETTINGS = {
     "prompts_per_step": 128,
     "trajectories_per_step": 128,
     "clip_high": 0.28,
+    "sft": {
+        "learning_rate": 1e-5,
+        "epochs": 2.0,
+        "beta2": 0.95,
+        "weight_decay": 0.01,
+        "warmup": 0.1,
+    },
 }
 
 INVALID = "Your previous action is invalid. Think and try again."
