@@ -11,7 +11,8 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
-five abilities of section 4.3, the kinds of errors of section 4.4 by rules, and latency.
+five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the parts of the recipe's reward,
+turns with their deviation and the length of thoughts (SQL-Trail, A.8), and latency.
 --sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
 of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). Of a model that
 takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 4.
@@ -25,8 +26,9 @@ Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
 - EM is the official exact set match, where the paper's reward compares strings (`em_string` does here).
 - Errors are sorted by rules; the paper asks GPT-5 (mtsql.experiments.judge asks a model, in our words).
-- --history predicted puts the policy's own earlier answers in the memory; the paper's numbers are
-  with gold history, our default. There is no vote then: the N answers have different histories.
+- --history predicted puts the policy's own earlier answers in the memory. The paper's main numbers are read
+  as with gold history, our default; by its review it reports predicted history too. There is no vote then:
+  the N answers have different histories.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
+from mtsql.questions import prompt_options
+from mtsql.recipes import load_recipe
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
@@ -103,7 +107,9 @@ def main(config: EvaluateConfig) -> None:
     if not run.processes.is_main:
         return
     verifies = run.environment.recipe.verifies
-    records = score_records(answered, run.scorer, verifies)
+    decode = run.tokens.tokenizer.decode
+    reward = load_recipe(config.recipe).make_reward("", "", run.scorer, decode, prompt_options(config))
+    records = score_records(answered, run.scorer, verifies, reward, decode)
     sampled = [score_records(pairs, run.scorer, verifies) for pairs in samples]
     summary = summarise(records)
     if latency is not None:

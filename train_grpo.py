@@ -6,8 +6,8 @@
 One step: sample G trajectories for each of a batch of questions, reward each trajectory, normalise rewards
 within each question's group, and take one clipped policy-gradient step on the tokens that the model wrote.
 With --curriculum, questions that the policy sometimes fails come from easy to hard (section 3.3.1). The run
-folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step) and dev.csv, which is
-filled with --evaluate-every.
+folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step), asked.json (ids of the
+questions) and dev.csv, which is filled with --evaluate-every.
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
@@ -36,6 +36,7 @@ from mtsql.config import GrpoConfig, read_options, save_config, user_errors
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = read_options(GrpoConfig, __doc__)
 
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ from tqdm import tqdm
 from mtsql.agent.rollout import rollout, trajectory_seed
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
+from mtsql.files import write_atomically
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import step_batches
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
@@ -104,6 +106,7 @@ def main(config: GrpoConfig) -> int:
         log, dev_log = (MetricsLog(run.out / f"{n}.csv", run.step, config.track) for n in ("metrics", "dev"))
         drop_later_records(run.out / "trajectories.jsonl", run.step)
     stop, started = False, time.perf_counter()
+    asked = set((run.state or {}).get("asked", ()))  # ids of the questions that were learned from
     bar = tqdm(range(run.step, config.steps), desc="GRPO", unit="step", disable=not processes.is_main)
     with finish_step_on_interrupt() as interrupted:
         for step in bar:
@@ -113,6 +116,7 @@ def main(config: GrpoConfig) -> int:
             rewarding = run if level >= config.process_from_level else early
             with whole_weights(run.policy):
                 groups, replaced = sample_groups(config, rewarding, levels, step)
+            asked |= {group[0].example.id for group in groups}
             sampled = time.perf_counter()
             # Normalise the rewards within each group.
             informative = set_advantages(config, groups)  # (questions,)
@@ -143,7 +147,7 @@ def main(config: GrpoConfig) -> int:
                     dev_log.append(scores)
             stop = any(processes.all_gather(bool(interrupted)))
             if stop or step + 1 == config.steps or (step + 1) % config.save_every == 0:
-                save_checkpoint(run, step + 1, {})
+                save_checkpoint(run, step + 1, {"asked": sorted(asked)})
             if stop:
                 break
     if not stop:
@@ -151,6 +155,7 @@ def main(config: GrpoConfig) -> int:
     if processes.is_main and stop:
         print(f"saved a checkpoint after step {step + 1} in {run.out}; go on with --resume")
     elif processes.is_main:
+        write_atomically(run.out / "asked.json", json.dumps(sorted(asked)))
         plot_training(run.out / "metrics.csv", run.out)
         print(f"policy after {max(run.step, config.steps)} steps: {run.out / 'policy'}")
     leave_processes(processes)

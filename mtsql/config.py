@@ -90,6 +90,11 @@ class QuestionOptions(CommonOptions):
     native_thinking: bool = option(
         False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
     )
+    without: Literal["none", "guidance", "headers", "thoughts"] = option(
+        "none",
+        "left out of the prompt: SQL-Trail's selection guidance, it and its column headers (Table 4), "
+        "MTIR-SQL's thoughts (Direct Output, Table 4)",
+    )
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
     max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")

@@ -89,8 +89,8 @@ FIXED = (
     "tools", "ex", "beta2", "weight_decay",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
     "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "shard", "wording", "schema",
-    "thinking", "native_thinking", "sql_timeout", "error_hints", "max_prompt_tokens", "max_response_tokens",
-    "max_sequence_tokens",
+    "thinking", "native_thinking", "without", "sql_timeout", "error_hints", "max_prompt_tokens",
+    "max_response_tokens", "max_sequence_tokens",
 )  # fmt: skip
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 

@@ -207,6 +207,8 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
     count = -(-len(wrong) // size)
     assert levels == sorted(levels) and set(levels) == set(range(1, count + 1))
     place = {c.example_id: i // size + 1 for i, c in enumerate(wrong)}
+    shown = [json.loads(line)["example_id"] for line in (work / "levels" / "trajectories.jsonl").open()]
+    assert json.loads((work / "levels" / "asked.json").read_text()) == sorted(set(shown))
     for line in (work / "levels" / "trajectories.jsonl").open():
         record = json.loads(line)
         assert place[record["example_id"]] == levels[record["step"]]

@@ -11,9 +11,12 @@ from hostile import STATEMENTS
 from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, check, read_options
+from mtsql.errors import UserError
+from mtsql.questions import prompt_options
 from mtsql.recipes import skyrl_sql, sql_trail
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, schema_items, turns_reward
+from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, rows_alone, schema_items, turns_reward
+from mtsql.report.evaluation import thought_characters
 from mtsql.sql.structure import SqlSchema
 
 REASON = "<reasoning>singer, country</reasoning>\n"
@@ -44,6 +47,24 @@ def solution(sql=GOLD):
 
 
 # Prompt and table
+
+
+def test_what_table_4_leaves_out(tiny):
+    whole, unguided, headless = (
+        prompt_text(tiny, sql_trail, PromptOptions(without=what)) for what in ("none", "guidance", "headers")
+    )
+    assert sql_trail.SELECT_SCHEMA in whole and tiny.schema.text(False) in unguided
+    assert "identify all tables and columns" not in unguided + headless
+    assert "AVG(price)\n0 " in unguided and "<observation>\n0       24.75" in headless
+    cells = [["name", "n"], ["Anna", "1"], ["Bo", "12"]]
+    assert rows_alone(cells) == "0  Anna   1\n1    Bo  12"
+    assert rows_alone(cells[:1]) == "Empty DataFrame"
+    episode = play(tiny, query(), solution(), module=sql_trail, options=PromptOptions(without="headers"))
+    assert "name" not in episode.trajectory.observations[0].text
+    assert thought_characters(episode.trajectory, tiny.tokens.tokenizer.decode) == 2 * len("singer, country")
+    words = ["--recipe=mtir_sql", "--without=headers", "--data=d", "--model=m", "--out=o"]
+    with pytest.raises(UserError, match="--without headers needs --recipe sql_trail"):
+        prompt_options(read_options(EvaluateConfig, "", words))
 
 
 def test_prompt_of_appendix_a(tiny):

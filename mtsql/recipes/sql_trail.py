@@ -22,6 +22,8 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
   the final output. r_exec is the project's EX, which looks at the first statement; r_syntax runs the whole
   answer with EX's small repairs ("> ="), so that a second statement costs it.
 - Where single-pass and multi-turn RL are compared, r_turns is off in both (section 5.1): --weights turns=0.
+- Table 4's rows are --without guidance, --without headers (and guidance) and --schema names; its second has no
+  headers where ours has rows and their numbers alone.
 - Without a schema (Table 4) the prompt is not printed: it names the tables, and leaves out the third
   instruction, which asks for columns of the schema. The prompts of a single pass and of native thinking are ours.
 - clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Equation 2 has one ratio a
@@ -102,10 +104,10 @@ Relavent tables and columns:
 - 'products':'price'
 
 To solve this problem I should issue a simple aggregate query using AVG(price).</think>"""
-QUERY = """<sql>SELECT AVG(price) FROM products;</sql>
+HEADER = "   AVG(price)\n"
+QUERY = f"""<sql>SELECT AVG(price) FROM products;</sql>
 <observation>
-   AVG(price)
-0       24.75
+{HEADER}0       24.75
 </observation>"""
 SECOND_THOUGHT = (
     "<think>The result shows that the average product price is 24.75. The question asks for the average price, "
@@ -116,15 +118,18 @@ SOLUTION = "<solution>SELECT AVG(price) FROM products;</solution>"
 
 def make_recipe(options: PromptOptions) -> TaggedRecipe:
     """SQL-Trail's prompts, tags and observations, as the options say."""
-    return TaggedRecipe(options, ("reasoning", "think"), task, data_frame, INVALID)
+    table = rows_alone if options.without == "headers" else data_frame
+    return TaggedRecipe(options, ("reasoning", "think"), task, table, INVALID)
 
 
 def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
     """The system prompt of A.3."""
     names_only = options.schema == "names"
     given = "the table names of a database" if names_only else "a database schema"
-    select, reflect = [] if names_only else [SELECT_SCHEMA], [REFLECT] if multi_turn else []
-    steps = [QUERY, SECOND_THOUGHT] if multi_turn else []
+    select = [] if names_only or options.without != "none" else [SELECT_SCHEMA]
+    reflect = [REFLECT] if multi_turn else []
+    query = QUERY.replace(HEADER, "") if options.without == "headers" else QUERY
+    steps = [query, SECOND_THOUGHT] if multi_turn else []
     return task_text(
         options,
         example,
@@ -150,6 +155,12 @@ def data_frame(cells: list[list[str]]) -> str:
         "  ".join([line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))])
         for line in lines
     )
+
+
+def rows_alone(cells: list[list[str]]) -> str:
+    """The same without the names of the columns (Table 4)."""
+    header, *rows = cells
+    return data_frame([[""] * len(header), *rows]).partition("\n")[2] if rows else "Empty DataFrame"
 
 
 @dataclass(frozen=True)
