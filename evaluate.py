@@ -11,9 +11,12 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
-five abilities of section 4.3, the kinds of errors of section 4.4 by rules, and latency.
---sampled-runs N adds the mean of N runs at temperature 1 and, from 2 on, the majority vote of each
-question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8).
+five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the parts of the recipe's reward,
+turns with their deviation and the length of thoughts (SQL-Trail, A.8), and latency.
+--sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
+of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). Of a model that
+takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 4.
+--ex bird makes EX, the vote and pass@k BIRD's: equal sets of rows, as the papers report it on BIRD.
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
 server of OpenAI's form, in the same environment (mtsql/agent/served.py).
 The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl. Answers
@@ -23,15 +26,16 @@ Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
 - EM is the official exact set match, where the paper's reward compares strings (`em_string` does here).
 - Errors are sorted by rules; the paper asks GPT-5 (mtsql.experiments.judge asks a model, in our words).
-- --history predicted puts the policy's own earlier answers in the memory; the paper's numbers are
-  with gold history, our default. There is no vote then: the N answers have different histories.
+- --history predicted puts the policy's own earlier answers in the memory. The paper's main numbers are read
+  as with gold history, our default; by its review it reports predicted history too. There is no vote then:
+  the N answers have different histories.
 """
 
 from __future__ import annotations
 
 import sys
 
-from mtsql.config import EvaluateConfig, read_options, save_config, user_errors
+from mtsql.config import EvaluateConfig, idle_options, read_options, save_config, user_errors
 
 # Before torch is imported, so that --help and wrong options are answered at once.
 OFFICIAL = {argument.partition("=")[0] for argument in sys.argv[1:]} & {"--gold", "--pred", "--compare"}
@@ -52,8 +56,11 @@ from tqdm import tqdm
 from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
+from mtsql.questions import prompt_options
+from mtsql.recipes import load_recipe
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
@@ -73,6 +80,12 @@ from mtsql.run import (
 
 def main(config: EvaluateConfig) -> None:
     """The evaluation protocol."""
+    if not 0 < config.top_p <= 1:
+        raise UserError(f"--top-p should be above 0 and at most 1, not {config.top_p:g}")
+    greedy = not (config.temperature or config.sampled_runs) and "the answers are greedy"
+    for sentence in idle_options(config, {"top_p": greedy}):
+        print(sentence)
+    sampled_at = config.temperature or 1.0
     run = begin_answers(config, config.split)
     dialogues = run.dataset.dialogues[: config.dialogues or None]
     options = answer_options(config, config.split, run)
@@ -82,19 +95,21 @@ def main(config: EvaluateConfig) -> None:
         hidden = not run.processes.is_main
         with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=hidden) as bar:
             seed = trajectory_seed(config.seed, number)
-            return answer_split(config, run, dialogues, temperature, seed, show(bar), log)
+            return answer_split(config, run, dialogues, temperature, seed, show(bar), log, config.top_p)
 
     latency = None
     with weights_for_rollouts(config, run):
         if config.latency_questions and run.processes.is_main:  # before any result is cached
             latency = seconds_an_answer(config, run)
-        answered = answer(0.0, 0)
-        samples = [answer(1.0, number + 1) for number in range(config.sampled_runs)]
+        answered = answer(config.temperature, 0)
+        samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
     leave_processes(run.processes)
     if not run.processes.is_main:
         return
     verifies = run.environment.recipe.verifies
-    records = score_records(answered, run.scorer, verifies)
+    decode = run.tokens.tokenizer.decode
+    reward = load_recipe(config.recipe).make_reward("", "", run.scorer, decode, prompt_options(config))
+    records = score_records(answered, run.scorer, verifies, reward, decode)
     sampled = [score_records(pairs, run.scorer, verifies) for pairs in samples]
     summary = summarise(records)
     if latency is not None:
@@ -109,12 +124,14 @@ def main(config: EvaluateConfig) -> None:
     write_evaluation(config, run, summary, records, answered)
     print(
         f"{config.model or config.api_model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "
-        f"history {config.history}, tools {config.tools}, greedy"
+        f"history {config.history}, tools {config.tools}, EX {config.ex}, "
+        + (f"temperature {config.temperature:g}, top-p {config.top_p:g}" if config.temperature else "greedy")
     )
     print(format_summary(summary))
     if sampled:
         ex, em = (100 * summary[f"{metric}_sampled"] for metric in ("ex", "em"))
-        print(f"at temperature 1, mean of {config.sampled_runs} run(s): EX {ex:.1f} %, EM {em:.1f} %")
+        scores = f"EX {ex:.1f} %, EM {em:.1f} %"
+        print(f"at temperature {sampled_at:g}, mean of {config.sampled_runs} run(s): {scores}")
     if "pass_at_k" in summary:
         print(format_votes(summary))
     elif len(sampled) > 1:
@@ -146,7 +163,7 @@ def write_evaluation(
 def seconds_an_answer(config: EvaluateConfig, run: Run | ServedRun) -> float:
     """Mean latency of --latency-questions, answered one at a time (whole dialogues)."""
     started, asked = time.perf_counter(), []
-    play = make_player(config, run, 0.0, rows=1)
+    play = make_player(config, run, config.temperature, rows=1, top_p=config.top_p)
     for dialogue in run.dataset.dialogues[: config.dialogues or None]:
         if len(asked) >= config.latency_questions:
             break

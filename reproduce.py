@@ -1,4 +1,4 @@
-"""Every experiment of MTSQL-R1, and one page of its tables and figures.
+"""Every arm of MTSQL-R1's own method and its baselines of the same model, and one page of tables and figures.
 
     python reproduce.py --suite toy --out runs/suite --seeds 0 1 2
     python reproduce.py --suite sparc --data sparc --other cosql --model Qwen/Qwen3-1.7B --out runs/sparc
@@ -10,6 +10,8 @@ docs/results/ is of all seeds that --out holds, and names the arms that are not 
 every command and what is done, `--page` writes the page of what is there.
 
 Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
+Not there: other authors' systems, prompted large models (the 14B of Table 4 too) and the average of SParC and
+CoSQL, each of which is a suite. A configuration with lora_rank = 0 in [sft] trains all weights.
 - base: the untrained model with both tools, with either, and with none
 - short horizon: fine-tuning on gold SQL, and RL from the base, both without tools
 - warm start: rounds 1 to 3 of Algorithm 1
@@ -29,7 +31,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from mtsql.config import user_errors
+from mtsql.config import SftConfig, from_toml, user_errors
 from mtsql.errors import UserError
 from mtsql.experiments.arms import ELSEWHERE
 from mtsql.experiments.findings import EMBEDDED
@@ -62,18 +64,13 @@ class Suite(NamedTuple):
     latency_questions: int
     gold_questions: int  # of short-horizon fine-tuning: as many as RL chooses from; 0 is all
     caps: tuple[int, ...]  # response tokens of the capped arms
-    adapter: tuple[str, ...]  # options of a run that puts new adapters on the base model
     layers: tuple[int, ...] = ()  # of further embedded models, trained with seed 0 alone
 
 
 SUITES = {
-    "toy": Suite("configs/toy_suite.toml", "test", "test_themes", 24, 1500, (90, 60), (), (2, 8)),
-    "sparc": Suite(
-        "configs/sparc_qwen3_1.7b_lora.toml", "dev", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")
-    ),
-    "cosql": Suite(
-        "configs/cosql_qwen3_1.7b_lora.toml", "dev", "dev", 60, 0, (4000, 2000), ("--lora-rank", "32")
-    ),
+    "toy": Suite("configs/toy_suite.toml", "test", "test_themes", 24, 1500, (90, 60), (2, 8)),
+    "sparc": Suite("configs/sparc_qwen3_1.7b_lora.toml", "dev", "dev", 60, 0, (4000, 2000)),
+    "cosql": Suite("configs/cosql_qwen3_1.7b_lora.toml", "dev", "dev", 60, 0, (4000, 2000)),
 }
 
 
@@ -96,10 +93,12 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
         if not shipped.exists():
             train("imitation", imitation, "", resume, done="run.json")
         model = str(shipped if shipped.exists() else folder / "imitation")
-    direct = ("--tools", "none", *suite.adapter)
+    rank = from_toml(Path(suite.config), SftConfig).get("lora_rank", 0)
+    new = ("--lora-rank", str(rank)) if rank else ()  # RL from the base needs it too: [grpo] goes on with one
+    direct = ("--tools", "none", *new)
     gold = ("--targets", "gold", "--rounds", "1", "--questions", str(suite.gold_questions))
     short_sft = train("short_sft", sft, model, *direct, *gold, resume)
-    warm = train("sft", sft, model, *suite.adapter, resume)
+    warm = train("sft", sft, model, resume)
     counting = ["-m", "mtsql.commands.curriculum"]
     curriculum = ("--curriculum", train("curriculum", counting, warm, done="counts.jsonl"))
     short_rl = train("short_rl", grpo, model, *direct, *curriculum, "--rewards", "outcome", resume)
@@ -111,7 +110,7 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
     shuffled = train("rl_shuffled", grpo, warm, *shuffled)
     trained_without = {}
     for tools in ("no_execution", "no_memory"):
-        without = train(f"sft_{tools}", sft, model, *suite.adapter, "--tools", tools, resume)
+        without = train(f"sft_{tools}", sft, model, "--tools", tools, resume)
         options = ("--tools", tools, *curriculum, "--rewards", "process", resume)
         trained_without[tools] = train(f"rl_{tools}_trained", grpo, without, *options)
 

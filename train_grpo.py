@@ -6,15 +6,16 @@
 One step: sample G trajectories for each of a batch of questions, reward each trajectory, normalise rewards
 within each question's group, and take one clipped policy-gradient step on the tokens that the model wrote.
 With --curriculum, questions that the policy sometimes fails come from easy to hard (section 3.3.1). The run
-folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step) and dev.csv, which is
-filled with --evaluate-every.
+folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step), asked.json (ids of the
+questions) and dev.csv, which is filled with --evaluate-every.
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
 - EM is the official exact set match, as in the authors' code; the text (--rewards paper) compares strings.
   EX is the official one too: DISTINCT and the order of columns do not count.
 - Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py; how clause F1 is read:
-  docs/recipe.md) and are paid at every level; the paper begins with those of medium difficulty (Finding 9).
+  docs/recipe.md) and are paid at every level; the paper begins with those of medium difficulty (Finding 9):
+  --process-from-level 2 of three levels.
 - The dev set is evaluated after steps, not before the first.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.
@@ -22,7 +23,8 @@ Departures from the paper:
   is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs an estimate (--kl).
 - One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
-- Learning rate constant after a short warm-up; AdamW's beta2 is 0.99; LoRA with --lora-rank.
+- Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (--beta2) and there is no weight decay
+  (--weight-decay), where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
 - Other papers' variants (mtsql/learn/variants.py, loss.py, advantages.py) are off unless --recipe sets them,
   but for truncated importance sampling where sampler and trainer round apart: in half precision, on a GPU.
 """
@@ -34,9 +36,11 @@ from mtsql.config import GrpoConfig, read_options, save_config, user_errors
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = read_options(GrpoConfig, __doc__)
 
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +48,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtsql.agent.rollout import rollout, trajectory_seed
+from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
+from mtsql.files import write_atomically
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import step_batches
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
@@ -61,7 +67,8 @@ from mtsql.learn.variants import (
     dynamic_sampling,
     idle_variants,
 )
-from mtsql.questions import make_sampling
+from mtsql.questions import make_sampling, reward_function
+from mtsql.recipes.rewards import Rewards
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records
@@ -82,12 +89,13 @@ from mtsql.run import (
 def main(config: GrpoConfig) -> int:
     """The GRPO loop; returns the exit code."""
     check_variants(config)
-    run = begin_training(config, config.weights, reference=config.beta > 0, beta2=0.99)
+    run = begin_training(config, config.weights, reference=config.beta > 0)
     processes = run.processes
     counts = read_counts(Path(config.curriculum)) if config.curriculum else []
     levels = [fitting_questions(config, run, training_questions(config, run, counts))]
     if config.curriculum:
         levels = curriculum_levels(levels[0], counts, config.level_size)
+    early = outcome_only(config, run) if config.process_from_level > 1 else run
     dev = load_dev(config, run) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, run.out)
@@ -98,13 +106,17 @@ def main(config: GrpoConfig) -> int:
         log, dev_log = (MetricsLog(run.out / f"{n}.csv", run.step, config.track) for n in ("metrics", "dev"))
         drop_later_records(run.out / "trajectories.jsonl", run.step)
     stop, started = False, time.perf_counter()
+    asked = set((run.state or {}).get("asked", ()))  # ids of the questions that were learned from
     bar = tqdm(range(run.step, config.steps), desc="GRPO", unit="step", disable=not processes.is_main)
     with finish_step_on_interrupt() as interrupted:
         for step in bar:
             # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
+            level = level_of_step(step, config.steps, list(map(len, levels)))[0] + 1
+            rewarding = run if level >= config.process_from_level else early
             with whole_weights(run.policy):
-                groups, replaced = sample_groups(config, run, levels, step)
+                groups, replaced = sample_groups(config, rewarding, levels, step)
+            asked |= {group[0].example.id for group in groups}
             sampled = time.perf_counter()
             # Normalise the rewards within each group.
             informative = set_advantages(config, groups)  # (questions,)
@@ -116,7 +128,7 @@ def main(config: GrpoConfig) -> int:
                 row = {
                     "step": step,
                     "minutes": round((trained - started) / 60, 3),
-                    "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
+                    "level": level,
                     **group_metrics(groups, informative, replaced, sampled - began),
                     **statistics,
                     "learning_rate": rate,
@@ -135,7 +147,7 @@ def main(config: GrpoConfig) -> int:
                     dev_log.append(scores)
             stop = any(processes.all_gather(bool(interrupted)))
             if stop or step + 1 == config.steps or (step + 1) % config.save_every == 0:
-                save_checkpoint(run, step + 1, {})
+                save_checkpoint(run, step + 1, {"asked": sorted(asked)})
             if stop:
                 break
     if not stop:
@@ -143,10 +155,22 @@ def main(config: GrpoConfig) -> int:
     if processes.is_main and stop:
         print(f"saved a checkpoint after step {step + 1} in {run.out}; go on with --resume")
     elif processes.is_main:
+        write_atomically(run.out / "asked.json", json.dumps(sorted(asked)))
         plot_training(run.out / "metrics.csv", run.out)
         print(f"policy after {max(run.step, config.steps)} steps: {run.out / 'policy'}")
     leave_processes(processes)
     return INTERRUPTED if stop else 0
+
+
+def outcome_only(config: GrpoConfig, run: Training) -> Training:
+    """The run with totals that leave out the process rewards, whose means are logged all the same."""
+    outcome = reward_function(config, run.tokens, run.scorer, f"{config.weights},proposal=0,verify=0")
+
+    def reward(trajectory: Trajectory, example: Example) -> Rewards:
+        earned = outcome(trajectory, example)
+        return replace(run.reward(trajectory, example), total=earned.total, quality=earned.quality)
+
+    return replace(run, reward=reward)
 
 
 def sample_groups(

@@ -26,7 +26,7 @@ Departures from the paper, and how we read it:
 - Clusters are of the policy's own hidden states; --embedding takes the paper's Qwen3-Embedding.
 - Fine-tuning makes --epochs passes a round over everything kept, --trajectories-per-step at a time;
   the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs. The cosine
-  begins anew in each round, after a warm-up over 3 % of its steps.
+  begins anew in each round, after a warm-up over 3 % of its steps (--warmup; the paper names none).
 - The loss is the mean over the trained tokens of a step, where the paper writes their sum.
 - LoRA with --lora-rank; the paper fine-tunes all parameters.
 """
@@ -167,6 +167,8 @@ def check_options(config: SftConfig) -> None:
         raise UserError("--targets gold needs --tools none or --recipe mtsql_r1, whose protocol is shown")
     if config.targets == "self":
         check_samples(config)
+    if config.warmup >= 1:
+        raise UserError(f"--warmup should be below 1, not {config.warmup:g}")
     if config.epochs <= 0:
         raise UserError(f"--epochs should be above 0, not {config.epochs:g}")
     if bool(config.teacher) != (config.targets == "teacher"):
@@ -267,7 +269,7 @@ def fine_tune(
             if part.weight > 0:
                 sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         run.processes.sum_gradients(run.parameters)
-        rate = cosine_rate(config.learning_rate, (index + 0.5) / steps)
+        rate = cosine_rate(config.learning_rate, (index + 0.5) / steps, config.warmup)
         norm = optimizer_step(run.optimizer, run.parameters, rate)
         totals: Counter[str] = Counter()
         for share in run.processes.all_gather(sums):

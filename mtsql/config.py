@@ -90,6 +90,11 @@ class QuestionOptions(CommonOptions):
     native_thinking: bool = option(
         False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
     )
+    without: Literal["none", "guidance", "headers", "thoughts"] = option(
+        "none",
+        "left out of the prompt: SQL-Trail's selection guidance, it and its column headers (Table 4), "
+        "MTIR-SQL's thoughts (Direct Output, Table 4)",
+    )
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
     max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
@@ -128,6 +133,9 @@ class PolicyOptions(AgentOptions, EpisodeOptions):
     """How many episodes of the policy are played."""
 
     history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
+    ex: Literal["official", "keep_distinct", "bird"] = option(
+        "official", "what EX is in rewards, counts, votes and reports: Spider's, it with DISTINCT, BIRD's"
+    )
     rows: Positive = option(256, "trajectories that are sampled at once")
     cache_gib: NotNegative = option(0.0, "GiB of the key/value cache; 0: most of what the device has free")
 
@@ -139,7 +147,8 @@ class RewardOptions(PolicyOptions):
     questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
     drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     rewards: str = option(
-        "", "preset of the recipe's rewards and of its EM; mtsql_r1: outcome, process, paper, authors"
+        "",
+        "preset of the recipe's rewards and of its EM; mtsql_r1: outcome, process, paper, formula, authors",
     )
 
 
@@ -150,6 +159,7 @@ class TrainingOptions(RewardOptions):
     micro_batch_positions: Positive = option(8192, "positions in one forward pass")
     lora_rank: Count = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
     optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
+    weight_decay: NotNegative = option(0.0, "of AdamW")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
     track: Literal["none", "tensorboard", "wandb"] = option("none", "where metrics go beside metrics.csv")
@@ -189,6 +199,8 @@ class SftConfig(TrainingOptions):
         0, "databases they are over, so that with --layout shared they share its schema; 0: whatever comes"
     )
     learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
+    warmup: NotNegative = option(0.03, "share of a round's steps, below 1, in which it rises to that peak")
+    beta2: NotNegative = option(0.999, "of AdamW, below 1")
     layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
     save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
 
@@ -203,9 +215,13 @@ class GrpoConfig(TrainingOptions):
     samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
     temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
     learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
+    beta2: NotNegative = option(0.99, "of AdamW, below 1")
     curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
     weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
+    process_from_level: Positive = option(
+        1, "process rewards from this level of the curriculum on (mtsql_r1; paper: medium difficulty)"
+    )
     clip_low: NotNegative = option(0.2, "epsilon below 1")
     clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
     updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
@@ -249,6 +265,7 @@ class AddressOptions(CommonOptions):
     protocol: Literal["auto", "tokens", "chat"] = option("auto", "token ids in and out, or chat messages")
     tokenizer: str = option("", "folder or hub name of its tokenizer; with chat any, to count tokens")
     key_variable: str = option("OPENAI_API_KEY", "environment variable that holds the key of --address")
+    own_temperature: bool = option(False, "ask --address without a temperature, which some models refuse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +286,12 @@ class EvaluateConfig(ServedOptions):
         "dev", "part of the data (see --held-out)"
     )
     dialogues: Count = option(0, "first dialogues of the split only; 0 is all of them")
+    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy (SkyRL-SQL, Table 5: 0.6)")
+    top_p: NotNegative = option(
+        1.0, "where sampled: the likeliest tokens that hold so much, up to 1 (Qwen3: 0.95)"
+    )
     sampled_runs: Count = option(
-        0, "further runs at temperature 1: mean, majority vote, pass@k (SQL-Trail: 8)"
+        0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
     )
     latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
 
@@ -335,8 +356,8 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
         hints = get_type_hints(cls, include_extras=True)
         values = from_toml(Path(chosen.config), cls) if chosen.config else {}
         recipe = chosen.recipe or values.get("recipe", RECIPES[0])
-        settings = recipe_settings(recipe, hints)
-        if cls.SECTION in ("chat", "collect"):
+        settings = recipe_settings(recipe, hints, cls.SECTION)
+        if cls.SECTION in ("chat", "collect", "evaluate"):
             settings.pop("temperature", None)  # a recipe's is that of what its policy learns from
         values = settings | values
         for item in fields(cls):
@@ -356,14 +377,16 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     return cls(**values)
 
 
-def recipe_settings(recipe: str, hints: Collection[str]) -> dict[str, Any]:
+def recipe_settings(recipe: str, hints: Collection[str], section: str) -> dict[str, Any]:
     """The paper's own settings, which are a recipe's defaults, of the options in `hints`.
 
-    None for an unknown recipe, and for a command without recipes.
+    What SETTINGS holds under a command's `section` is that command's. None for an unknown recipe, and for a
+    command without recipes.
     """
     if "recipe" not in hints or recipe not in RECIPES:
         return {}
-    return {name: value for name, value in load_recipe(recipe).SETTINGS.items() if name in hints}
+    settings = load_recipe(recipe).SETTINGS
+    return {name: value for name, value in (settings | settings.get(section, {})).items() if name in hints}
 
 
 def add_option(parser: argparse.ArgumentParser, item: Field, kind: Any, default: Any) -> None:

@@ -123,15 +123,22 @@ def prompt_options(config: QuestionOptions) -> PromptOptions:
     """How the recipe puts its questions; UserError for --native-thinking where no thoughts are asked for."""
     if config.native_thinking and config.recipe.startswith("mtsql_r1"):
         raise UserError(f"--native-thinking changes nothing with --recipe {config.recipe}; leave it out")
+    of = {"none": config.recipe, "thoughts": "mtir_sql"}.get(config.without, "sql_trail")
+    if config.recipe != of:
+        raise UserError(f"--without {config.without} needs --recipe {of}")
     turns = config.max_interactions + 1  # the answer is one more message
     compact = config.wording == "compact"
-    return PromptOptions(compact, config.result_characters, config.schema, turns, config.native_thinking)
+    return PromptOptions(
+        compact, config.result_characters, config.schema, turns, config.native_thinking, config.without
+    )
 
 
-def make_sampling(config: AgentOptions, environment: Environment, temperature: float) -> Sampling:
+def make_sampling(
+    config: AgentOptions, environment: Environment, temperature: float, top_p: float = 1.0
+) -> Sampling:
     """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
     stops = environment.recipe.stop_strings
-    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops)
+    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops, top_p=top_p)
 
 
 def reward_function(

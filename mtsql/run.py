@@ -86,11 +86,11 @@ FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions"
 # start, the columns of its log, the state of its optimizer.
 FIXED = (
     "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe",
-    "tools",
+    "tools", "ex", "beta2", "weight_decay",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
     "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "shard", "wording", "schema",
-    "thinking", "native_thinking", "sql_timeout", "error_hints", "max_prompt_tokens", "max_response_tokens",
-    "max_sequence_tokens",
+    "thinking", "native_thinking", "without", "sql_timeout", "error_hints", "max_prompt_tokens",
+    "max_response_tokens", "max_sequence_tokens",
 )  # fmt: skip
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 
@@ -149,7 +149,7 @@ def begin_questions(config: PolicyOptions, split: str, tokenizer: str) -> Questi
     tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking)
     dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
-    scorer = Scorer(environment.schemas, environment.executor)
+    scorer = Scorer(environment.schemas, environment.executor, config.ex)
     out = Path(config.out)
     lock = hold_folder(out) if processes.is_main and config.out else None
     return Questions(processes, out, lock, tokens, dataset, environment, scorer)
@@ -202,7 +202,7 @@ def check_policy(config: ServedOptions | ChatConfig) -> None:
 
 def idle_policy(config: ServedOptions) -> list[str]:
     """A sentence for each option set in vain: of an address beside --model, or the other way round."""
-    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "key_variable")
+    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "key_variable", "own_temperature")
     of_model = ("dtype", "quantise", "attention", "merge_adapter", "rows", "cache_gib", "device")
     why, names = ("--model is here", of_address) if config.model else ("--address is the policy", of_model)
     return idle_options(config, dict.fromkeys(names, why))
@@ -220,7 +220,7 @@ def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
     print(f"{config.api_model} at {config.address}, protocol {protocol}")
     if protocol == "chat" and not tokens.thinking:
         print("--no-thinking does nothing over --protocol chat: the server writes the prompt; set it there")
-    return ServedPolicy(server, config.api_model, protocol, tokens)
+    return ServedPolicy(server, config.api_model, protocol, tokens, config.own_temperature)
 
 
 def training_questions(
@@ -273,15 +273,15 @@ class Training(Run):
         return stepped_parameters(self.optimizer)
 
 
-def begin_training(
-    config: TrainingOptions, weights: str = "", reference: bool = False, beta2: float = 0.999
-) -> Training:
+def begin_training(config: SftConfig | GrpoConfig, weights: str = "", reference: bool = False) -> Training:
     """The training split and the policy: with --resume that of the newest checkpoint, else --model's.
 
     Raises UserError for options that do not go together, and if --out holds a run but --resume is not given.
     """
     if config.shard and config.optimizer == "adamw8bit":
         raise UserError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
+    if config.beta2 >= 1:
+        raise UserError(f"--beta2 should be below 1, not {config.beta2:g}")
     if config.dtype == "float16":
         raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
     if config.shard and config.attention == "flash_attention_2":
@@ -307,7 +307,9 @@ def begin_training(
         restore_policy(run.policy, checkpoint / "policy", kept)
     if config.shard:
         shard_policy(run.policy, run.processes, DTYPES[config.dtype])
-    optimizer = make_optimizer(run.policy, config.learning_rate, config.optimizer, beta2)
+    optimizer = make_optimizer(
+        run.policy, config.learning_rate, config.optimizer, config.beta2, config.weight_decay
+    )
     step, state = 0, None
     if checkpoint is not None:
         step, state, optimizer_state = load_training_state(checkpoint)
@@ -400,7 +402,7 @@ def load_dev(config: GrpoConfig, run: Run) -> Run:
     dataset = load_split(config, "held_out" if config.held_out else "dev")
     dataset = replace(dataset, dialogues=dataset.dialogues[: config.evaluate_dialogues or None])
     environment = make_environment(config, dataset, run.tokens, config.tools)
-    scorer = Scorer(environment.schemas, environment.executor)
+    scorer = Scorer(environment.schemas, environment.executor, config.ex)
     return replace(run, dataset=dataset, environment=environment, scorer=scorer)
 
 
@@ -440,12 +442,13 @@ def make_player(
     temperature: float,
     progress: Progress | None = None,
     rows: int = 0,
+    top_p: float = 1.0,
 ) -> Callable[[Sequence[Episode]], object]:
     """The function that plays episodes to their ends with the policy, `rows` (0: --rows) at once.
 
     Behind an address --concurrency are played at once. Raises UserError if the server does not answer.
     """
-    sampling = make_sampling(config, run.environment, temperature)
+    sampling = make_sampling(config, run.environment, temperature, top_p)
 
     def play_here(episodes: Sequence[Episode]) -> object:
         size = rows or config.rows
@@ -473,12 +476,13 @@ def answer_split(
     seed: int,
     progress: Progress | None = None,
     log: AnswerLog | None = None,
+    top_p: float = 1.0,
 ) -> list[tuple[Example, Trajectory]]:
     """One trajectory for each question of some dialogues, ordered by dialogue and turn.
 
     Each process plays its share; all get the whole. What `log` holds is not played again.
     """
-    play = make_player(config, run, temperature, progress)
+    play = make_player(config, run, temperature, progress, top_p=top_p)
     share = run.processes.share(dialogues)
     answered = answer_dialogues(play, run.environment, share, config.history, seed, log)
     everything = [pair for share in run.processes.all_gather(answered) for pair in share]

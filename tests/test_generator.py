@@ -24,7 +24,7 @@ from transformers import (
 
 from mtsql.agent import cache, graphs
 from mtsql.agent.cache import RowCache, cache_bytes_per_token, few_shapes
-from mtsql.agent.generator import STATIC_WIDTH, Generator, _inverse_cdf
+from mtsql.agent.generator import STATIC_WIDTH, Generator, _inverse_cdf, _nucleus
 from mtsql.agent.prefix import families, shared_length
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
@@ -317,6 +317,22 @@ def test_sampling_follows_the_distribution(model):
         return abs(counts @ surprise / counts.sum() - mean) / error
 
     assert distance(temperature) < 4 < min(distance(0.9 * temperature), distance(temperature / 0.9))
+
+
+def test_top_p_draws_from_the_likeliest_tokens_alone(model):
+    rows = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.05, 0.9, 0.05, 0.0]])
+    kept = [[0, 0.4, 0, 0.3], [0, 0.9, 0, 0]]  # 0.4 alone is not 0.6
+    assert torch.equal(_nucleus(rows, 0.6), torch.tensor(kept))
+    assert torch.equal(_nucleus(rows, 1.0), rows)
+    with torch.no_grad():
+        expected = model.eval()(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
+    with Generator(model, (END,), temperature=1.0, top_p=0.3) as generator:
+        rows = generator.start([[5, 6, 7]] * 300, list(range(300)), [1] * 300)
+        generator.step()
+    likely = set(_nucleus(expected[None], 0.3)[0].nonzero()[:, 0].tolist())
+    assert {row.ids[0] for row in rows} <= likely and len(likely) < VOCABULARY / 2
+    for row in rows[:5]:  # log-probabilities are of the whole distribution
+        assert row.logprobs[0] == pytest.approx(expected[row.ids[0]].log().item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 97, 768, 151_936])

@@ -47,7 +47,7 @@ from mtsql.learn.logprobs import (
 )
 from mtsql.learn.loss import grpo_loss, kl_estimate, loss_denominator, sft_loss, truncation_cap
 from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_policy, save_policy
-from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 from mtsql.model_folder import load_tokenizer
 from mtsql.run import chosen_policy
@@ -553,6 +553,19 @@ def test_truncated_importance_sampling_by_hand():
 def test_importance_is_truncated_where_sampler_and_trainer_round(options, device, cap):
     config = GrpoConfig(model="m", data=("d",), out="o", **options)
     assert truncation_cap(config, make_model("qwen3").to(device)) == cap
+
+
+def test_weight_decay_and_beta2_are_the_optimizers():
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    optimizer = make_optimizer(layer, 0.1, beta2=0.95, weight_decay=0.01)
+    for gradient in (0.5, 0.0):  # AdamW: decayed by lr x decay, then m / sqrt(v) = 1 in the first step
+        layer.weight.grad = torch.full_like(layer.weight, gradient)
+        optimizer_step(optimizer, stepped_parameters(optimizer), 0.1)
+    first = 1 * (1 - 0.1 * 0.01) - 0.1
+    m, v = 0.9 * 0.1 * 0.5 / (1 - 0.9**2), 0.95 * 0.05 * 0.5**2 / (1 - 0.95**2)
+    assert layer.weight.item() == pytest.approx(first * (1 - 0.1 * 0.01) - 0.1 * m / v**0.5, rel=1e-6)
+    assert [cosine_rate(1.0, at, 0.1) for at in (0.1, 0.55, 1)] == pytest.approx([1, 0.5, 0])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -338,3 +338,13 @@ def test_settings_are_options_of_their_types():
     for name, value in SETTINGS.items():
         assert type(value) is type(options[name].default), name
         check(name, value, hints[name])
+
+
+def test_direct_output_asks_for_no_thoughts(tiny):
+    options = PromptOptions(without="thoughts")
+    (message,), tools = make_recipe(options).prompt(EXAMPLE, tiny.schema, make_tools("none"))
+    text = message["content"]
+    assert "think" not in text and "Correctness" not in text and tools is None
+    assert "assistant.\nYou provide the final SQL query in <answer> </answer>." in text
+    assert text.endswith("missing or extra information.\n\nOutput Format:\n" + answer("YOUR_SQL_QUERY"))
+    assert make_recipe(options).parse(answer(GOLD)).well_formed and not RECIPE.parse(answer(GOLD)).well_formed

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from collections import Counter
 
 import pytest
 from conftest import ROOT
 
 from mtsql.agent.trajectory import Status
-from mtsql.config import EvaluateConfig, read_options
+from mtsql.commands import make_mix
+from mtsql.config import DataOptions, EvaluateConfig, read_options
 from mtsql.data.datasets import examples
 from mtsql.questions import load_split, make_environment
 from mtsql.recipes.mtsql_r1 import PRESETS
@@ -43,3 +47,42 @@ def test_a_good_agent_earns_all_that_there_is(tiny, wording):
         assert (rewards.ex, rewards.em, rewards.parts["proposal"]) == (1, 1, 1), example.id
         played += 1
     assert played >= 100
+
+
+def test_the_training_mix_is_made_of_the_official_layouts(tmp_path):
+    dialogues = json.loads((SPARC / "dev.json").read_text())
+    singles = [
+        {"db_id": d["database_id"], "question": d["interaction"][0]["utterance"], "sql": {},
+         "query": d["interaction"][0]["query"]}
+        for d in dialogues
+    ]  # fmt: skip
+    turns = [len(d["interaction"]) for d in dialogues]
+    cosql = json.loads(json.dumps(dialogues))
+    cosql[0]["interaction"][1]["utterance"] = "I AM GPT"
+    cosql[1]["interaction"][0]["utterance"] = "their ids\nExpert: WHAT ARE THEIR NAMES"
+    cosql[2]["interaction"][-1]["utterance"] += "\nand no more"  # one speaker's second line
+    files = {
+        "spider/train_spider.json": [*singles, singles[0] | {"db_id": "elsewhere"}],
+        "spider/train_others.json": singles,
+        "sparc/train.json": dialogues,
+        "cosql/sql_state_tracking/cosql_train.json": cosql,
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+        root = tmp_path / name.partition("/")[0]
+        shutil.copy(SPARC / "tables.json", root)
+        if not (root / "database").exists():
+            (root / "database").symlink_to(SPARC / "database")
+    out = tmp_path / "data" / "real" / "train_mix.json"
+    folders = [word for name in ("spider", "sparc", "cosql") for word in (f"--{name}", str(tmp_path / name))]
+    make_mix.main([*folders, "--out", str(out)])
+    made = json.loads(out.read_text())
+    assert {key for dialogue in made for key in dialogue} == {"database_id", "interaction", "source"}
+    assert Counter(d["source"] for d in made) == {"spider": 40, "sparc": 40, "cosql": 39}
+    of_cosql = 115 - (turns[0] - 1) - turns[1]
+    assert sum(len(d["interaction"]) for d in made) == 40 + 115 + of_cosql
+    where = {"tables": (str(SPARC / "tables.json"),), "databases": (str(SPARC / "database"),)}
+    split = load_split(DataOptions(data=(str(out),), out="", **where), "train")  # as training reads it
+    assert [d.source for d in split.dialogues] == [d["source"] for d in made]

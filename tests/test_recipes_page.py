@@ -60,13 +60,19 @@ def test_page_by_hand(tmp_path: Path):
     ):
         write_arm(runs, 0, arm, verdicts, **more)
     (runs / "seed0" / "skyrl_sql").mkdir()
-    run = {"command": ["train_grpo.py"], "config": {"steps": 5, "prompts_per_step": 100}}
+    sft = runs / "sft"
+    sft.mkdir()
+    run = {"command": ["train_grpo.py"], "config": {"model": str(sft / "policy")}}
     (runs / "seed0" / "skyrl_sql" / "run.json").write_text(json.dumps(run))
+    (runs / "seed0" / "skyrl_sql" / "asked.json").write_text(json.dumps([f"{i}/0" for i in range(400)]))
+    (sft / "run.json").write_text(json.dumps({"config": {"targets": "teacher"}}))
+    lines = [json.dumps({"example_id": f"{i}/0"}) + "\n" for i in (*range(350, 500), 499)]
+    (sft / "trajectories.jsonl").write_text("".join(lines))
     done = runs / "seed0" / "evaluation" / "mtir_sql_rl" / "summary.json"
     parts = [Part("evaluate mtir_sql_rl", ["evaluate.py", "--seed", "0"], done)]
     page = write_recipes_page(runs, tmp_path / "recipes.md", (0, 1), parts, "python x").read_text()
     assert "`mtir_sql_rl` (seed 0)" in page.partition("## ")[0]
-    # 4/6 - 1/6 of 500 questions: both dialogues gain, 1 and 2 of 3.
+    # 4/6 - 1/6 of 500 questions, 400 of RL and 100 more of the warm start: both dialogues gain, 1 and 2 of 3.
     before = cells(section(page, "Before and after RL"), "SkyRL-SQL")
     assert before[:3] == ["16.7 (16.7, –)", "66.7 (66.7, –)", "+50.0 [+26.4, +73.6]"]
     assert before[3:5] == ["100.0", "2.0 → 2.0"] and before[-2:] == ["0.0 (0.0, –)", "0.0 (0.0, –)"]

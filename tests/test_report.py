@@ -148,6 +148,23 @@ RECORDS = [
 ]
 
 
+def test_turns_thoughts_and_parts_of_rewards_by_hand():
+    more = [(3, 10, 1.0, "simple"), (3, 30, 0.5, "simple"), (3, 0, 1.0, "challenging"), (5, 40, 0.0, "")]
+    names = ("turns", "thought_characters", "reward_parts", "difficulty")
+    records = [
+        r | dict(zip(names, (turns, length, {"syntax": syntax}, difficulty), strict=True))
+        for r, (turns, length, syntax, difficulty) in zip(RECORDS, more, strict=True)
+    ]
+    summary = summarise(records)
+    assert (summary["turns"], summary["turns_deviation"]) == (3.5, pytest.approx(0.75**0.5))
+    assert summary["turns_by_difficulty"] == {"simple": 3, "challenging": 3}
+    assert summary["thought_characters_by_difficulty"] == {"simple": 20, "challenging": 0}
+    assert summary["reward_parts"] == {"syntax": 0.625}
+    text = format_summary(summary)
+    assert "3.50 an answer, deviation 0.87" in text and "reward: syntax" in text
+    assert "turns" not in summarise(RECORDS) and summarise(RECORDS)["reward_parts"] == {}
+
+
 def test_summary_by_hand():
     summary = summarise(RECORDS)
     assert (summary["questions"], summary["dialogues"]) == (4, 2)

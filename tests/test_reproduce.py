@@ -42,6 +42,18 @@ def configs(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     return found
 
 
+@pytest.mark.parametrize("rank", [16, 0])
+def test_the_configuration_says_whether_adapters_are_trained(rank, tmp_path):
+    text = (ROOT / SUITES["sparc"].config).read_text().replace("lora_rank = 32", f"lora_rank = {rank}")
+    (tmp_path / "c.toml").write_text(text)
+    suite = SUITES["sparc"]._replace(config=str(tmp_path / "c.toml"))
+    parts = {part.title: part.command for part in seed_parts(suite, "data", "", "m", Path("x"), 0)}
+    of = {name: read_options(SCRIPTS[parts[name][0]], "", parts[name][1:]).lora_rank for name in parts
+          if name in ("sft", "sft_no_memory", "short_sft", "short_rl", "rl_process")}  # fmt: skip
+    assert of.pop("rl_process") == 0  # goes on with the warm start's
+    assert set(of.values()) == {rank}
+
+
 @pytest.mark.parametrize(
     ("name", "model"), [("toy", ""), ("toy", "base"), ("sparc", "Qwen/Qwen3-1.7B"), ("cosql", "base")]
 )

@@ -26,11 +26,19 @@ ALIAS = "SELECT s.name FROM singer AS s WHERE s.country = 'france'"  # GOLD in o
 EMPTY = "SELECT name FROM singer WHERE country = 'spain'"
 
 
-def total(tiny: Tiny, *messages: str, history: bool = False, gold: str = GOLD, tools: str = "both") -> float:
+def total(
+    tiny: Tiny,
+    *messages: str,
+    history: bool = False,
+    gold: str = GOLD,
+    tools: str = "both",
+    plain: bool = False,
+) -> float:
     episode = make_episode(tiny, history=history, tools=tools, limits=Limits(max_interactions=10))
     assert [say(episode, m) for m in messages] == [True] * (len(messages) - 1) + [False]
     example = type(episode.example)(**vars(episode.example) | {"gold_sql": gold})
-    return reward(episode.trajectory, example, Scorer({"music": tiny.schema}, tiny.executor), ALL).total
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    return reward(episode.trajectory, example, scorer, ALL, plain=plain).total
 
 
 def memory(sql: str) -> str:
@@ -50,6 +58,19 @@ def test_honest_trajectories_earn_what_the_papers_formula_says(tiny):
     assert total(tiny, *WARY) == pytest.approx(2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * 1 / 2)
     assert total(tiny, *CHECKED, history=True) == pytest.approx(2 + 0.8 + 0.1 + 0.1)
     assert total(tiny, *CHECKED_WRONG, history=True) == pytest.approx(1 + 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3)
+
+
+def test_the_plain_formula_counts_every_action(tiny):
+    assert total(tiny, *RIGHT, plain=True) == total(tiny, *RIGHT)
+    again = (*WARY[:2], PASS + call(GOLD), PASS + answer(GOLD))  # the right one asked twice
+    assert total(tiny, *again, plain=True) == pytest.approx(2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * 2 / 3)
+    assert total(tiny, *again) == total(tiny, *WARY)
+    to_and_fro = (*WARY[:2], NO_PASS + call(SPAIN), NO_PASS + call(GOLD), PASS + answer(GOLD))
+    assert total(tiny, *to_and_fro, plain=True) == pytest.approx(2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 / 4)
+    unjudged = (call(SPAIN), PASS + memory(SPAIN), answer(SPAIN))  # no verdict: "otherwise"
+    assert total(tiny, *unjudged, history=True, plain=True) == pytest.approx(
+        1 + 0.8 * 2 / 3 + 0.1 + 0.1 * (1 - 2 / 3)
+    )
 
 
 @pytest.mark.parametrize(

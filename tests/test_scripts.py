@@ -200,7 +200,7 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
     run(
         "train_grpo.py", *data, "--out", work / "levels", "--curriculum", work / "counts" / "counts.jsonl",
         "--level-size", size, "--steps", 4, "--prompts-per-step", 2, "--samples-per-prompt", 2,
-        "--tis-cap", 2,
+        "--tis-cap", 2, "--rewards", "process", "--process-from-level", 2, "--log-groups", 0,
     )  # fmt: skip
     rows = rows_of(work / "levels" / "metrics.csv")
     weights = [float(row["tis_weight"]) for row in rows if float(row["informative_groups"])]
@@ -210,9 +210,17 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
     count = -(-len(wrong) // size)
     assert levels == sorted(levels) and set(levels) == set(range(1, count + 1))
     place = {c.example_id: i // size + 1 for i, c in enumerate(wrong)}
+    shown = [json.loads(line)["example_id"] for line in (work / "levels" / "trajectories.jsonl").open()]
+    assert json.loads((work / "levels" / "asked.json").read_text()) == sorted(set(shown))
     for line in (work / "levels" / "trajectories.jsonl").open():
         record = json.loads(line)
         assert place[record["example_id"]] == levels[record["step"]]
+        scores, pays = (
+            record["scores"],
+            levels[record["step"]] >= 2,
+        )  # process rewards are logged in any level
+        process = 0.8 * scores["proposal"] + 0.1 * (scores["e_verify"] + scores["m_verify"])
+        assert record["reward"] == pytest.approx(scores["ex"] + scores["em"] + pays * process)
     splits = {split: load_split(config_for(work), split).dialogues for split in ("train", "held_out")}
     databases = {split: {d.db_id for d in dialogues} for split, dialogues in splits.items()}
     assert len(databases["held_out"]) == 1 and not databases["train"] & databases["held_out"]
@@ -411,6 +419,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),
         (train_grpo, ["--native-thinking"], "--native-thinking changes nothing with --recipe mtsql_r1;"),
         (train_grpo, ["--curriculum", tmp_path / "none.jsonl"], "none.jsonl is not there; make it with"),
+        (train_grpo, ["--process-from-level", 2], "needs --recipe mtsql_r1 and the levels of a --curriculum"),
         (
             train_sft,
             ["--history", "predicted"],

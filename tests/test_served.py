@@ -125,6 +125,12 @@ def test_chat_echoes_the_servers_message_and_answers_its_call(tiny, serve):
     assert "Draft it." in tiny.tokens.decode(trajectory.segments[1].ids)
     costs = policy.costs
     assert (costs.requests, costs.prompt_tokens, costs.completion_tokens) == (2, 10, 4)
+    warm = replace(GREEDY, temperature=0.6, top_p=0.95)
+    for policy.own_temperature, asked in ((False, {"temperature": 0.6, "top_p": 0.95}), (True, {})):
+        play_served(policy, [make_episode(tiny)], warm, 1)
+        assert {
+            name: requests[-1][name] for name in ("temperature", "top_p") if name in requests[-1]
+        } == asked
 
 
 UNREADABLE = ["", '{"code": "SELECT', '{"code": "\\ud800"}', "\ud800", '{"code": ' + "[" * 2_000]

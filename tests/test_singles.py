@@ -17,8 +17,11 @@ from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dat
 from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError
 from mtsql.questions import load_split, make_environment
+from mtsql.recipes.mtir_sql import make_reward
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
+from mtsql.report.voting import add_votes
 from mtsql.sql.clauses import clause_f1
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
@@ -336,10 +339,39 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     ].answer_sql = "SELECT country FROM singer ORDER BY name DESC"  # another order: wrong in Spider
     records = score_records(played, scorer)
     assert [(r["ex"], r["ex_bird"]) for r in records] == [(1, 1), (0, 1)]
+    by_bird = Scorer(environment.schemas, environment.executor, "bird")
+    sampled = [score_records(pairs, by_bird) for pairs in (played, [(e, played[0][1]) for e in asked])]
+    assert [[r["ex"] for r in run] for run in sampled] == [[1, 1], [1, 0]]
+    assert summarise(sampled[0])["ex"]["by_difficulty"] == {"moderate": 1}
+    assert add_votes(sampled[0], sampled, by_bird)["pass_at_k"] == {"1": 0.75, "2": 1}
+    example, trajectory = played[1]
+    earned = [
+        make_reward("", "", s, tiny.tokens.tokenizer.decode, PromptOptions())(trajectory, example)
+        for s in (scorer, by_bird)
+    ]
+    assert [r.ex for r in earned] == [0, 1]
     lines = format_summary(summarise(records)).splitlines()
     assert ["EX of BIRD (set of rows)", "100.0 %"] in [
         [part.strip() for part in (x[:28], x[28:])] for x in lines
     ]
+
+
+def test_the_kinds_of_ex_differ_in_distinct_in_order_and_in_columns(tiny):
+    rows = "FROM label JOIN singer ON label.id = label_id"
+    pairs = [
+        (f"SELECT DISTINCT city {rows}", f"SELECT city {rows}"),
+        (f"SELECT city {rows} ORDER BY age", f"SELECT city {rows} ORDER BY -age"),
+        (f"SELECT city, age {rows}", f"SELECT age, city {rows}"),
+    ]
+
+    def verdicts(kind):
+        scorer = Scorer({"music": tiny.schema}, tiny.executor, kind)
+        assert "failed" in scorer.gold_problem("music", "SELECT nothing")
+        return [scorer.ex("music", *pair) for pair in pairs]
+
+    assert verdicts("official") == [True, False, True]
+    assert verdicts("keep_distinct") == [False, False, True]
+    assert verdicts("bird") == [True, True, False]
 
 
 def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, tmp_path):

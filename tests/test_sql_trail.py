@@ -10,10 +10,13 @@ from conftest import GOLD
 from hostile import STATEMENTS
 from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
-from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, check
+from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, check, read_options
+from mtsql.errors import UserError
+from mtsql.questions import prompt_options
 from mtsql.recipes import skyrl_sql, sql_trail
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, schema_items, turns_reward
+from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, rows_alone, schema_items, turns_reward
+from mtsql.report.evaluation import thought_characters
 from mtsql.sql.structure import SqlSchema
 
 REASON = "<reasoning>singer, country</reasoning>\n"
@@ -44,6 +47,24 @@ def solution(sql=GOLD):
 
 
 # Prompt and table
+
+
+def test_what_table_4_leaves_out(tiny):
+    whole, unguided, headless = (
+        prompt_text(tiny, sql_trail, PromptOptions(without=what)) for what in ("none", "guidance", "headers")
+    )
+    assert sql_trail.SELECT_SCHEMA in whole and tiny.schema.text(False) in unguided
+    assert "identify all tables and columns" not in unguided + headless
+    assert "AVG(price)\n0 " in unguided and "<observation>\n0       24.75" in headless
+    cells = [["name", "n"], ["Anna", "1"], ["Bo", "12"]]
+    assert rows_alone(cells) == "0  Anna   1\n1    Bo  12"
+    assert rows_alone(cells[:1]) == "Empty DataFrame"
+    episode = play(tiny, query(), solution(), module=sql_trail, options=PromptOptions(without="headers"))
+    assert "name" not in episode.trajectory.observations[0].text
+    assert thought_characters(episode.trajectory, tiny.tokens.tokenizer.decode) == 2 * len("singer, country")
+    words = ["--recipe=mtir_sql", "--without=headers", "--data=d", "--model=m", "--out=o"]
+    with pytest.raises(UserError, match="--without headers needs --recipe sql_trail"):
+        prompt_options(read_options(EvaluateConfig, "", words))
 
 
 def test_prompt_of_appendix_a(tiny):
@@ -232,6 +253,20 @@ def test_settings_are_options_with_values_of_their_type(module):
     configs = (GrpoConfig, SftConfig, EvaluateConfig)
     options = {item.name: item for config in configs for item in fields(config)}
     hints = {name: kind for c in configs for name, kind in get_type_hints(c, include_extras=True).items()}
-    for name, value in module.SETTINGS.items():
+    settings = dict(module.SETTINGS)
+    for name, value in (settings.pop("sft", {}) | settings).items():
         assert type(value) is type(options[name].default), name
         check(name, value, hints[name])
+
+
+def test_the_warm_start_has_its_own_optimizer():
+    """Appendix A.5: of SFT alone; what a --config or the command line says comes first."""
+    words = ["--recipe=sql_trail", "--data=d", "--model=m", "--out=o"]
+    names = ("learning_rate", "beta2", "weight_decay", "warmup", "epochs", "trajectories_per_step")
+    sft = read_options(SftConfig, "", words)
+    assert [getattr(sft, name) for name in names] == [1e-5, 0.95, 0.01, 0.1, 2, 128]
+    grpo = read_options(GrpoConfig, "", words)
+    assert [getattr(grpo, name) for name in names[:3]] == [1e-6, 0.99, 0]
+    assert read_options(SftConfig, "", [*words, "--beta2=0.9"]).beta2 == 0.9
+    of_mtsql_r1 = read_options(SftConfig, "", words[1:])
+    assert [getattr(of_mtsql_r1, name) for name in names[:4]] == [5e-6, 0.999, 0, 0.03]

@@ -27,7 +27,7 @@ def vote(tmp_path_factory):
     connection.executescript("create table t (x, y); insert into t values (1, 'a'), (2, 'b'), (2, null);")
     connection.close()
     executor = Executor(timeout_seconds=0.5)
-    return lambda *candidates: majority_vote(candidates, path, executor)
+    return lambda *candidates, kind="official": majority_vote(candidates, path, executor, kind)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,18 @@ def vote(tmp_path_factory):
 )
 def test_votes_by_hand(vote, winner, candidates):
     assert vote(*candidates) == winner
+
+
+@pytest.mark.parametrize(
+    ("winners", "candidates"),
+    [  # by the official EX, with DISTINCT kept, by BIRD's
+        ((1, 0, 0), ["SELECT x FROM t GROUP BY x", "SELECT x FROM t", "SELECT DISTINCT x FROM t"]),
+        ((1, 1, 0), ["SELECT 7", "SELECT x, y FROM t", "SELECT y, x FROM t"]),
+        ((0, 0, 1), ["SELECT 7 FROM t ORDER BY 1", UP, DOWN]),
+    ],
+)
+def test_votes_by_each_kind_of_ex(vote, winners, candidates):
+    assert tuple(vote(*candidates, kind=k) for k in ("official", "keep_distinct", "bird")) == winners
 
 
 def test_a_query_that_never_ends_has_no_vote(vote):

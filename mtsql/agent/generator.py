@@ -96,7 +96,7 @@ class Generator:
     Each row draws its random numbers from its own generator, one a token, so that a trajectory does not
     depend on the others in its batch (up to the rounding of matrix products of different sizes). At
     temperature 0 decoding is greedy. Log-probabilities are those of softmax(logits / temperature), of
-    softmax(logits) when greedy.
+    softmax(logits) when greedy; `top_p` (see `Sampling`) changes what is drawn and not them.
 
     `stops(ids)` says whether a message with the ids `ids` ends with a stop string. With `static_shapes`
     (the default on a GPU) the decode step has one of few shapes, and on a GPU each of them is captured
@@ -116,6 +116,7 @@ class Generator:
         longest: int | None = None,
         static_shapes: bool | None = None,
         cache_gib: float = 0.0,
+        top_p: float = 1.0,
     ) -> None:
         attention = model.config._attn_implementation
         layer_types = set(getattr(model.config, "layer_types", None) or ())
@@ -128,6 +129,7 @@ class Generator:
         self.head = plain_head(self.inner)
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature = temperature
+        self.top_p = top_p
         self.stops = stops
         on_gpu = model.device.type == "cuda"
         self.static_shapes = on_gpu if static_shapes is None else static_shapes
@@ -372,13 +374,21 @@ class Generator:
         if self.temperature > 0:
             # Drawn when nothing large is left to allocate: a step that ran out of memory has drawn nothing.
             uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)  # (rows, 1)
-            chosen = _inverse_cdf(probabilities, uniforms.to(logits.device))  # (rows, 1)
+            nucleus = probabilities if self.top_p >= 1 else _nucleus(probabilities, self.top_p)
+            chosen = _inverse_cdf(nucleus, uniforms.to(logits.device))  # (rows, 1)
         else:
             chosen = scores.argmax(-1, keepdim=True)  # (rows, 1)
         picked = probabilities.gather(-1, chosen)[:, 0].log().tolist()
         if any(p != p for p in picked):
             raise FloatingPointError("The model's logits hold NaN.")
         return chosen[:, 0].tolist(), picked
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """`probabilities` (rows, vocabulary), 0 but for the fewest tokens that hold `top_p` of a row."""
+    ordered, tokens = probabilities.sort(-1, descending=True)  # (rows, vocabulary) both
+    before = ordered.double().cumsum(-1) - ordered  # (rows, vocabulary), 0 for the likeliest
+    return torch.zeros_like(probabilities).scatter(-1, tokens, ordered * (before < top_p))
 
 
 def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:

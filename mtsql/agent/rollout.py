@@ -25,12 +25,14 @@ ANSWER_SHARE = 0.0625  # Observations are appended when this share of the rows i
 class Sampling:
     """How messages are sampled; `temperature` 0 is greedy.
 
-    A message ends with an end of turn, with one of the `stop_strings`, or at `max_turn_tokens`.
+    With `top_p` below 1 only from the likeliest tokens that together hold so much. A message ends with an end
+    of turn, with one of the `stop_strings`, or at `max_turn_tokens`.
     """
 
     temperature: float = 1.0
     max_turn_tokens: int = 512
     stop_strings: tuple[str, ...] = ()
+    top_p: float = 1.0
 
 
 class PlayableEpisode(Protocol):
@@ -86,6 +88,7 @@ def rollout(
             stop_string_test(tokens, sampling.stop_strings),
             longest,
             cache_gib=cache_gib,
+            top_p=sampling.top_p,
         ) as generator,
     ):
         while queue or playing:

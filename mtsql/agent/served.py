@@ -27,7 +27,7 @@ from mtsql.http_client import UNREADABLE, Server, ServerError
 SEEDS = 2**31  # servers take so many
 SECONDS = 600.0  # for one message, which may be long
 # Servers take a model's own settings where none are given; ours are those of the rollout here.
-PLAIN = {"tokens": {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}, "chat": {"top_p": 1.0}}
+PLAIN = {"tokens": {"top_k": -1, "repetition_penalty": 1.0}, "chat": {}}
 LIMITS = ("max_tokens", "max_completion_tokens")  # names of a message's limit: the usual, OpenAI's newer one
 CANNOT = (200, 400, 404, 405, 422)  # what a server answers that has no such address or option
 # No server, key, account, address or room: no fault of one request. All else is what one question has met.
@@ -73,13 +73,15 @@ class Costs:
 class ServedPolicy:
     """The model named `model` at `server`; `protocol` is "tokens" or "chat".
 
-    `limit_name` becomes the newer one of LIMITS once the server has asked for it.
+    With `own_temperature` it is asked without temperature and top_p. `limit_name` becomes the newer one of
+    LIMITS once the server has asked for it.
     """
 
     server: Server
     model: str
     protocol: str
     tokens: ChatTokens
+    own_temperature: bool = False
     costs: Costs = field(default_factory=Costs)
     limit_name: str = LIMITS[0]
 
@@ -104,7 +106,9 @@ class ServedPolicy:
         limit = min(sampling.max_turn_tokens, episode.remaining_tokens())
         seed = (episode.trajectory.seed + episode.trajectory.messages) % SEEDS
         asked = {"model": self.model, "temperature": sampling.temperature, "seed": seed}
-        asked |= PLAIN[self.protocol]
+        asked |= PLAIN[self.protocol] | {"top_p": sampling.top_p}
+        if self.own_temperature:
+            del asked["temperature"], asked["top_p"]
         if sampling.stop_strings:
             asked["stop"] = list(sampling.stop_strings)
 

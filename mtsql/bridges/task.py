@@ -122,7 +122,7 @@ def _load_task(config: BridgeConfig, split: str) -> Task:
     tokens = ChatTokens(load_tokenizer(config.model), config.thinking)
     dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
-    scorer = Scorer(environment.schemas, environment.executor)
+    scorer = Scorer(environment.schemas, environment.executor, config.ex)
     asked = examples(dataset.dialogues, config.history)
     drawn = draw_questions(asked, config.questions, config.seed)
     reward = reward_function(config, tokens, scorer, config.weights)

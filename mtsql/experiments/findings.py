@@ -32,7 +32,7 @@ COMPARISONS = (  # claim, where in the paper if it is not ours, better arm, wors
     ("a third self-taught round helps", "Finding 7", "round_3", "round_2"),
     ("RL improves on the warm start", "Finding 8", "rl_outcome", "round_3"),
     ("process rewards help beside outcome rewards", "Finding 9", "rl_process", "rl_outcome"),
-    ("long-horizon RL beats short-horizon RL", "ours, beside Finding 1", "rl_outcome", "short_rl"),
+    ("long-horizon RL beats short-horizon RL", "Table 2, by its review", "rl_outcome", "short_rl"),
     ("the agent beats short-horizon SFT", "Table 2, Finding 6", "rl_process", "short_sft"),
     ("the agent needs EXECUTE: taken away", "Finding 10", "rl_process", "rl_no_execution"),
     ("the agent needs EXECUTE: trained without", "Finding 10", "rl_process", "rl_no_execution_trained"),

@@ -17,6 +17,7 @@ from mtsql.experiments.arms import (
     paired_answers,
     read_arms,
     read_json,
+    read_lines,
     verdicts,
 )
 from mtsql.experiments.page import write_page
@@ -56,18 +57,24 @@ def write_recipes_page(
 
 
 def questions_of(runs: Path, seeds: Sequence[int]) -> dict[str, int]:
-    """The training questions that each recipe's RL asked, as run.json has them: steps times prompts."""
-    asked = {}
-    for recipe in RECIPES:
-        for seed in seeds:
-            run = read_json(runs / f"seed{seed}" / recipe / "run.json")
-            if run:
-                asked[recipe] = run["config"]["steps"] * run["config"]["prompts_per_step"]
-    return asked
+    """How many different training questions each recipe learned from, in its last seed that is finished."""
+    found = {(r, s): learned_from(runs / f"seed{s}" / r) for s in seeds for r in RECIPES}
+    return {recipe: len(ids) for (recipe, _), ids in found.items() if ids}
+
+
+def learned_from(folder: Path) -> set[str]:
+    """The ids of the questions that a run of RL, and the warm start that it began from, learned from."""
+    asked, run = read_json(folder / "asked.json"), read_json(folder / "run.json")
+    if asked is None or run is None:
+        return set()
+    warm_start = Path(run["config"]["model"]).parent  # its trajectories are of what it was fine-tuned on
+    is_one = "targets" in (read_json(warm_start / "run.json") or {"config": {}})["config"]
+    kept = read_lines(warm_start / "trajectories.jsonl") if is_one else []
+    return {*asked, *(record["example_id"] for record in kept)}
 
 
 def data_efficiency(before: float, after: float, questions: int) -> float:
-    """Points of EX gained per 1,000 training questions (SQL-Trail, equation 5).
+    """Points of EX gained per 1,000 different training questions (SQL-Trail, equation 5).
 
     `before` and `after` are EX as fractions.
     """
@@ -92,7 +99,7 @@ def before_and_after(arms: Arms, seeds: Sequence[int], asked: Mapping[str, int])
     note = (
         f"EX and EM in %, greedy: mean over seeds (seeds {md.listed(seeds)}); the difference in points with "
         "its 95 % interval, as below. Points for 1,000 questions are SQL-Trail's data "
-        "efficiency (Equation 5)."
+        "efficiency (Equation 5), over the different questions that warm start and RL learned from."
     )
     return md.table(header, rows, note, md.made_by_arm(arms, ("skyrl_sql_rl", *arms)))
 

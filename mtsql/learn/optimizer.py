@@ -13,9 +13,13 @@ from mtsql.errors import UserError
 
 
 def make_optimizer(
-    model: nn.Module, learning_rate: float, kind: str = "adamw", beta2: float = 0.999
+    model: nn.Module,
+    learning_rate: float,
+    kind: str = "adamw",
+    beta2: float = 0.999,
+    weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, without weight decay.
+    """AdamW over the trainable parameters.
 
     `kind` "adamw8bit" keeps the moments of tensors from 4,096 elements on in 8 bits (Dettmers et al. 2022).
     A parameter in half precision is computed with as it is, but what the optimizer steps is a float32 master
@@ -29,7 +33,7 @@ def make_optimizer(
     adamw = torch.optim.AdamW
     if kind == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit as adamw
-    optimizer = adamw(stepped, lr=learning_rate, betas=(0.9, beta2), weight_decay=0.0)
+    optimizer = adamw(stepped, lr=learning_rate, betas=(0.9, beta2), weight_decay=weight_decay)
     copies = [(p, master) for p, master in zip(trainable, stepped, strict=True) if master is not p]
 
     @torch.no_grad()
@@ -61,7 +65,7 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
+def cosine_rate(peak: float, progress: float, warmup: float) -> float:
     """Learning rate at `progress` in [0, 1]: linear warm-up, then half a cosine down to zero."""
     if progress < warmup:
         return peak * (progress + 1e-3) / (warmup + 1e-3)

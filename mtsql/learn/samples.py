@@ -47,6 +47,7 @@ def group_metrics(
     samples = [sample for group in groups for sample in group]
     return {
         **step_metrics([s.trajectory for s in samples], [s.rewards for s in samples]),
+        "pass_at_group": fmean(any(s.rewards.ex for s in group) for group in groups),
         "informative_groups": informative.float().mean().item(),
         "left_out": fmean(not s.in_loss for s in samples),
         "dropped_groups": replaced / (replaced + len(groups)),

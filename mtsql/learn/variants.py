@@ -89,6 +89,10 @@ def check_variants(config: GrpoConfig) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.temperature <= 0:
         raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
+    if config.process_from_level > 1 and not (config.recipe == "mtsql_r1" and config.curriculum):
+        raise UserError(
+            "--process-from-level above 1 needs --recipe mtsql_r1 and the levels of a --curriculum"
+        )
     if config.dual_clip <= 1 and config.dual_clip != 0:
         raise UserError(f"--dual-clip should be above 1, or 0 for none, not {config.dual_clip:g}")
     if config.tis_cap < 0 and config.tis_cap != -1:
@@ -106,6 +110,9 @@ def idle_variants(config: GrpoConfig, cap: float) -> list[str]:
         "kl": config.beta == 0 and "there is no KL penalty (--beta 0)",
         "truncation_penalty": config.truncated != "penalise" and "--truncated is not penalise",
         "filter_threshold": not config.filter_rollouts and "--filter-rollouts is not set",
+        "process_from_level": config.rewards in ("", "outcome")
+        and not config.weights
+        and "there are no process rewards",
         "level_size": not config.curriculum and "there is no --curriculum",
         "evaluate_dialogues": config.evaluate_every == 0 and "--evaluate-every is 0",
     }

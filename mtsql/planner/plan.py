@@ -85,7 +85,7 @@ def read_config(path: str | None, stage: str, options: dict[str, Any]) -> Traini
             raise UserError(f"--{name.replace('_', '-')} is no option of --stage {stage}")
         check(f"--{name.replace('_', '-')}", value, hints[name])
     values |= options
-    settings = recipe_settings(values.get("recipe", RECIPES[0]), hints)
+    settings = recipe_settings(values.get("recipe", RECIPES[0]), hints, stage)
     return cls(**{"model": "", "data": "", "out": ""} | settings | values)
 
 

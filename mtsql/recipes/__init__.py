@@ -5,7 +5,8 @@ A recipe is the module `mtsql.recipes.<name>` with
 - `make_recipe(options)`: a `mtsql.agent.env.Recipe` with a method `call(sql)` and `answer(sql)`: the model
   messages, without any thought, that run a query and that end the episode,
 - `make_reward(preset, weights, scorer, decode, options)`: the function from (trajectory, example) to `Rewards`,
-- `SETTINGS`: the paper's values of options whose defaults are another paper's.
+- `SETTINGS`: the paper's values of options whose defaults are another paper's; under "sft", "grpo" and so on
+  those of one command.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ Prompts (appendix C):
 - The earlier questions of a dialogue, before the question, are our addition. The schema is this project's;
   the paper takes that of CodeS and SQL-R1, with chosen columns and matching values.
 - Without the tool C.2 loses what it says of tools ("Standard Reasoning" of Table 4).
+- "Direct Output" of Table 4 has no prompt in the paper: --without thoughts --tools none --max-interactions 0
+  --no-thinking drops what C.2 says of thinking.
 - --native-thinking drops the <think> blocks from C.2's output format; the message may then have one.
 - The compact wording, for the tiny model, is ours; it needs no thoughts.
 
@@ -112,8 +114,7 @@ Raises:
 }
 
 TASK = """You are a helpful SQL expert assistant.
-You should first think about how to write the SQL query by analyzing the question, database schema, and external \
-knowledge{validate}. Finally, you provide the final SQL query in <answer> </answer>.
+{opening} provide the final SQL query in <answer> </answer>.
 
 Task Configuration
 Database Engine: SQLite
@@ -127,12 +128,14 @@ Requirements
 1. Precision: Make sure you only output the information that is asked in the question. If the question asks for \
 a specific column, make sure to only include that column in the SELECT clause, nothing more.
 2. Completeness: The generated query should return all of the information asked in the question without any \
-missing or extra information.
-3. Correctness: Before generating the final SQL query, please think through the steps of how to write the \
-query.{test}
+missing or extra information.{correctness}
 
 Output Format:
 {output_format}"""
+OPENING = """You should first think about how to write the SQL query by analyzing the question, database schema, \
+and external knowledge{validate}. Finally, you"""
+CORRECTNESS = """
+3. Correctness: Before generating the final SQL query, please think through the steps of how to write the query."""
 VALIDATE = ", then validate your SQL with the tool until it is correct"
 TEST = " Validate your SQL through tool testing."
 EITHER = """Important: Use EITHER thinking + tool calls OR thinking + final answer. Do not mix the structures.
@@ -179,15 +182,17 @@ class MtirSql(Recipe):
             calls = f"calls: {'sql' if executes else 'none'}"
             return self.options.compact_prompt(example, schema, calls), None
         history = self.options.history_text(example)
-        thinks = not self.options.native_thinking
+        direct = self.options.without == "thoughts"
+        thinks = not (self.options.native_thinking or direct)
+        opening = "You" if direct else OPENING.format(validate=VALIDATE if executes else "")
         either = EITHER.format(analysis=ANALYSIS if thinks else "") if executes else ""
         content = TASK.format(
-            validate=VALIDATE if executes else "",
+            opening=opening,
             db_id=example.db_id,
             schema=self.options.schema_text(schema),
             history=history + "\n" if history else "",
             question="\n".join(filter(None, [example.knowledge, example.question])),
-            test=TEST if executes else "",
+            correctness="" if direct else CORRECTNESS + (TEST if executes else ""),
             output_format=either + (FINAL_ANALYSIS if thinks else "") + self.answer("YOUR_SQL_QUERY"),
         )
         return [{"role": "user", "content": content}], [TOOL_SCHEMA] if executes else None
@@ -211,6 +216,7 @@ class MtirSql(Recipe):
         if "<think>" in said:  # the thinking never ended
             return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
         thought_optional = self.options.compact or self.options.native_thinking
+        thought_optional |= self.options.without == "thoughts"
         well_formed = bool((ACTION if thought_optional else THOUGHT_AND_ACTION).fullmatch(text))
         well_formed &= "<tool_response>" not in text  # only the environment responds
         call = read_call(said, "sql")

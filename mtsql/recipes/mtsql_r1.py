@@ -39,7 +39,9 @@ ACTION = re.compile("<tool_call>|<answer_sql>")
 
 # The paper gives no weights (it chose them by grid search): those of the released code stand in.
 PROCESS = RewardWeights(1.0, 1.0, 0.8, 0.1)
-PRESETS = {"outcome": RewardWeights(), "process": PROCESS, "paper": PROCESS, "authors": PROCESS}
+PRESETS = {
+    "outcome": RewardWeights(), "process": PROCESS, "paper": PROCESS, "formula": PROCESS, "authors": PROCESS,
+}  # fmt: skip
 
 
 def make_reward(
@@ -48,13 +50,15 @@ def make_reward(
     """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
 
     `process` is the paper's reward with EM as the official evaluation has it, `paper` with EM of strings as
-    its text says, both under the rules of mtsql_r1_rewards.py; `authors` is what the released code does.
+    its text says, both under the rules of mtsql_r1_rewards.py, and `formula` as `paper` without them; `authors`
+    is what the released code does.
     Raises ValueError for an unknown preset or weight.
     """
     given = chosen_weights(PRESETS, preset, weights)
     if preset == "authors":
         return lambda trajectory, example: authors_reward(trajectory, example, scorer, given, decode)
-    return lambda trajectory, example: reward(trajectory, example, scorer, given, preset == "paper")
+    string_em, plain = preset in ("paper", "formula"), preset == "formula"
+    return lambda trajectory, example: reward(trajectory, example, scorer, given, string_em, plain)
 
 
 def make_recipe(options: PromptOptions) -> MtsqlR1:

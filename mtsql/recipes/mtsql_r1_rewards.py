@@ -10,6 +10,12 @@ Process rewards are means over the actions of a type, and a mean invites padding
 - A verification without a verdict earns 0; by the paper's formula one of M-VERIFY would earn 1 - AVG F1.
 So of a trajectory that follows Equation 1 every action counts but the return to an earlier candidate.
 
+The preset `formula` is the plain formula instead: every action counts, repeated or not, and a missing verdict is
+"otherwise" (no pass). "A weighted sum of all ... process-level rewards" says neither sum nor mean over the actions
+of a type; in all presets we read the mean, as the released code does, since a sum pays for each further action.
+
+A result whose rows hold nothing but NULLs is "ok", not "null": the paper does not say which.
+
 The paper's formula itself leaves gains that are kept (with the numbers of tests/test_reward_hacks.py):
 - Once the first proposal was wrong, rejecting a right one (or not judging it) and proposing the same in other
   words raises the mean of the proposals by more than the verdict costs.
@@ -51,19 +57,26 @@ class RewardWeights:
 
 
 def reward(
-    trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights, string_em: bool = False
+    trajectory: Trajectory,
+    example: Example,
+    scorer: Scorer,
+    weights: RewardWeights,
+    string_em: bool = False,
+    plain: bool = False,
 ) -> Rewards:
     """R_all of a trajectory, from its recorded actions, which come from what the model wrote, and from whether
     its queries failed, were empty or gave rows.
 
     An unanswered question is never right. EM is the official exact set match, with `string_em` the strict
-    match of strings. Process rewards are not computed where they have no weight.
+    match of strings. `plain` are the process rewards without the rules above. They are not computed where they
+    have no weight.
     """
     ex, em = ex_em(trajectory, example, scorer)
     if string_em:
         em = float(scorer.string_em(example.gold_sql, trajectory.answer_sql))
     if weights.proposal or weights.verify:
-        return r_all(weights, ex, em, *process_rewards(trajectory, example, scorer))
+        process = plain_process_rewards if plain else process_rewards
+        return r_all(weights, ex, em, *process(trajectory, example, scorer))
     total = weights.ex * ex + weights.em * em
     return Rewards(ex, em, total, total, {})
 
@@ -114,3 +127,20 @@ def process_rewards(
                 earned = 0.0 if passed is None else f1[candidate] if passed else 1.0 - f1[candidate]
                 m_verify.setdefault(candidate, earned)
     return f1.values(), e_verify.values(), m_verify.values()
+
+
+def plain_process_rewards(
+    trajectory: Trajectory, example: Example, scorer: Scorer
+) -> tuple[Collection[float], Collection[float], Collection[float]]:
+    """The same by the letter of section 3.3.2: one a PROPOSE or SELF-CORRECT, E-VERIFY, and M-VERIFY."""
+    proposals, e_verify, m_verify = [], [], []
+    for action in trajectory.actions:
+        if action.type in (ActionType.PROPOSE, ActionType.SELF_CORRECT):
+            proposals.append(scorer.clause_f1(example.db_id, example.gold_sql, action.sql))
+        elif action.type is ActionType.E_VERIFY:
+            outcome = trajectory.observations[action.message - 1].outcome
+            e_verify.append(E_VERIFY_TABLE[outcome, bool(action.passed)])
+        elif action.type is ActionType.M_VERIFY:
+            f1 = scorer.clause_f1(example.db_id, example.gold_sql, action.sql)
+            m_verify.append(f1 if action.passed else 1.0 - f1)
+    return proposals, e_verify, m_verify

@@ -22,6 +22,8 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
   the final output. r_exec is the project's EX, which looks at the first statement; r_syntax runs the whole
   answer with EX's small repairs ("> ="), so that a second statement costs it.
 - Where single-pass and multi-turn RL are compared, r_turns is off in both (section 5.1): --weights turns=0.
+- Table 4's rows are --without guidance, --without headers (and guidance) and --schema names; its second has no
+  headers where ours has rows and their numbers alone.
 - Without a schema (Table 4) the prompt is not printed: it names the tables, and leaves out the third
   instruction, which asks for columns of the schema. The prompts of a single pass and of native thinking are ours.
 - clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Equation 2 has one ratio a
@@ -29,9 +31,9 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
   trajectory counts by its mean, as in GRPO; --ratio sequence is the length-th root of that product (GSPO), and
   the gradient of --aggregate constant is Equation 2's but for a factor.
 - Sampling with top_p 0.99 (A.5) becomes 1: the loss needs the log-probabilities that were sampled from.
-- "Batch size 128" is read as questions in RL and as trajectories in SFT. The learning rate of RL, 1e-6, is the
-  default; SFT shares the option and needs --learning-rate 1e-5. Its beta2 of 0.95, weight decay of 0.01 and
-  warm-up of 0.1 are train_sft.py's 0.999, 0 and 0.03. The number of steps (108) is not set here.
+- "Batch size 128" is read as questions in RL and as trajectories in SFT, whose optimizer is that of A.5. RL's
+  learning rate, 1e-6, is the default; its other optimizer settings are not given. The number of steps (108) is
+  not set here.
 """
 
 from __future__ import annotations
@@ -61,6 +63,13 @@ SETTINGS = {
     "prompts_per_step": 128,
     "trajectories_per_step": 128,
     "clip_high": 0.28,
+    "sft": {
+        "learning_rate": 1e-5,
+        "epochs": 2.0,
+        "beta2": 0.95,
+        "weight_decay": 0.01,
+        "warmup": 0.1,
+    },
 }
 
 INVALID = "Your previous action is invalid. Think and try again."
@@ -95,10 +104,10 @@ Relavent tables and columns:
 - 'products':'price'
 
 To solve this problem I should issue a simple aggregate query using AVG(price).</think>"""
-QUERY = """<sql>SELECT AVG(price) FROM products;</sql>
+HEADER = "   AVG(price)\n"
+QUERY = f"""<sql>SELECT AVG(price) FROM products;</sql>
 <observation>
-   AVG(price)
-0       24.75
+{HEADER}0       24.75
 </observation>"""
 SECOND_THOUGHT = (
     "<think>The result shows that the average product price is 24.75. The question asks for the average price, "
@@ -109,15 +118,18 @@ SOLUTION = "<solution>SELECT AVG(price) FROM products;</solution>"
 
 def make_recipe(options: PromptOptions) -> TaggedRecipe:
     """SQL-Trail's prompts, tags and observations, as the options say."""
-    return TaggedRecipe(options, ("reasoning", "think"), task, data_frame, INVALID)
+    table = rows_alone if options.without == "headers" else data_frame
+    return TaggedRecipe(options, ("reasoning", "think"), task, table, INVALID)
 
 
 def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
     """The system prompt of A.3."""
     names_only = options.schema == "names"
     given = "the table names of a database" if names_only else "a database schema"
-    select, reflect = [] if names_only else [SELECT_SCHEMA], [REFLECT] if multi_turn else []
-    steps = [QUERY, SECOND_THOUGHT] if multi_turn else []
+    select = [] if names_only or options.without != "none" else [SELECT_SCHEMA]
+    reflect = [REFLECT] if multi_turn else []
+    query = QUERY.replace(HEADER, "") if options.without == "headers" else QUERY
+    steps = [query, SECOND_THOUGHT] if multi_turn else []
     return task_text(
         options,
         example,
@@ -143,6 +155,12 @@ def data_frame(cells: list[list[str]]) -> str:
         "  ".join([line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))])
         for line in lines
     )
+
+
+def rows_alone(cells: list[list[str]]) -> str:
+    """The same without the names of the columns (Table 4)."""
+    header, *rows = cells
+    return data_frame([[""] * len(header), *rows]).partition("\n")[2] if rows else "Empty DataFrame"
 
 
 @dataclass(frozen=True)

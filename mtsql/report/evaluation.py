@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,10 +11,15 @@ import numpy as np
 from mtsql.agent.env import NO_TOOL, Environment, Episode
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, example_after, examples
+from mtsql.recipes.rewards import Decode, RewardFunction
 from mtsql.report.abilities import ABILITIES, abilities
 from mtsql.report.answer_log import AnswerLog, play_unanswered
 from mtsql.report.errors import error_kinds
 from mtsql.sql.score import FURTHER_METRICS, Scorer
+
+THOUGHT = re.compile(
+    r"(?:<(?:think|reasoning)>|\A)((?:(?!<think>|<reasoning>).)*?)</(?:think|reasoning)>", re.DOTALL
+)
 
 
 def answer_dialogues(
@@ -57,10 +63,21 @@ def _seed(seed: int, example: Example) -> int:
     return int(np.random.SeedSequence((seed, int(dialogue), int(turn))).generate_state(1, np.uint64)[0])
 
 
+def thought_characters(trajectory: Trajectory, decode: Decode) -> int:
+    """Characters of the thoughts in all messages; the prompt may have opened a message's first one."""
+    said = (decode(segment.ids) for segment in trajectory.segments if segment.role == "model")
+    return sum(len(thought) for text in said for thought in THOUGHT.findall(text))
+
+
 def score_records(
-    answered: Sequence[tuple[Example, Trajectory]], scorer: Scorer, verifies: bool = True
+    answered: Sequence[tuple[Example, Trajectory]],
+    scorer: Scorer,
+    verifies: bool = True,
+    reward: RewardFunction | None = None,
+    decode: Decode | None = None,
 ) -> list[dict]:
-    """One record a question for `mtsql.report.metrics.summarise`.
+    """One record a question for `mtsql.report.metrics.summarise`; with `reward` its parts, with `decode` the
+    length of the thoughts (SQL-Trail, A.8).
 
     A question whose gold SQL does not run counts as wrong and has the hardness "unscored". `verifies` is
     the recipe's: whether all five abilities are measured.
@@ -97,6 +114,9 @@ def score_records(
                 "pred_parses": scorer.readable(example.db_id, answer),
                 "status": str(trajectory.status),
                 "interactions": trajectory.interactions,
+                "turns": trajectory.messages,
+                **({"reward_parts": reward(trajectory, example).parts} if reward and not problem else {}),
+                **({"thought_characters": thought_characters(trajectory, decode)} if decode else {}),
                 "off_protocol": trajectory.off_protocol,
                 "tool_calls": dict(Counter(o.tool for o in trajectory.observations if o.tool != NO_TOOL)),
                 "sampled_tokens": trajectory.sampled_length,

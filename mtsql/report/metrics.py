@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 
 import numpy as np
 
@@ -26,7 +26,7 @@ HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
 RESAMPLES = 10_000  # of a bootstrap interval
 DRAWN_AT_ONCE = 2_000_000  # dialogues, so that memory stays bounded
-COUNTS = ("interactions", "sampled_tokens", "response_tokens")
+COUNTS = ("interactions", "sampled_tokens", "response_tokens", "turns", "thought_characters")
 
 
 def step_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> dict[str, float]:
@@ -125,7 +125,7 @@ def summarise(records: Sequence[dict]) -> dict:
     Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, ex, em
     and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, interactions, tool_calls (tool ->
     count), sampled_tokens, response_tokens, abilities (ABILITIES, 0 to 1 or None) and errors (some of
-    ERRORS).
+    ERRORS), and perhaps turns (model messages), thought_characters and reward_parts.
     Shares are fractions; the mean over no question is None. Raises ValueError without records.
     """
     if not records:
@@ -165,9 +165,13 @@ def summarise(records: Sequence[dict]) -> dict:
     summary["status"] = {str(s): _mean(r["status"] == s for r in records) for s in Status}
     tools = sorted({tool for r in records for tool in r["tool_calls"]})
     summary["tool_calls"] = {tool: _mean(r["tool_calls"].get(tool, 0) for r in records) for tool in tools}
-    for key in COUNTS:
+    for key in (key for key in COUNTS if key in records[0]):
         summary[key] = _mean(r[key] for r in records)
-        summary |= {f"{key}_{name}": means(key, name) for name in ("by_turn", "by_hardness")}
+        summary |= {f"{key}_{name}": means(key, name) for name in by}
+    if "turns" in summary:
+        summary["turns_deviation"] = pstdev(r["turns"] for r in records)
+    parts = sorted({part for r in records for part in r.get("reward_parts", ())})
+    summary["reward_parts"] = {p: _mean(r.get("reward_parts", {}).get(p, 0) for r in records) for p in parts}
     measured = {a: [r["abilities"][a] for r in records if r["abilities"][a] is not None] for a in ABILITIES}
     summary["abilities"] = {ability: _mean(values) for ability, values in measured.items()}
     summary["errors"] = {kind: _mean(kind in r["errors"] for r in records) for kind in ERRORS}
@@ -224,7 +228,10 @@ def format_summary(summary: dict) -> str:
         lines.append(f"{counted}: their prompt is longer than --max-prompt-tokens")
     lines.append("")
     lines += [f"{tool + ' calls':<32}{mean:>9.2f} an answer" for tool, mean in summary["tool_calls"].items()]
-    lines += [f"{key.replace('_', ' '):<32}{summary[key]:>9.2f} an answer" for key in COUNTS]
+    for key in (key for key in COUNTS if key in summary):
+        spread = f", deviation {summary['turns_deviation']:.2f}" if key == "turns" else ""
+        lines.append(f"{key.replace('_', ' '):<32}{summary[key]:>9.2f} an answer{spread}")
+    lines += [f"{'reward: ' + part:<32}{mean:>9.3f}" for part, mean in summary["reward_parts"].items()]
     if "latency_seconds" in summary:
         lines.append(f"{'latency, one at a time':<32}{summary['latency_seconds']:>9.2f} s an answer")
     lines.append("")

@@ -12,25 +12,38 @@ from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_executed
 from mtsql.sql.score import Scorer
 
 
-def majority_vote(candidates: Sequence[str | None], db_path: str | Path, executor: Executor) -> int:
+def majority_vote(
+    candidates: Sequence[str | None], db_path: str | Path, executor: Executor, kind: str = "official"
+) -> int:
     """The index of the candidate that wins; None is a sample without an answer.
 
     Candidates with equal results, as EX compares them (DISTINCT dropped, columns in any order), form a
     group. The earliest member of the largest group wins; of equally large groups, that of the earliest
-    candidate. The order of rows matters if more than half of the voters have an ORDER BY: one rule a
-    question, as the gold query's ORDER BY decides in EX. What fails to run has no vote; if nothing runs,
-    the first answer wins. Raises FileNotFoundError if the database is missing.
+    candidate. With the other kinds of EX (`Scorer`) DISTINCT is kept; by "bird" equal are equal sets of rows,
+    whatever their order. Else the order of rows matters if more than half of the voters have an ORDER BY: one
+    rule a question, as the gold query's ORDER BY decides in EX. What fails to run has no vote; if nothing
+    runs, the first answer wins. Raises FileNotFoundError if the database is missing.
     """
-    executed = [None if sql is None else as_executed(sql, False) for sql in candidates]
+    bird = kind == "bird"
+    executed = [
+        sql if sql is None or bird else as_executed(sql, keep_distinct=kind == "keep_distinct")
+        for sql in candidates
+    ]
     rows = [None if sql is None else executor.predicted_rows(db_path, sql, MAX_GOLD_ROWS) for sql in executed]
     voters = [index for index, result in enumerate(rows) if result is not None]
     if not voters:
         return next((index for index, sql in enumerate(executed) if sql is not None), 0)
     order_matters = 2 * sum("order by" in executed[index].lower() for index in voters) > len(voters)
+
+    def same(one: int, other: int) -> bool:
+        if bird:
+            return set(rows[one]) == set(rows[other])
+        return results_equal(rows[one], rows[other], order_matters)
+
     groups: list[list[int]] = []  # in the order of their earliest members
     for index in voters:
         # Equality is transitive, so one member stands for its group.
-        equal = (group for group in groups if results_equal(rows[group[0]], rows[index], order_matters))
+        equal = (group for group in groups if same(group[0], index))
         group = next(equal, None)
         if group is None:
             groups.append([index])
@@ -60,7 +73,8 @@ def add_votes(records: Sequence[dict], runs: Sequence[Sequence[dict]], scorer: S
     right = []
     for record, *samples in zip(records, *runs, strict=True):
         answers = [sample["predicted"] for sample in samples]
-        chosen = samples[majority_vote(answers, scorer.paths[record["db_id"]], scorer.executor)]
+        path = scorer.paths[record["db_id"]]
+        chosen = samples[majority_vote(answers, path, scorer.executor, scorer.kind)]
         record |= {f"{key}_majority": chosen[key] for key in ("predicted", "ex", "em")}
         right.append(sum(sample["ex"] for sample in samples))
     count = len(runs)

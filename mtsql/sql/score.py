@@ -27,19 +27,26 @@ FURTHER_METRICS = {
 class Scorer:
     """Scores predictions over the databases of one dataset."""
 
-    def __init__(self, schemas: dict[str, Schema], executor: Executor) -> None:
-        """Reads the databases' files; raises UserError if one is missing or no database."""
-        self.executor = executor
+    def __init__(self, schemas: dict[str, Schema], executor: Executor, kind: str = "official") -> None:
+        """Reads the databases' files; raises UserError if one is missing or no database.
+
+        The `kind` of EX is "official", "keep_distinct" (likewise, DISTINCT counts) or "bird" (`set_match`).
+        """
+        self.executor, self.kind = executor, kind
         self.paths = {db: schema.path for db, schema in schemas.items()}
         self.schemas = {db: SqlSchema.from_database(schema.path) for db, schema in schemas.items()}
         self.foreign_keys = {db: foreign_key_map(schema.entry) for db, schema in schemas.items()}
 
     def ex(self, db_id: str, gold: str, predicted: str | None) -> bool:
-        """Execution match as the official evaluation defines it: R_EX of MTSQL-R1, section 3.3.2.
+        """Execution match of the scorer's kind: R_EX of MTSQL-R1, section 3.3.2, the official one.
 
         Raises ValueError if the gold query fails.
         """
-        return execution_match(self.executor, self.paths[db_id], gold, predicted)
+        executor, path = self.executor, self.paths[db_id]
+        if self.kind == "bird":
+            executor.gold_rows(path, gold)
+            return set_match(executor, path, gold, predicted)
+        return execution_match(executor, path, gold, predicted, self.kind == "keep_distinct")
 
     def em(self, db_id: str, gold: str, predicted: str | None, mode: Mode = "official") -> bool:
         """Exact set match: the official EM; in mode "authors" the numbers after nested LIMITs count.
@@ -96,7 +103,7 @@ class Scorer:
     def gold_problem(self, db_id: str, gold: str) -> str | None:
         """Why a gold SQL cannot be scored against (it does not run), or None."""
         try:
-            execution_match(self.executor, self.paths[db_id], gold, gold)
+            self.ex(db_id, gold, gold)
         except ValueError as error:
             return str(error)
         return None
