@@ -92,13 +92,13 @@ def load_json_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, 
 
 
 def _parsed(content: bytes, errors: str = "strict") -> Any:
-    """Raises ValueError; NaN and infinity, which are no JSON, and numbers beyond all measure are None."""
+    """Raises ValueError; NaN and infinity, which are no JSON, are None, and so are huge numbers of a log."""
 
     def finite(number: str) -> float | None:
         return float(number) if math.isfinite(float(number)) else None
 
     def bounded(number: str) -> int | None:
-        return int(number) if len(number) < 300 else None
+        return int(number) if len(number) < 300 or errors == "strict" else None
 
     found = json.loads(content, parse_constant=lambda _: None, parse_float=finite, parse_int=bounded)
     if b"\\ud" in content.lower():  # perhaps half of a pair
