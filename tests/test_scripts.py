@@ -260,12 +260,13 @@ def test_quickstart_ends_with_its_table(work):
         small = small.replace(f"\n{setting}\n", f"\n{setting.split()[0]} = {smaller}\n")
     (work / "small.toml").write_text(small)
     (work / "quick").mkdir()
-    for made in ("benchmark", "imitation"):
-        (work / "quick" / made).symlink_to(work / made)
+    imitation = ROOT / "models" / "toy" / "seed0"  # the model of `work` answers none of these questions
+    (work / "quick" / "benchmark").symlink_to(work / "benchmark")
+    (work / "quick" / "imitation").symlink_to(imitation)
     evaluation = work / "quick" / "evaluation"
     run(
         "evaluate.py", "--config", work / "small.toml", "--data", work / "benchmark", "--split", "test",
-        "--model", work / "imitation", "--out", evaluation / "imitation",
+        "--model", imitation, "--out", evaluation / "imitation",
     )  # fmt: skip
     for arm in ("warm_start", "rl_no_memory"):  # what is there already is not made again
         shutil.copytree(evaluation / "imitation", evaluation / arm)
@@ -284,7 +285,7 @@ def test_quickstart_ends_with_its_table(work):
         assert (result["questions"], result["status"]) == (summary["questions"], summary["status"])
         assert re.search(rf"^{result['arm']} +{100 * result['ex']:.1f} ", out, re.MULTILINE)
         assert result["ex_low"] <= result["ex"] <= result["ex_high"] and result["minutes"] >= 0
-    assert len({r["ex"] for r in results}) >= 4  # most arms are agents of their own
+    assert len({r["ex"] for r in results} - {0}) >= 3  # most arms are agents of their own
     ex = {r["arm"]: r["ex"] for r in results}
     differences = json.loads((work / "quick" / "differences.json").read_text())
     assert len(differences) == 6
