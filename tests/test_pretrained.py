@@ -25,7 +25,7 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
-from mtsql.pretrained import MODELS, give_tags_rows, write_pretrained
+from mtsql.pretrained import MODELS, with_readable_tags, write_pretrained
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
@@ -167,18 +167,17 @@ def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path
     assert sum(right) >= 3, [trajectory.answer_sql for trajectory in answered]
 
 
-def test_tags_that_a_base_never_trained_get_rows_of_their_own(work):
-    tokenizer = load_tokenizer(work / "imitation")
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<other>"], special_tokens=False)
+def test_tags_that_a_base_never_trained_are_text(work):
+    tokenizer, tags = load_tokenizer(work / "imitation"), ["<tool_call>", "</tool_call>"]
+    tokenizer.add_tokens(tags, special_tokens=False)
     model = load_policy(work / "imitation")
     model.resize_token_embeddings(len(tokenizer))
-    rows = model.get_input_embeddings().weight.data  # (vocabulary, hidden)
-    tags = [tokenizer.convert_tokens_to_ids(tag) for tag in ("<tool_call>", "</tool_call>", "<other>")]
-    rows[tags] = rows[3].clone()
-    before = rows.clone()
-    give_tags_rows(model, tokenizer)
-    assert (rows != before).any(1).nonzero()[:, 0].tolist() == tags[:2]
-    assert torch.cosine_similarity(rows[tags[0]], rows[tags[1]], dim=0) < 0.99
-    once = rows.clone()
-    give_tags_rows(model, tokenizer)  # what has been trained stays
-    assert torch.equal(rows, once)
+    rows, places = model.get_input_embeddings().weight.data, tokenizer.convert_tokens_to_ids(tags)
+    assert with_readable_tags(model, tokenizer) is tokenizer  # their rows differ: they are trained
+    rows[places] = rows[3].clone()
+    text = '<tool_call>\n{"a": 1}\n</tool_call>'
+    readable = with_readable_tags(model, tokenizer)
+    ids = readable.encode(text, add_special_tokens=False)
+    assert not set(places) & set(ids) and readable.decode(ids) == text
+    tokens = ChatTokens(readable)
+    assert tokens.decode(tokens.message_ids(text)) == text

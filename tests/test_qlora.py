@@ -253,12 +253,10 @@ def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
         seen = [id(t) for batch in batches for group in batch for t in group]
         assert sorted(seen) == sorted(id(t) for t in flatten(groups))
         for batch in batches:
-            prefixes = sum(shared_prefix(group) for group in batch)
-            rows = sum(map(len, batch))
-            longest = max(len(t.ids) - shared_prefix(group) for group in batch for t in group)
-            alone = len(batch) == 1 and rows == 1
-            # A trajectory alone counts all of its prompt as shared.
-            assert alone or prefixes + rows * longest <= max_positions
+            prefixes = [shared_prefix(group) for group in batch]
+            own = [len(t.ids) - p for group, p in zip(batch, prefixes, strict=True) for t in group]
+            alone = len(batch) == 1 and len(own) == 1
+            assert alone or sum(prefixes) + sum(own) <= max_positions
     assert len(group_micro_batches(groups, 100_000)) == 1
 
 

@@ -416,7 +416,11 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (train_grpo, ["--tis-cap", -0.5], "--tis-cap should be above 0, 0 for none, or -1, not -0.5"),
         (train_grpo, ["--shard", "--attention", "flash_attention_2"], "--shard loads weights in float32"),
         (train_grpo, ["--rewards", "best"], "--rewards best is unknown; choose from outcome, process"),
-        (train_grpo, ["--held-out", 1000], "--held-out should be above 0 and leave some of the"),
+        (
+            train_grpo,
+            ["--held-out", 1000],
+            "--held-out and --for-rl should be above 0 where they are asked for, and leave",
+        ),
         (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),
         (train_grpo, ["--native-thinking"], "--native-thinking changes nothing with --recipe mtsql_r1;"),
         (train_grpo, ["--curriculum", tmp_path / "none.jsonl"], "none.jsonl is not there; make it with"),
@@ -426,9 +430,13 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
             ["--history", "predicted"],
             "--history predicted is unknown; choose from gold, questions",
         ),
-        (train_sft, ["--targets", "gold"], "--targets gold needs --tools none and --rounds 1"),
+        (train_sft, ["--targets", "gold"], "--targets gold needs --rounds 1: another"),
         (train_sft, ["--embedding", tmp_path / "none"], "no embedding model could be loaded from"),
-        (evaluate, ["--split", "held_out"], "--held-out should be above 0 and leave some of the"),
+        (
+            evaluate,
+            ["--split", "held_out"],
+            "--held-out and --for-rl should be above 0 where they are asked for, and leave",
+        ),
         (evaluate, ["--typo", 1], "unrecognized arguments: --typo"),
     ):
         assert sentence in refused(script, *model, *options)

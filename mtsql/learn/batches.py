@@ -116,14 +116,15 @@ def group_micro_batches(
     """
     pieces: list[tuple[int, list[Trajectory]]] = []  # positions, trajectories
     for group in groups:
-        prefix = shared_prefix(group)
-        used = max_positions
+        prefix, held = shared_prefix(group), []
+        used = prefix
         for trajectory in sorted(group, key=lambda t: len(t.ids)):
             own = len(trajectory.ids) - prefix
-            if used + own > max_positions or not pieces:
-                pieces.append((prefix, []))
-            used = pieces[-1][0] + own
-            pieces[-1] = (used, [*pieces[-1][1], trajectory])
+            if held and used + own > max_positions:
+                pieces.append((used, held))
+                used, held = prefix, []
+            used, held = used + own, [*held, trajectory]
+        pieces.append((used, held))
     return _fill([(len(piece[-1].ids), used, piece) for used, piece in pieces], max_positions)
 
 
