@@ -145,7 +145,8 @@ def test_rewards_read_the_record_and_never_the_text(tiny, scorer):
 
 
 def test_presets(tiny, scorer):
-    assert {"outcome": RewardWeights(1, 1, 0, 0), "process": ALL, "paper": ALL, "authors": ALL} == PRESETS
+    with_process = dict.fromkeys(("process", "paper", "authors", "formula"), ALL)
+    assert {"outcome": RewardWeights(1, 1, 0, 0)} | with_process == PRESETS
     lower = GOLD.lower()
     # Verdicts are missing. Authors: E 1, M 1; proposals (2/3 + 1) / 2 over the calls, (8/9 + 1) / 2 over the
     # candidates for the others: the answer in lower case is none of its own.
