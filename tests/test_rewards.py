@@ -164,6 +164,7 @@ def test_presets(tiny, scorer):
             "process": 2 + proposal,
             "paper": 1 + proposal,
             "authors": 2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * (1 + 1),
+            "formula": 1 + proposal,  # no verdict is no pass: E 0, and M 1 - 1
         }
     )
 
