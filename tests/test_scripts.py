@@ -430,7 +430,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
             ["--history", "predicted"],
             "--history predicted is unknown; choose from gold, questions",
         ),
-        (train_sft, ["--targets", "gold"], "--targets gold needs --rounds 1: another"),
+        (train_sft, ["--targets", "gold", "--rounds", 2], "--targets gold needs --rounds 1: another"),
         (train_sft, ["--embedding", tmp_path / "none"], "no embedding model could be loaded from"),
         (
             evaluate,
