@@ -270,7 +270,7 @@ def measure_loss(plain_tokens: int, chunks: list[int]) -> dict[str, float]:
         key = "loss_ours" if chunk is None else f"loss_chunk_{chunk}"
         ours, seconds = in_fresh_process(loss_peak, "ours", LOSS_TOKENS, chunk)
         found |= {f"{key}_peak_mib": ours / 2**20, f"{key}_seconds": seconds}
-        found["loss_memory_ratio" if chunk is None else f"{key}_memory_ratio"] = ours / plain
+        found["loss_memory_ratio" if chunk is None else f"{key}_memory_ratio"] = ours / max(plain, 1)  # bytes
     return found
 
 
