@@ -119,7 +119,7 @@ def write_pretrained(name: str, folder: Path, source: str | None = None) -> str:
         file = Path(temporary) / "model.gguf"
         join_members(model, file, Path(temporary))
         policy, tokenizer = read_gguf(file, model.dtype)
-    save_policy(policy, with_readable_tags(policy, tokenizer), folder)
+    save_policy(policy, tokenizer, folder)
     return "package"
 
 
@@ -174,7 +174,8 @@ def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, AutoTokenizer]:
     read.config.tie_word_embeddings = True
     model = type(read)(read.config)
     model.load_state_dict(weights)
-    return model.to(getattr(torch, dtype)), tokenizer
+    model = model.to(getattr(torch, dtype))
+    return model, with_readable_tags(model, tokenizer)
 
 
 def with_readable_tags(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
