@@ -57,7 +57,12 @@ def at_once(database):
     some = [sql for kind, sql, _ in STATEMENTS if kind in ("unbounded recursion", "cell bomb", "cross join")]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda sql: executor.execute(database, sql), some))
-    return len(some), results, resident_bytes() - start, executor.execute(database, "SELECT count(*) FROM singer")
+    return (
+        len(some),
+        results,
+        resident_bytes() - start,
+        executor.execute(database, "SELECT count(*) FROM singer"),
+    )
 
 
 def test_the_hostile_suite(database, monkeypatch):
