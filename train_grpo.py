@@ -21,7 +21,7 @@ Departures from the paper:
   other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
   is 0 by definition) and stay in the denominator, as in the paper's formula.
-- KL off by default, as in the paper's listing (its formula has a beta); --beta weighs an estimate (--kl).
+- KL off by default, as in the paper's listing (its formula has a beta); --beta weighs it.
 - One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (--beta2) and there is no weight decay
   (--weight-decay), where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
@@ -58,15 +58,9 @@ from mtsql.learn.interrupt import INTERRUPTED, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.optimizer import optimizer_step, warmup_rate
-from mtsql.learn.parallel import leave_processes, whole_weights
-from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps, mean_divergence
-from mtsql.learn.variants import (
-    add_divergences,
-    apply_sample_rules,
-    check_variants,
-    dynamic_sampling,
-    idle_variants,
-)
+from mtsql.learn.parallel import leave_processes
+from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps
+from mtsql.learn.variants import check_variants, dynamic_sampling, idle_variants
 from mtsql.questions import make_sampling, reward_function
 from mtsql.recipes.rewards import Rewards
 from mtsql.report.metrics import MetricsLog
@@ -78,11 +72,11 @@ from mtsql.run import (
     dev_scores,
     fitting_questions,
     load_dev,
-    one_piece,
     raise_not_finite,
     save_checkpoint,
     save_result,
     training_questions,
+    weights_for_rollouts,
 )
 
 
@@ -99,7 +93,7 @@ def main(config: GrpoConfig) -> int:
     dev = load_dev(config, run) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, run.out)
-        for sentence in idle_variants(config, truncation_cap(config, run.policy)):
+        for sentence in idle_variants(config):
             print(sentence)
         if config.curriculum:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
@@ -114,8 +108,7 @@ def main(config: GrpoConfig) -> int:
             began = time.perf_counter()
             level = level_of_step(step, config.steps, list(map(len, levels)))[0] + 1
             rewarding = run if level >= config.process_from_level else early
-            with whole_weights(run.policy):
-                groups, replaced = sample_groups(config, rewarding, levels, step)
+            groups, replaced = sample_groups(config, rewarding, levels, step)
             asked |= {group[0].example.id for group in groups}
             sampled = time.perf_counter()
             # Normalise the rewards within each group.
@@ -135,8 +128,7 @@ def main(config: GrpoConfig) -> int:
                     "train_seconds": round(trained - sampled, 2),
                 }
                 log.append(row)
-                logged = groups[: config.log_groups or None]
-                append_trajectories(run.out / "trajectories.jsonl", step, logged, run.tokens, run.scorer)
+                append_trajectories(run.out / "trajectories.jsonl", step, groups[:1], run.tokens, run.scorer)
                 bar.set_postfix_str(
                     f"reward {row['reward']:.2f}, EX {row['ex']:.2f}, length {row['response_tokens']:.0f}, "
                     f"entropy {row['entropy']:.2f}, {row['sampled_tokens_per_second']} tokens/s"
@@ -168,7 +160,7 @@ def outcome_only(config: GrpoConfig, run: Training) -> Training:
 
     def reward(trajectory: Trajectory, example: Example) -> Rewards:
         earned = outcome(trajectory, example)
-        return replace(run.reward(trajectory, example), total=earned.total, quality=earned.quality)
+        return replace(run.reward(trajectory, example), total=earned.total)
 
     return replace(run, reward=reward)
 
@@ -202,25 +194,21 @@ def play_questions(
         seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
         episodes += run.environment.episodes(question, seeds)
         examples += [question] * size
-    with one_piece(config, run):
+    with weights_for_rollouts(config, run):
         trajectories = rollout(
             run.policy, run.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib
         )
     samples = [Sample(t, e, run.reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
     for sample in samples:
-        apply_sample_rules(config, sample)
-    if run.reference is not None and config.kl == "k1":
-        add_divergences(config, samples, run.reference)
+        sample.in_loss = sample.rewards.kept or not config.filter_rollouts
     return run.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
 
 
 def set_advantages(config: GrpoConfig, groups: Sequence[Sequence[Sample]]) -> Tensor:
     """A_i of every sample (section 3.3.3); which groups teach something, (questions,) bool."""
     rewards = torch.tensor([[s.rewards.total for s in group] for group in groups])  # (questions, G)
-    divergences = torch.tensor([[s.divergence for s in group] for group in groups])  # (questions, G)
-    # KL in the reward counts after a group was found to teach something without it.
     informative = informative_groups(rewards)  # (questions,)
-    advantages = group_advantages(rewards - config.beta * divergences, informative, config.divide_by)
+    advantages = group_advantages(rewards, informative, config.divide_by)
     for group, of_group in zip(groups, advantages.tolist(), strict=True):
         for sample, advantage in zip(group, of_group, strict=True):
             sample.trajectory.advantage = advantage
@@ -239,16 +227,15 @@ def clipped_step(
 
     Groups without variance add nothing to it, or the KL in the loss.
     """
-    kl_in_loss = run.reference is not None and config.kl != "k1"
     counted = [s.trajectory for group in groups for s in group if s.in_loss]
     denominator = loss_denominator(counted, config.aggregate, config.max_response_tokens)
     kept = [
         [s.trajectory for s in group if s.in_loss]
         for group, teaches in zip(groups, informative, strict=True)
-        if teaches or kl_in_loss
+        if teaches or run.reference
     ]
     trained = sorted(filter(None, kept), key=lambda group: sum(len(t.ids) for t in group))
-    parts = step_batches(trained, config.layout, config.micro_batch_positions, run.processes, config.shard)
+    parts = step_batches(trained, config.layout, config.micro_batch_positions, run.processes)
     run.policy.train()
     sums: Counter[str] = Counter()  # updated, never added: + would drop what is negative
     gaps, norm = [], 0.0
@@ -257,7 +244,7 @@ def clipped_step(
             batch = token_batch(part.groups, config.layout, run.policy.device, run.attention)
             logprobs, entropy = token_logprobs(run.policy, batch, config.temperature)  # (tokens,) both
             reference_logprobs = None
-            if kl_in_loss:
+            if run.reference:
                 with torch.no_grad(), run.reference.policy() as frozen:
                     reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
             loss, statistics = grpo_loss(
@@ -266,22 +253,17 @@ def clipped_step(
                 batch.trajectory_index,
                 denominator,
                 aggregate=config.aggregate,
-                ratio=config.ratio,
                 old_logprobs=part.old_logprobs,
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
                 reference_logprobs=reference_logprobs,
-                kl=config.kl,
-                beta=config.beta if kl_in_loss else 0.0,
+                beta=config.beta,
                 sampling_logprobs=batch.sampling_logprobs,
                 tis_cap=truncation_cap(config, run.policy),
             )
             if not torch.isfinite(loss):
                 raise_not_finite(run, step, part.trajectories)
-            (loss * part.weight).backward()
-            if part.weight == 0:
-                continue
+            loss.backward()
             sums.update({name: value / config.updates_per_batch for name, value in statistics.items()})
             if update == 0:
                 part.old_logprobs = logprobs.detach()
@@ -296,7 +278,7 @@ def clipped_step(
     return {
         "entropy": totals["entropy"] / max(1, totals["trained_tokens"]),
         "clip_fraction": totals["clip_fraction"] / (totals["weight"] or 1.0),
-        "kl": totals["kl"] / (totals["weight"] or 1.0) + mean_divergence(groups),
+        "kl": totals["kl"] / (totals["weight"] or 1.0),
         "tis_weight": totals["tis_weight"] / (totals["weight"] or 1.0),
         **logprob_gaps([gap for share in run.processes.all_gather(gaps) for gap in share]),
         "gradient_norm": norm,

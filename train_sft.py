@@ -257,17 +257,14 @@ def fine_tune(
         if config.databases_per_step:  # each process gets a part of every group
             groups = [part for group in groups for part in run.processes.split(group)]
         sums: Counter[str] = Counter()
-        for part in step_batches(
-            groups, config.layout, config.micro_batch_positions, run.processes, config.shard
-        ):
+        for part in step_batches(groups, config.layout, config.micro_batch_positions, run.processes):
             inputs = token_batch(part.groups, config.layout, run.policy.device, run.attention)
             logprobs, entropy = token_logprobs(run.policy, inputs)  # (tokens,) both
             loss = sft_loss(logprobs, denominator)
             if not torch.isfinite(loss):
                 raise_not_finite(run, progress.step, part.trajectories)
-            (loss * part.weight).backward()
-            if part.weight > 0:
-                sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
+            loss.backward()
+            sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         run.processes.sum_gradients(run.parameters)
         rate = cosine_rate(config.learning_rate, (index + 0.5) / steps, config.warmup)
         norm = optimizer_step(run.optimizer, run.parameters, rate)

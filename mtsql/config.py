@@ -161,7 +161,6 @@ class TrainingOptions(RewardOptions):
     optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
     weight_decay: NotNegative = option(0.0, "of AdamW")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    shard: bool = option(False, "full weights, gradients, optimizer over the processes of torchrun (FSDP2)")
     track: Literal["none", "tensorboard", "wandb"] = option("none", "where metrics go beside metrics.csv")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 
@@ -225,7 +224,6 @@ class GrpoConfig(TrainingOptions):
     clip_low: NotNegative = option(0.2, "epsilon below 1")
     clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
     updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
-    ratio: Literal["token", "sequence"] = option("token", "importance ratio of each token, or GSPO's")
     aggregate: Literal["trajectory", "token", "constant"] = option(
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
     )
@@ -233,25 +231,17 @@ class GrpoConfig(TrainingOptions):
         "group",
         "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
     )
-    beta: NotNegative = option(0.0, "weight of the KL penalty")
-    kl: Literal["k1", "k2", "k3"] = option("k3", "its estimate: k2 or k3 in the loss, k1 in the reward")
-    dual_clip: float = option(0.0, "bound of the ratio of bad tokens, above 1; 0 is none")
+    beta: NotNegative = option(0.0, "weight of the KL penalty (k3)")
     tis_cap: float = option(
         -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
     )
-    truncated: Literal["keep", "exclude", "penalise"] = option(
-        "keep", "trajectories out of tokens, in the loss"
-    )
-    truncation_penalty: NotNegative = option(1.0, "taken off their reward with --truncated penalise")
     filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
-    filter_threshold: float = option(0.0, "the quality that a trajectory has to exceed")
     resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
     layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
     micro_batch_positions: Positive = option(16384, "positions in one forward pass")
     evaluate_every: Count = option(
         0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
     )
-    log_groups: Count = option(1, "groups of each step that trajectories.jsonl shows; 0: all")
     evaluate_dialogues: Count = option(100, "first dialogues in these evaluations; 0 is all")
     save_every: Positive = option(20, "steps between checkpoints")
 
@@ -264,7 +254,6 @@ class AddressOptions(CommonOptions):
     api_model: str = option("", "the policy's name at --address")
     protocol: Literal["auto", "tokens", "chat"] = option("auto", "token ids in and out, or chat messages")
     tokenizer: str = option("", "folder or hub name of its tokenizer; with chat any, to count tokens")
-    key_variable: str = option("OPENAI_API_KEY", "environment variable that holds the key of --address")
     own_temperature: bool = option(False, "ask --address without a temperature, which some models refuse")
 
 

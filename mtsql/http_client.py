@@ -157,7 +157,7 @@ def check_address(address: str) -> None:
         )
 
 
-def read_key(variable: str) -> str:
+def read_key(variable: str = "OPENAI_API_KEY") -> str:
     """The key in an environment variable, "" if it is not set. Raises UserError if it cannot be sent."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):

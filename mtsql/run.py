@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -45,7 +45,6 @@ from mtsql.http_client import Server, ServerError, check_address, read_key
 from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint, save_training_state
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import (
-    DTYPES,
     Reference,
     has_adapter,
     load_policy,
@@ -53,15 +52,8 @@ from mtsql.learn.model import (
     restore_policy,
     save_policy,
 )
-from mtsql.learn.optimizer import make_optimizer, stepped_parameters
-from mtsql.learn.parallel import (
-    Processes,
-    join_processes,
-    restore_optimizer,
-    shard_policy,
-    whole_state,
-    whole_weights,
-)
+from mtsql.learn.optimizer import make_optimizer, optimizer_state, restore_optimizer, stepped_parameters
+from mtsql.learn.parallel import Processes, join_processes
 from mtsql.model_folder import load_tokenizer
 from mtsql.questions import (
     draw_questions,
@@ -81,14 +73,14 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 KEPT_CHECKPOINTS = 2
-FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device", "key_variable")
+FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device")
 # What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
 # start, the columns of its log, the state of its optimizer.
 FIXED = (
     "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe",
     "tools", "ex", "beta2", "weight_decay",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
-    "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "shard", "wording", "schema",
+    "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "wording", "schema",
     "thinking", "native_thinking", "without", "sql_timeout", "error_hints", "max_prompt_tokens",
     "max_response_tokens", "max_sequence_tokens",
 )  # fmt: skip
@@ -202,7 +194,7 @@ def check_policy(config: ServedOptions | ChatConfig) -> None:
 
 def idle_policy(config: ServedOptions) -> list[str]:
     """A sentence for each option set in vain: of an address beside --model, or the other way round."""
-    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "key_variable", "own_temperature")
+    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "own_temperature")
     of_model = ("dtype", "quantise", "attention", "merge_adapter", "rows", "cache_gib", "device")
     why, names = ("--model is here", of_address) if config.model else ("--address is the policy", of_model)
     return idle_options(config, dict.fromkeys(names, why))
@@ -210,7 +202,7 @@ def idle_policy(config: ServedOptions) -> list[str]:
 
 def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
     """The policy at --address. Raises UserError if nothing answers there."""
-    server = Server(config.address, read_key(config.key_variable), timeout=SECONDS)
+    server = Server(config.address, read_key(), timeout=SECONDS)
     protocol = config.protocol
     if protocol == "auto":
         try:
@@ -278,20 +270,15 @@ def begin_training(config: SftConfig | GrpoConfig, weights: str = "", reference:
 
     Raises UserError for options that do not go together, and if --out holds a run but --resume is not given.
     """
-    if config.shard and config.optimizer == "adamw8bit":
-        raise UserError("--shard needs --optimizer adamw; 8-bit moments cannot be sharded")
     if config.beta2 >= 1:
         raise UserError(f"--beta2 should be below 1, not {config.beta2:g}")
     if config.dtype == "float16":
         raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
-    if config.shard and config.attention == "flash_attention_2":
-        raise UserError("--shard loads weights in float32, which flash-attn cannot run: --attention sdpa")
-    kept = "float32" if config.shard else config.dtype  # sharded weights are cast when they are gathered
     how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
     if config.layout == "shared" and config.attention == "auto":
         how["attention"] = "sdpa"  # flash-attn has no kernel for this layout
     split = "rl" if config.for_rl and isinstance(config, GrpoConfig) else "train"
-    run = begin_run(config, split, dtype=kept, **how)
+    run = begin_run(config, split, **how)
     if config.layout == "shared" and run.attention.startswith("flash"):
         raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
     reward = reward_function(config, run.tokens, run.scorer, weights)
@@ -300,20 +287,17 @@ def begin_training(config: SftConfig | GrpoConfig, weights: str = "", reference:
         for sentence in changed_options(config, run.out):
             print(sentence)
     checkpoint = run.processes.all_gather(found)[0]
-    computed = DTYPES[config.dtype] if config.shard else None
     # Before a checkpoint's weights replace --model's.
-    frozen = Reference(run.policy, computed) if reference else None
+    frozen = Reference(run.policy) if reference else None
     if checkpoint is not None:
-        restore_policy(run.policy, checkpoint / "policy", kept)
-    if config.shard:
-        shard_policy(run.policy, run.processes, DTYPES[config.dtype])
+        restore_policy(run.policy, checkpoint / "policy", config.dtype)
     optimizer = make_optimizer(
         run.policy, config.learning_rate, config.optimizer, config.beta2, config.weight_decay
     )
     step, state = 0, None
     if checkpoint is not None:
-        step, state, optimizer_state = load_training_state(checkpoint)
-        restore_optimizer(run.policy, optimizer, optimizer_state)
+        step, state, moments = load_training_state(checkpoint)
+        restore_optimizer(optimizer, moments)
     return Training(
         **vars(run),
         reward=reward,
@@ -358,34 +342,23 @@ def find_checkpoint(out: Path, resume: bool) -> Path | None:
 
 
 def save_checkpoint(run: Training, step: int, state: dict[str, Any]) -> None:
-    """Write the state of a training run after `step` steps; all processes must call it."""
-    weights, optimizer_state = whole_state(run.policy, run.optimizer)
+    """Write the state of a training run after `step` steps."""
     if run.processes.is_main:
         with new_checkpoint(run.out, step, KEPT_CHECKPOINTS) as folder:
-            save_policy(run.policy, run.tokens.tokenizer, folder / "policy", weights)
-            save_training_state(folder, optimizer_state, step, state)
+            save_policy(run.policy, run.tokens.tokenizer, folder / "policy")
+            save_training_state(folder, optimizer_state(run.policy, run.optimizer), step, state)
 
 
-def one_piece(config: PolicyOptions, run: Run) -> AbstractContextManager[None]:
+def weights_for_rollouts(config: PolicyOptions, run: Run | ServedRun) -> AbstractContextManager[None]:
     """While the block runs, the adapter is part of the weights if --merge-adapter asks for it."""
-    return merged_adapter(run.policy) if config.merge_adapter else nullcontext()
-
-
-@contextmanager
-def weights_for_rollouts(config: PolicyOptions, run: Run | ServedRun) -> Iterator[None]:
-    """The policy as rollouts need it while the block runs: whole, and with --merge-adapter in one piece."""
-    if isinstance(run, ServedRun):
-        yield
-        return
-    with whole_weights(run.policy), one_piece(config, run):
-        yield
+    here = config.merge_adapter and not isinstance(run, ServedRun)
+    return merged_adapter(run.policy) if here else nullcontext()
 
 
 def save_result(run: Run, folder: Path) -> None:
-    """Write the policy as an ordinary Hugging Face or adapter folder; all processes must call it."""
-    weights, _ = whole_state(run.policy)
+    """Write the policy as an ordinary Hugging Face or adapter folder."""
     if run.processes.is_main:
-        save_policy(run.policy, run.tokens.tokenizer, folder, weights)
+        save_policy(run.policy, run.tokens.tokenizer, folder)
 
 
 def load_dev(config: GrpoConfig, run: Run) -> Run:

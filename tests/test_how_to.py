@@ -16,9 +16,11 @@ from mtsql.agent.trajectory import Status
 from mtsql.config import DataOptions, GrpoConfig
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
+from mtsql.learn.samples import Sample
 from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import make_recipe
 from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.recipes.rewards import Rewards
 from mtsql.sql.score import Scorer
 
 PAGE = (ROOT / "docs" / "how_to.md").read_text(encoding="utf-8")
@@ -54,6 +56,24 @@ def corrected(tiny: Tiny) -> Episode:
     assert say(episode, "<exec_verify>no_pass</exec_verify>" + call("exec_sql", GOLD))
     assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
     return episode
+
+
+def test_a_variant_of_the_loss_by_hand(tiny: Tiny):
+    page = run_block("A variant of the loss")
+    # Trajectory 0 has log ratios 0.2 and 0, trajectory 1 has 0.1.
+    ratios = page["gspo"](torch.tensor([0.2, 0.0, 0.1]), torch.tensor([0, 0, 1]))
+    assert ratios.tolist() == pytest.approx([0.1, 0.1, 0.1])
+    objective, advantage = torch.tensor([-5.0, -2.0, 1.2]), torch.tensor([-1.0, -1.0, 1.0])
+    assert page["dual_clip"](objective, advantage).tolist() == pytest.approx([-3, -2, 1.2])
+    logprobs = torch.tensor([-1.5], requires_grad=True)
+    estimate = page["k2"](logprobs, torch.tensor([-1.0]))
+    estimate.backward()
+    assert (estimate.item(), logprobs.grad.item()) == pytest.approx((0.125, -0.5))
+    trajectory = corrected(tiny).trajectory
+    sample = Sample(trajectory, EXAMPLE, Rewards(1, 1, 2, {}))
+    assert page["overlong"](sample)
+    trajectory.status = Status.OUT_OF_TOKENS
+    assert not page["overlong"](sample)
 
 
 @pytest.mark.parametrize("heading", BLOCKS)

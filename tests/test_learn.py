@@ -470,50 +470,13 @@ def test_denominators_of_a_step():
         loss_denominator(sampled, "batch", 100)
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "slope"), [("k1", -0.5, 1.0), ("k2", 0.125, -0.5), ("k3", 0.148721, 1 - np.exp(0.5))]
-)
-def test_kl_estimates_by_hand(kind, value, slope):
+def test_kl_estimate_by_hand():
     """log policy - log reference = -0.5."""
     logprobs = torch.tensor([-1.5], requires_grad=True)
-    estimate = kl_estimate(logprobs, torch.tensor([-1.0]), kind)
-    assert estimate.item() == pytest.approx(value, abs=1e-6)
+    estimate = kl_estimate(logprobs, torch.tensor([-1.0]))
+    assert estimate.item() == pytest.approx(0.148721, abs=1e-6)
     estimate.backward()
-    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "objective", "slope"),
-    [
-        (5.0, -1.0, -3.0, 0.0),  # so likely and so bad that only 3 times the advantage counts
-        (2.0, -1.0, -2.0, -2.0),  # below that
-        (5.0, 1.0, 1.2, 0.0),  # good tokens are clipped as ever
-    ],
-)
-def test_dual_clip_by_hand(ratio, advantage, objective, slope):
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    old = torch.tensor([-1.0 - np.log(ratio)], dtype=torch.float32)
-    loss, statistics = grpo_loss(
-        logprobs, torch.tensor([advantage]), torch.tensor([0]), 1, old_logprobs=old, dual_clip=3.0
-    )
-    loss.backward()
-    assert loss.item() == pytest.approx(-objective)
-    assert float(logprobs.grad) == pytest.approx(-slope)
-    assert statistics["clip_fraction"] == float(slope == 0)
-
-
-def test_sequence_ratio_by_hand():
-    """Trajectory 0 has log ratios 0.2 and 0, so exp(0.1) for both tokens; trajectory 1 has 0.1."""
-    logprobs = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
-    old = torch.tensor([-1.2, -2.0, -1.1])
-    index = torch.tensor([0, 0, 1])
-    loss, _ = grpo_loss(logprobs, torch.tensor([1.0, -2.0]), index, 2, old_logprobs=old, ratio="sequence")
-    ratio = np.exp(0.1)
-    assert loss.item() == pytest.approx(-(ratio * 1 + ratio * -2) / 2)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(gradient, -torch.tensor([ratio / 4, ratio / 4, -ratio]).float())
-    with pytest.raises(ValueError, match="not 'group'"):
-        grpo_loss(logprobs, torch.zeros(2), index, 2, ratio="group")
+    assert logprobs.grad.item() == pytest.approx(1 - np.exp(0.5), abs=1e-6)
 
 
 def test_constant_denominator_by_hand():
@@ -838,15 +801,6 @@ def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):
             weights(load_policy(tmp_path / "saved")),
         )
     assert torch.allclose(start, base_logprobs)
-
-
-def test_a_cast_reference_is_the_model_as_loaded_in_that_type(tmp_path, tokenizer):
-    save_policy(make_model("qwen3"), tokenizer, tmp_path / "model")
-    reference = Reference(load_policy(tmp_path / "model"), torch.bfloat16)
-    loaded = load_policy(tmp_path / "model", "bfloat16")
-    batch = shared_prompt_batch(make_groups())
-    with torch.no_grad(), reference.policy() as frozen:
-        assert torch.equal(token_logprobs(frozen, batch)[0], token_logprobs(loaded, batch)[0])
 
 
 def train(model, optimizer, steps: int) -> None:

@@ -83,17 +83,17 @@ def test_equations_5_to_7(tiny, message, parts, total, ex):
 
 def test_filter_drops_what_is_invalid_and_keeps_wrong_answers(tiny):
     kept = {
-        message: rewards(tiny, play(tiny, message)).quality > SETTINGS["filter_threshold"]
+        message: rewards(tiny, play(tiny, message)).kept
         for message in (THINK + answer(GOLD), THINK + answer(WRONG), THINK + answer(BROKEN), answer(GOLD))
     }
     assert list(kept.values()) == [True, True, False, False]
 
 
-def test_weights_leave_parts_and_quality_alone(tiny):
+def test_weights_leave_parts_and_filter_alone(tiny):
     episode = play(tiny, THINK + answer(WRONG))
     r = rewards(tiny, episode, "format=0,result=2")
     assert r.total == pytest.approx(0.1 - 2)
-    assert (r.parts, r.quality) == (rewards(tiny, episode).parts, rewards(tiny, episode).quality)
+    assert (r.parts, r.kept) == (rewards(tiny, episode).parts, rewards(tiny, episode).kept)
     with pytest.raises(ValueError, match="one of format, execution, result"):
         rewards(tiny, episode, "ex=1")
 

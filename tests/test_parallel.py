@@ -17,18 +17,9 @@ import torch
 import torch.distributed as dist
 from conftest import FORKS, TOY, run
 from safetensors.torch import load_file
-from test_learn import SIZES
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.agent import generator
-from mtsql.agent.head import float32_logits
-from mtsql.gpu_check import gaps, random_qwen3, sample
-from mtsql.learn import logprobs, parallel
-from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
-from mtsql.learn.parallel import Processes, join_processes, leave_processes, shard_policy, whole_weights
+from mtsql.learn import parallel
+from mtsql.learn.parallel import Processes, join_processes, leave_processes
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
@@ -121,7 +112,7 @@ def files_of(folder: Path) -> set[str]:
             "train_grpo.py",
             ["--steps", 2, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
              "--evaluate-every", 2, "--evaluate-dialogues", 3, "--resample-rounds", 1, "--beta", 0.01,
-             "--kl", "k1", "--truncated", "penalise", "--learning-rate", 3e-5],
+             "--learning-rate", 3e-5],
         ),
         (
             "train_sft.py",
@@ -143,40 +134,6 @@ def test_two_processes_train_as_one(script, options, work, tmp_path):
             assert a.pop(name, 0) < 1e-3 and b.pop(name, 0) < 1e-3
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
     assert_trained_alike(work / "imitation", tmp_path / "one" / "policy", tmp_path / "two" / "policy")
-
-
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        (
-            "train_grpo.py",
-            ["--steps", 2, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
-             "--evaluate-every", 2, "--evaluate-dialogues", 3, "--micro-batch-positions", 900,
-             "--gradient-checkpointing", "--learning-rate", 3e-5],
-        ),
-        (
-            "train_sft.py",
-            ["--questions", 8, "--samples-per-question", 4, "--rounds", 1, "--epochs", 1, "--tools", "none",
-             "--trajectories-per-step", 5, "--micro-batch-positions", 400, "--learning-rate", 3e-5],
-        ),
-    ],
-)  # fmt: skip
-def test_sharded_weights_train_as_whole_ones(script, options, work, tmp_path):
-    """FSDP2: uneven micro-batches, checkpoints, and a resumed run."""
-    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation", *options]
-    run(*base, "--out", tmp_path / "whole")
-    if script == "train_grpo.py":
-        run(*TORCHRUN, *base, "--shard", "--out", tmp_path / "sharded", "--steps", 1)
-    run(*TORCHRUN, *base, "--shard", "--resume", "--out", tmp_path / "sharded")
-    one, two = (rows_of(tmp_path / name / "metrics.csv") for name in ("whole", "sharded"))
-    assert len(one) == len(two) > 0
-    for a, b in zip(one, two, strict=True):
-        for name in ("logprob_gap", "logprob_gap_p99", "logprob_gap_mean"):
-            assert a.pop(name, 0) < 1e-3 and b.pop(name, 0) < 1e-3
-        assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
-    assert_trained_alike(work / "imitation", tmp_path / "whole" / "policy", tmp_path / "sharded" / "policy")
-    if script == "train_sft.py":
-        assert "start them with torchrun" in run(*base, "--shard", "--out", tmp_path / "alone", expect=2)
 
 
 def test_two_processes_evaluate_as_one(work, tmp_path):
@@ -238,87 +195,3 @@ def linger(rank: int, folder: str) -> None:
 def test_a_process_that_waits_at_the_end_is_no_silent_one(tmp_path):
     fork(linger, tmp_path)
     assert {p.name for p in tmp_path.glob("left.*")} == {"left.0", "left.1"}
-
-
-def sharded(rank: int, store: str) -> None:
-    """One of two processes: whole weights go back whatever happens, and logits are not rounded."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    processes = Processes(rank, 2)
-    model = random_qwen3(torch.device("cpu"), num_hidden_layers=2, initializer_range=0.2)
-    shard_policy(model, processes, torch.bfloat16)
-
-    def assert_sharded() -> None:
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-
-    with pytest.raises(KeyError), whole_weights(model):
-        assert not any(isinstance(p, DTensor) for p in model.parameters())
-        raise KeyError
-    assert_sharded()
-    unshard, calls = FSDPModule.unshard, []
-
-    def short(self: FSDPModule) -> None:
-        calls.append(self)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        unshard(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPModule, "unshard", short)
-        with pytest.raises(torch.OutOfMemoryError), whole_weights(model):
-            pass
-    assert len(calls) == 2
-    assert_sharded()
-
-    apart = []
-    rounded = lambda hidden, weight: (hidden @ weight.t()).float()  # noqa: E731
-    for logits in (float32_logits, rounded):
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (generator, logprobs):
-                patch.setattr(module, "float32_logits", logits)
-            with whole_weights(model):
-                played = sample(model, tokens=16)
-            apart.append(gaps(model, played).mean())
-    assert 0 < apart[0] < apart[1]
-    leave_processes(processes)
-    Path(f"{store}.{rank}").touch()
-
-
-def test_sharded_weights_go_back_and_their_logits_are_float32(tmp_path):
-    fork(sharded, tmp_path / "store")
-    assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1"}
-
-
-def small_steps(rank: int, store: str) -> None:
-    """One of two processes: sixty steps at 1e-6 of sharded weights, computed in bfloat16."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    processes = Processes(rank, 2)
-    moved = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **SIZES))
-        before = torch.cat([p.detach().flatten() for p in model.parameters()])
-        shard_policy(model, processes, dtype)
-        optimizer = make_optimizer(model, 1e-6)
-        for step in range(60):
-            draw = torch.Generator().manual_seed(step)
-            ids = torch.randint(0, SIZES["vocab_size"], (2, 12), generator=draw)
-            model(ids, labels=ids).loss.backward()
-            optimizer_step(optimizer, stepped_parameters(optimizer), 1e-6)
-        with whole_weights(model):
-            assert next(model.parameters()).dtype == dtype
-        after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if rank == 0:
-            whole = [after[name] for name, _ in model.named_parameters()]
-            assert {w.dtype for w in whole} == {torch.float32}
-            moved[dtype] = torch.cat([w.flatten() for w in whole]) - before
-    if rank == 0:
-        exact, half = moved[torch.float32], moved[torch.bfloat16]
-        assert (half != 0).float().mean() > 0.95 * (exact != 0).float().mean() > 0
-        assert torch.cosine_similarity(half, exact, dim=0) > 0.9
-    leave_processes(processes)
-    Path(f"{store}.{rank}").touch()
-
-
-def test_small_steps_of_sharded_weights_in_bfloat16_move_them(tmp_path):
-    fork(small_steps, tmp_path / "store")
-    assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1"}

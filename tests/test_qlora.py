@@ -21,8 +21,13 @@ from mtsql.errors import UserError
 from mtsql.learn.batches import group_micro_batches, micro_batches, order_by_database, shared_prefix
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import Reference, load_policy, merge_adapter, merged_adapter, save_policy
-from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
-from mtsql.learn.parallel import restore_optimizer, whole_state
+from mtsql.learn.optimizer import (
+    make_optimizer,
+    optimizer_state,
+    optimizer_step,
+    restore_optimizer,
+    stepped_parameters,
+)
 from mtsql.model_folder import load_tokenizer
 
 WIDER = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -220,9 +225,9 @@ def test_master_copies_go_on_where_they_were(base):
         optimizer_step(optimizer, stepped_parameters(optimizer), rate)
 
     step(policies[0], optimizers[0])
-    _, state = whole_state(policies[0], optimizers[0])
+    state = optimizer_state(policies[0], optimizers[0])
     policies[1].load_state_dict(policies[0].state_dict())
-    restore_optimizer(policies[1], optimizers[1], copy.deepcopy(state))
+    restore_optimizer(optimizers[1], copy.deepcopy(state))
     for policy, optimizer in zip(policies, optimizers, strict=True):
         step(policy, optimizer)
     pairs = zip(*map(stepped_parameters, optimizers), strict=True)
@@ -265,8 +270,8 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
     base = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     run(
         "train_grpo.py", *base, *options, "--steps", 2, "--prompts-per-step", 3, "--samples-per-prompt", 4,
-        "--beta", 0.1, "--aggregate", "constant", "--ratio", "sequence", "--tis-cap", 2.0, "--dual-clip", 3.0,
-        "--divide-by", "batch", "--updates-per-batch", 2, "--layout", "packed", "--truncated", "exclude",
+        "--beta", 0.1, "--aggregate", "constant", "--tis-cap", 2.0, "--divide-by", "batch",
+        "--updates-per-batch", 2, "--layout", "packed",
         "--out", tmp_path / "grpo",
     )  # fmt: skip
     merged = tmp_path / "merged"

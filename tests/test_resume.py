@@ -193,8 +193,6 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
         changed_options(replace(other, rewards="process"), tmp_path)
     with pytest.raises(UserError, match="--weights was , is now proposal=1"):
         changed_options(replace(other, weights="proposal=1"), tmp_path)
-    with pytest.raises(UserError, match="--shard was False, is now True"):  # its optimizer has other keys
-        changed_options(replace(other, shard=True), tmp_path)
     with pytest.raises(UserError, match="--optimizer was adamw, is now adamw8bit"):
         changed_options(replace(other, optimizer="adamw8bit"), tmp_path)
     with pytest.raises(UserError, match="--max-prompt-tokens was 4000, is now 3000"):  # other questions fit

@@ -21,7 +21,6 @@ from itertools import takewhile
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -133,7 +132,7 @@ class Generator:
         self.stops = stops
         on_gpu = model.device.type == "cuda"
         self.static_shapes = on_gpu if static_shapes is None else static_shapes
-        capture = on_gpu and self.static_shapes and not isinstance(model, FSDPModule)
+        capture = on_gpu and self.static_shapes
         self.graphs = DecodeGraphs() if capture else None
         self.longest = longest
         self.rows: list[Row] = []  # from the oldest to the youngest
@@ -149,7 +148,7 @@ class Generator:
         self._attention = self.model.config._attn_implementation
         self.model.set_attn_implementation(GROUPED)
         self.model.eval()
-        if self.head is not None and not isinstance(self.model, FSDPModule):
+        if self.head is not None:
             weight = self.head.weight.detach()  # (vocabulary, hidden)
             # On a CPU `float32_logits` would convert it in every step.
             self.head_weight = weight.float() if weight.device.type == "cpu" else weight
@@ -354,12 +353,6 @@ class Generator:
             "use_cache": True,
             "aimed": self.cache.aim(pieces, positions, self.model.dtype),
         }
-        if isinstance(self.model, FSDPModule):  # it gathers the head for its own forward pass only
-            decoding = input_ids.shape[1] == 1  # else nobody reads the logits
-            outputs = self.model(**inputs, output_hidden_states=decoding, logits_to_keep=1)
-            if self.head is None or not decoding:
-                return outputs.logits[:, -1]
-            return float32_logits(outputs.hidden_states[-1][:, -1], plain_head(self.inner).weight)
         if self.head is None:
             return self.model(**inputs, logits_to_keep=1).logits[:, -1]
         hidden = self.inner.base_model(**inputs).last_hidden_state[:, -1]  # (rows, hidden)

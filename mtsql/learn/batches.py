@@ -22,12 +22,10 @@ from mtsql.learn.parallel import Processes
 class MicroBatch:
     """Groups of trajectories that go through the model together, one piece of an optimizer step.
 
-    Its loss counts `weight` times; the weight is 0 where a process only keeps pace with the others.
     `old_logprobs` (tokens,) are those before the first of several updates.
     """
 
     groups: Sequence[Sequence[Trajectory]]
-    weight: float = 1.0
     old_logprobs: Tensor | None = None
 
     @property
@@ -165,13 +163,7 @@ def micro_batches(
 
 
 def step_batches(
-    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int, processes: Processes, shard: bool
+    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int, processes: Processes
 ) -> list[MicroBatch]:
-    """This process's micro-batches of an optimizer step; all processes give the same `groups`.
-
-    With sharded weights every process gets equally many (`Processes.pad`); the filler is one trajectory.
-    """
-    cut = micro_batches(processes.share(groups), layout, max_positions)
-    if not shard:
-        return [MicroBatch(part) for part in cut]
-    return [MicroBatch(*pair) for pair in processes.pad(cut, [groups[0][:1]])] if groups else []
+    """This process's micro-batches of an optimizer step; all processes give the same `groups`."""
+    return [MicroBatch(part) for part in micro_batches(processes.share(groups), layout, max_positions)]

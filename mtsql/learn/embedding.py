@@ -33,7 +33,7 @@ def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folde
     """A function from n trajectories to their embeddings, (n, d) float32, each independent of the others.
 
     Without `folder`: the policy's last hidden states, averaged over the tokens that it wrote (each
-    trajectory needs at least one). Weights sharded by FSDP2 must be whole (`whole_weights`).
+    trajectory needs at least one).
     With the folder of a Qwen3-Embedding model: its L2-normalised embedding of all text after the prompt,
     on the policy's device and in its dtype. The tokenizer is loaded at once, the model when it is first
     needed. Either may raise UserError, if the folder does not hold a whole model.
@@ -79,7 +79,6 @@ def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequen
     vectors = np.empty((len(trajectories), policy.config.hidden_size), np.float32)
     for part in _micro_batches([len(t.ids) for t in trajectories]):
         batch = row_batch([trajectories[i] for i in part], policy.device)
-        # Through the policy's own forward, which is the one that FSDP2 knows; without its logits.
         outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         hidden = outputs.hidden_states[-1].flatten(0, 1)  # (micro-batch x positions, d)
         written = hidden[batch.source + 1].float()  # (tokens, d); `source` is the position before

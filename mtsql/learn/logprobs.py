@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -366,13 +365,10 @@ def token_logprobs(
         options = {"cu_seq_lens_q": batch.borders, "cu_seq_lens_k": batch.borders}
         options |= {"max_length_q": longest, "max_length_k": longest}
     inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False, **options}
-    if isinstance(inner, FSDPModule):  # it gathers embedding, last norm and head for its own forward only
-        hidden = inner(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
-    else:
-        # Adapters are float32 over a bfloat16 base. On a CPU their products would take as long as the base's.
-        adapters_in_half = inner.dtype == torch.bfloat16 and inner.device.type == "cpu"
-        with torch.autocast("cpu", torch.bfloat16, enabled=adapters_in_half):
-            hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
+    # Adapters are float32 over a bfloat16 base. On a CPU their products would take as long as the base's.
+    adapters_in_half = inner.dtype == torch.bfloat16 and inner.device.type == "cpu"
+    with torch.autocast("cpu", torch.bfloat16, enabled=adapters_in_half):
+        hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
     hidden = _take(hidden.flatten(0, 1), batch.source)  # (tokens, hidden)
     if chunk is None:
         chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))

@@ -6,6 +6,7 @@ whose a token is. Every loss and statistic is a micro-batch's share: their sum i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from transformers import PreTrainedModel
 
 from mtsql.agent.trajectory import Trajectory
 from mtsql.config import GrpoConfig
-from mtsql.learn.variants import dual_clip_bound, truncated_importance_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -39,13 +39,10 @@ def grpo_loss(
     denominator: float,
     *,
     aggregate: str = "trajectory",
-    ratio: str = "token",
     old_logprobs: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    dual_clip: float = 0.0,
     reference_logprobs: Tensor | None = None,
-    kl: str = "k3",
     beta: float = 0.0,
     sampling_logprobs: Tensor | None = None,
     tis_cap: float = 0.0,
@@ -54,12 +51,12 @@ def grpo_loss(
 
     `advantages` is (trajectories,). Without `old_logprobs` the policy is its own old policy: the ratio is 1,
     but its gradient is not 0. `denominator` comes from `loss_denominator`. `beta` is the weight of
-    `kl_estimate` against `reference_logprobs`. `dual_clip` and `tis_cap`, 0 for none, are explained in
-    `mtsql.learn.variants`; the second needs `sampling_logprobs`.
+    `kl_estimate` against `reference_logprobs`. `tis_cap`, 0 for none, cuts `importance_weights`, which need
+    `sampling_logprobs`.
 
     Statistics: "weight", the sum of the tokens' weights, by which the weighted sums of clip_fraction, and of
-    kl and tis_weight where they apply, are to be divided. Raises ValueError for an unknown `ratio` and for a
-    `beta` or `tis_cap` without its log-probabilities.
+    kl and tis_weight where they apply, are to be divided. Raises ValueError for a `beta` or `tis_cap`
+    without its log-probabilities.
     """
     if beta != 0 and reference_logprobs is None:
         raise ValueError("beta needs reference log-probabilities")
@@ -68,38 +65,20 @@ def grpo_loss(
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     weights = token_weights(trajectory_index, denominator, aggregate)
     advantage = advantages.to(logprobs)[trajectory_index]
-    ratios = importance_ratio(logprobs, old, trajectory_index, ratio)
+    ratios = (logprobs - old).clamp(max=MAX_LOG_RATIO).exp()
     clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratios * advantage, clipped * advantage)
-    if dual_clip > 0:
-        objective = dual_clip_bound(objective, advantage, dual_clip)
     bound = (objective != ratios * advantage).to(weights)
     statistics = {"weight": float(weights.sum()), "clip_fraction": float((weights * bound).sum())}
     if tis_cap > 0:
-        tis = truncated_importance_weights(old, sampling_logprobs, tis_cap)
+        tis = importance_weights(old, sampling_logprobs, tis_cap)
         objective = objective * tis
         statistics["tis_weight"] = float((weights * tis).sum())
     if reference_logprobs is not None:
-        divergence = kl_estimate(logprobs, reference_logprobs, kl)
+        divergence = kl_estimate(logprobs, reference_logprobs)
         objective = objective - beta * divergence
         statistics["kl"] = float((weights * divergence.detach()).sum())
     return -(weights * objective).sum(), statistics
-
-
-def importance_ratio(logprobs: Tensor, old: Tensor, trajectory_index: Tensor, level: str) -> Tensor:
-    """Policy over old policy for each token.
-
-    At `level` "token" it is the token's own ratio, at "sequence" the geometric mean over its trajectory
-    (GSPO, equation 7).
-    """
-    log_ratio = logprobs - old
-    if level == "sequence":
-        lengths = trajectory_index.bincount()  # (trajectories,)
-        sums = log_ratio.new_zeros(len(lengths)).index_add(0, trajectory_index, log_ratio)  # (trajectories,)
-        log_ratio = (sums / lengths.clamp(min=1))[trajectory_index]
-    elif level != "token":
-        raise ValueError(f"ratio is token or sequence, not {level!r}")
-    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def loss_denominator(counted: Sequence[Trajectory], aggregate: str, longest_response: int) -> int:
@@ -128,14 +107,17 @@ def token_weights(trajectory_index: Tensor, denominator: float, aggregate: str) 
     return weights
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) at each token, by one of Schulman's estimates (2020).
-
-    With r = log policy - log reference: "k1" is r, unbiased; "k2" is r^2 / 2, whose gradient is unbiased;
-    "k3" is exp(-r) - 1 + r, never negative (GRPO, equation 4).
-    """
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) at each token: k3 of Schulman (2020), never negative (GRPO, equation 4)."""
     r = (logprobs - reference_logprobs).clamp(min=-MAX_LOG_RATIO)
-    return {"k1": r, "k2": r.square() / 2, "k3": (-r).exp() - 1 + r}[kind]
+    return (-r).exp() - 1 + r
+
+
+def importance_weights(old: Tensor, sampling_logprobs: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling (Yao et al. 2025): the trainer's probability over the sampler's, at most
+    `cap`. The two differ by the rounding of their different computations.
+    """
+    return (old - sampling_logprobs).clamp(max=math.log(cap)).exp()
 
 
 def truncation_cap(config: GrpoConfig, policy: PreTrainedModel | PeftModel) -> float:

@@ -130,19 +130,11 @@ def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def save_policy(
-    model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    weights: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing.
-
-    `weights` are the gathered ones of a sharded model, None for the model's own.
-    """
+def save_policy(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing."""
     with folder_atomically(folder) as temporary:
         options = {"selected_adapters": ["default"]} if has_adapter(model) else {}
-        model.save_pretrained(temporary, state_dict=weights, **options)
+        model.save_pretrained(temporary, **options)
         tokenizer.save_pretrained(temporary)
 
 
@@ -218,15 +210,10 @@ class Reference:
     reference is the warm-started model and not its base. Any other policy is copied whole.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> None:
-        """Copy the weights of `model`; to be called before training changes them, also on resume.
-
-        A whole copy's are cast to `dtype` if given: what a policy that will be sharded is computed in.
-        """
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        """Copy the weights of `model`; to be called before training changes them, also on resume."""
         if not has_adapter(model):
             self._model = copy.deepcopy(model).requires_grad_(False)
-            for parameter in self._model.parameters():  # no buffers: angles stay in float32
-                parameter.data = parameter.data.to(dtype or parameter.dtype)
             return
         self._model = model
         model.add_adapter("reference", model.peft_config["default"])

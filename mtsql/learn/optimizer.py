@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mtsql.errors import UserError
 
@@ -23,8 +22,8 @@ def make_optimizer(
 
     `kind` "adamw8bit" keeps the moments of tensors from 4,096 elements on in 8 bits (Dettmers et al. 2022).
     A parameter in half precision is computed with as it is, but what the optimizer steps is a float32 master
-    copy, since bfloat16 would round most updates away; gradients add up there in float32 too. Sharded
-    parameters have none. Raises UserError if nothing is trainable.
+    copy, since bfloat16 would round most updates away; gradients add up there in float32 too. Raises
+    UserError if nothing is trainable.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
@@ -47,7 +46,7 @@ def make_optimizer(
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     """The float32 copy that gets the gradients of a parameter in half precision; of another, itself."""
-    if parameter.dtype == torch.float32 or isinstance(parameter, DTensor):
+    if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())
 
@@ -63,6 +62,22 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """What the optimizer steps: trainable parameters, or their float32 master copies."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """The optimizer's state and, by place, the master copies of parameters that are in half precision."""
+    trainable = (p for p in policy.parameters() if p.requires_grad)
+    pairs = zip(trainable, stepped_parameters(optimizer), strict=True)
+    masters = {place: master.detach() for place, (p, master) in enumerate(pairs) if master is not p}
+    return optimizer.state_dict() | {"masters": masters}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Load what `optimizer_state` gave."""
+    masters = state.pop("masters")
+    optimizer.load_state_dict(state)
+    for place, master in masters.items():
+        stepped_parameters(optimizer)[place].data.copy_(master)
 
 
 def cosine_rate(peak: float, progress: float, warmup: float) -> float:
@@ -93,7 +108,7 @@ def optimizer_step(
     """
     set_learning_rate(optimizer, rate)
     clipped = nn.utils.clip_grad_norm_(parameters, largest)
-    norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+    norm = float(clipped)
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient's norm is {norm}; the weights are as before: lower --learning-rate, or compute in "

@@ -11,8 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -20,19 +19,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from mtsql.errors import UserError
-from mtsql.learn.optimizer import stepped_parameters
 
 T = TypeVar("T")
 SILENCE = 180.0  # seconds after which a process that says nothing is dead or stopped
@@ -73,21 +61,11 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
-    def pad(self, items: list[T], filler: T) -> list[tuple[T, float]]:
-        """The items, then the filler until all processes have equally many; each with its weight.
-
-        FSDP2 needs the same number of forward and backward passes in every process. It averages gradients
-        over the processes, where we want their sum; so an item's weight is the number of processes. The
-        filler's is 0.
-        """
-        most = max(self.all_gather(len(items)))
-        return [(item, float(self.count)) for item in items] + [(filler, 0.0)] * (most - len(items))
-
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients of all processes; one that a process lacks counts as zeros."""
         parameters = list(parameters)
-        if self.count == 1 or any(isinstance(p, DTensor) for p in parameters):
-            return  # FSDP2 has reduced them
+        if self.count == 1:
+            return
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -148,79 +126,6 @@ def watch_others(processes: Processes) -> None:
                     os._exit(3)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def shard_policy(policy: PreTrainedModel, processes: Processes, dtype: torch.dtype) -> None:
-    """Shard float32 weights, gradients and optimizer over the processes with torch's FSDP2, layer by layer.
-
-    Computed is in `dtype`, to which layers are cast when they are gathered. Raises UserError for a model
-    with adapters or quantised weights, and for a single process.
-    """
-    if processes.count == 1:
-        raise UserError("--shard is for several processes; start them with torchrun")
-    if not all(p.requires_grad for p in policy.parameters()):
-        raise UserError("--shard is for full fine-tuning; leave out --lora-rank and --quantise")
-    mesh = init_device_mesh(policy.device.type, (processes.count,))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for part in (*policy.base_model.layers, policy):
-        fully_shard(part, mesh=mesh, mp_policy=precision)
-
-
-@contextmanager
-def whole_weights(policy: nn.Module) -> Iterator[None]:
-    """All weights in every process while the block runs.
-
-    Rollouts need it: the processes make different numbers of forward passes.
-    """
-    sharded = [m for m in policy.modules() if isinstance(m, FSDPModule)]
-    try:
-        for module in sharded:
-            module.unshard()
-            module.set_reshard_after_forward(False, recurse=False)
-        yield
-    finally:
-        for module in sharded:
-            module.reshard()
-            module.set_reshard_after_forward(module is not policy, recurse=False)
-
-
-def whole_state(
-    policy: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[dict | None, dict]:
-    """The weights (None if they are not sharded) and the optimizer state, as a checkpoint holds them.
-
-    All processes must call it; those of a sharded run get theirs on the first process only.
-    """
-    if not isinstance(policy, FSDPModule):
-        return None, _with_masters(policy, optimizer) if optimizer else {}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(policy, options=options)
-    # Asked for the state of an optimizer that has none, torch would take a step to make one.
-    stepped = optimizer is not None and optimizer.state
-    state = get_optimizer_state_dict(policy, optimizer, options=options) if stepped else {}
-    once, every = (dict(policy.named_parameters(remove_duplicate=single)) for single in (True, False))
-    tied = every.keys() - once.keys()  # to weights under another name, which are saved
-    return {name: weight for name, weight in weights.items() if name not in tied}, state
-
-
-def _with_masters(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """The optimizer's state and, by place, the master copies of parameters that are in half precision."""
-    trainable = (p for p in policy.parameters() if p.requires_grad)
-    pairs = zip(trainable, stepped_parameters(optimizer), strict=True)
-    masters = {place: master.detach() for place, (p, master) in enumerate(pairs) if master is not p}
-    return optimizer.state_dict() | {"masters": masters}
-
-
-def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load the optimizer state that `whole_state` gave."""
-    if not isinstance(policy, FSDPModule):
-        masters = state.pop("masters", {})  # older checkpoints have no such entry
-        optimizer.load_state_dict(state)
-        for place, master in masters.items():
-            stepped_parameters(optimizer)[place].data.copy_(master)
-    elif state:  # empty before the first step
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(policy, optimizer, state, options=options)
 
 
 def leave_processes(processes: Processes) -> None:

@@ -25,14 +25,12 @@ from mtsql.sql.score import Scorer
 class Sample:
     """One of the G trajectories of a question `example`, with its rewards; it holds its advantage itself.
 
-    `divergence` is the sum over its tokens of log policy - log reference, 0 unless --kl k1 takes it off the
-    reward. `in_loss` is False for a sample that counts in its group's statistics only.
+    `in_loss` is False for a sample that counts in its group's statistics only (GRPO-Filter).
     """
 
     trajectory: Trajectory
     example: Example
     rewards: Rewards
-    divergence: float = 0.0
     in_loss: bool = True
 
 
@@ -54,11 +52,6 @@ def group_metrics(
         "rollout_seconds": round(seconds, 2),
         "sampled_tokens_per_second": round(sum(s.trajectory.sampled_length for s in samples) / seconds),
     }
-
-
-def mean_divergence(groups: Sequence[Sequence[Sample]]) -> float:
-    """The mean over the samples of the divergence a token that was taken off the rewards."""
-    return fmean(s.divergence / max(1, s.trajectory.sampled_length) for group in groups for s in group)
 
 
 def logprob_gaps(gaps: Sequence[Tensor]) -> dict[str, float]:

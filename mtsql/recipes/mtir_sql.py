@@ -79,13 +79,13 @@ SETTINGS = {
     "correct": "ex",
     "drop_empty": True,
     "filter_rollouts": True,
-    "filter_threshold": 0.1,
 }
 
 TOOL = "sql-execute_sql_query"
 MAX_RECORDS = 10  # of a result (section 4.1)
 MAX_CHARACTERS = 20_000  # of an observation: more than --max-tool-tokens lets through
 RETHINK = "My action is not correct. Let me rethink."
+MIN_QUALITY = 0.1  # of F, Equation 3: what GRPO-Filter keeps exceeds it
 
 TOOL_SCHEMA = {
     "type": "function",
@@ -275,7 +275,7 @@ def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: Re
     r_result = 0.0 if not runs else 1.0 if ex else -1.0
     total = weights.format * r_format + weights.execution * r_execution + weights.result * r_result
     parts = {"format": r_format, "execution": r_execution, "result": r_result}
-    return Rewards(ex, em, total, r_format + r_execution, parts)
+    return Rewards(ex, em, total, parts, r_format + r_execution > MIN_QUALITY)
 
 
 def make_reward(

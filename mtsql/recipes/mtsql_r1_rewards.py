@@ -78,7 +78,7 @@ def reward(
         process = plain_process_rewards if plain else process_rewards
         return r_all(weights, ex, em, *process(trajectory, example, scorer))
     total = weights.ex * ex + weights.em * em
-    return Rewards(ex, em, total, total, {})
+    return Rewards(ex, em, total, {})
 
 
 def r_all(
@@ -95,7 +95,7 @@ def r_all(
     """
     means = [fmean(values) if values else 0.0 for values in (proposals, e_verify, m_verify)]
     total = weights.ex * ex + weights.em * em + weights.proposal * means[0] + weights.verify * sum(means[1:])
-    return Rewards(ex, em, total, total, dict(zip(("proposal", "e_verify", "m_verify"), means, strict=True)))
+    return Rewards(ex, em, total, dict(zip(("proposal", "e_verify", "m_verify"), means, strict=True)))
 
 
 def process_rewards(

@@ -19,15 +19,14 @@ Weights = TypeVar("Weights")
 class Rewards:
     """A trajectory's reward `total`, EX and EM of its answer (0 or 1), and the recipe's other `parts`.
 
-    `quality` is what `--filter-rollouts` looks at (MTIR-SQL, Equation 3), elsewhere the total before the
-    penalty of `--truncated`.
+    `kept` is False for what `--filter-rollouts` leaves out of the loss (MTIR-SQL, Equation 3).
     """
 
     ex: float
     em: float
     total: float
-    quality: float
     parts: dict[str, float]
+    kept: bool = True
 
 
 RewardFunction: TypeAlias = Callable[[Trajectory, Example], Rewards]

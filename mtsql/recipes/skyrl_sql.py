@@ -137,7 +137,7 @@ def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: Re
     ex, em = ex_em(trajectory, example, scorer)
     valid = keeps_format(trajectory)
     total = weights.ex * ex if valid else weights.invalid
-    return Rewards(ex, em, total, total, {"format": float(valid)})
+    return Rewards(ex, em, total, {"format": float(valid)})
 
 
 def make_reward(

@@ -232,7 +232,7 @@ def reward(
             "format": float(keeps_format(trajectory)),
         }
     total = sum(weight * {"ex": ex, **parts}[name] for name, weight in asdict(weights).items())
-    return Rewards(ex, em, total, total, parts)
+    return Rewards(ex, em, total, parts)
 
 
 def make_reward(
