@@ -37,8 +37,7 @@ def recall(example: Example, schema: Schema, executor: Executor) -> tuple[Memory
 
 
 def _elements(sql: str, schema: Schema) -> dict | None:
-    """By the official grammar with the numbers after LIMIT, as in the paper's memory; else read leniently."""
-    for mode in ("authors", "lenient"):
-        with suppress(SqlParseError):
-            return parse_sql(sql, SqlSchema.from_database(schema.path), mode)
+    """By the official grammar with the numbers after LIMIT, as in the paper's memory."""
+    with suppress(SqlParseError):
+        return parse_sql(sql, SqlSchema.from_database(schema.path), "authors")
     return None

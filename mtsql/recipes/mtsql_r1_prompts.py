@@ -14,8 +14,7 @@ has other words). Where its listings differ from each other, or we from them:
 - "Ground-Truth SQL" and "correct SQL" stand there with --history predicted too: the agent is not told otherwise.
 - D.1 shows two results as [[0,]] and [[4,]], which in Python, as elsewhere in D, are [(0,)] and [(4,)]; of the
   parsed elements those of FROM end in a bracket, not in a brace; one full stop of the first task is missing.
-- The elements of an earlier SQL that the official grammar cannot read are those of our lenient reading, in which
-  any LIMIT is 1.
+- An earlier SQL that the official grammar cannot read has no elements.
 - What the paper does not show: an error as a result, the prompt without 'exec_sql', responses without the other tool.
 """
 

@@ -45,7 +45,7 @@ def exact_set_match(
     """Exact set match (EM): all components and the tables are equal; values and join keys are ignored.
 
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
-    query does not parse. With `mode` "lenient" both queries are read leniently.
+    query does not parse.
     """
     keys = tuple(foreign_keys.items())
     gold = _normalised(gold_sql, schema, keys, mode)

@@ -1,4 +1,4 @@
-"""SQL text to the Spider structure, strictly as the official evaluation reads it or leniently."""
+"""SQL text to the Spider structure, as the official evaluation reads it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from mtsql.sql.grammar import parse_official
-from mtsql.sql.lenient import parse_lenient
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.tree import MAX_CHARACTERS, TOO_LONG
 
-Mode: TypeAlias = Literal["official", "lenient", "authors"]
+Mode: TypeAlias = Literal["official", "authors"]
 
 
 @lru_cache(maxsize=50_000)
@@ -20,14 +19,11 @@ def parse_sql(sql: str, schema: SqlSchema, mode: Mode = "official") -> dict:
     Keys: select, from, where, groupBy, having, orderBy, limit, intersect, union, except. A column
     is "__table.column__", "*" is "__all__". "official" refuses what the official parser
     (taoyds/test-suite-sql-eval, process_sql.py) refuses; "authors" does too, but keeps the number after
-    LIMIT, as the authors of MTSQL-R1 do; "lenient" reads whatever sqlglot reads as a query in SQLite's
-    dialect. Raises SqlParseError for what cannot be read.
+    LIMIT, as the authors of MTSQL-R1 do. Raises SqlParseError for what cannot be read.
     """
     if len(sql) > MAX_CHARACTERS:
         raise SqlParseError(TOO_LONG)
     try:
-        if mode == "lenient":
-            return parse_lenient(sql, schema)
         return parse_official(sql, schema, keep_limit=mode == "authors")
     except RecursionError:
         raise SqlParseError("nested too deeply") from None

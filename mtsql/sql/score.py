@@ -19,7 +19,6 @@ from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 FURTHER_METRICS = {
     "ex_keep_distinct": "EX, DISTINCT kept",
     "ex_bird": "EX of BIRD (set of rows)",
-    "em_lenient": "EM, read leniently",
     "em_string": "EM, strict string",
 }
 
@@ -80,12 +79,8 @@ class Scorer:
         return {"ex_keep_distinct": int(kept), "ex_bird": int(as_sets)}
 
     def further_em(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
-        """Those of FURTHER_METRICS that read the queries.
-
-        The lenient EM is 1 where the official EM is 1, or where both queries read leniently are equal.
-        """
-        lenient = self.em(db_id, gold, predicted) or self.em(db_id, gold, predicted, "lenient")
-        return {"em_lenient": int(lenient), "em_string": int(string_match(gold, predicted))}
+        """Those of FURTHER_METRICS that read the queries."""
+        return {"em_string": int(string_match(gold, predicted))}
 
     def runs(self, db_id: str, predicted: str | None) -> bool:
         """Whether it executes without an error, repaired as EX repairs it."""
