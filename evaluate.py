@@ -18,7 +18,7 @@ of each question's N answers by execution result, and pass@k (SQL-Trail, section
 takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 4.
 --ex bird makes EX, the vote and pass@k BIRD's: equal sets of rows, as the papers report it on BIRD.
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
-server of OpenAI's form, in the same environment (mtsql/agent/served.py).
+server of OpenAI's form, in the same environment (mtsql/extras/served.py).
 The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl. Answers
 are kept as they come: the same command goes on after an interruption.
 
@@ -40,7 +40,7 @@ from mtsql.config import EvaluateConfig, idle_options, read_options, save_config
 # Before torch is imported, so that --help and wrong options are answered at once.
 OFFICIAL = {argument.partition("=")[0] for argument in sys.argv[1:]} & {"--gold", "--pred", "--compare"}
 if __name__ == "__main__" and OFFICIAL:
-    from mtsql.commands import official
+    from mtsql.extras import official
 
     user_errors(official.main)
     sys.exit()
@@ -49,30 +49,31 @@ if __name__ == "__main__":
 
 import json
 import time
+from collections.abc import Sequence
 from statistics import fmean
 
 from tqdm import tqdm
 
+from mtsql.agent.env import Episode
 from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
-from mtsql.questions import prompt_options
 from mtsql.recipes import load_recipe
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.records import question_record
 from mtsql.report.voting import add_votes, format_votes
-from mtsql.run import (
-    Run,
-    ServedRun,
+from mtsql.task import (
+    Task,
     answer_options,
     answer_split,
-    begin_answers,
-    make_player,
+    begin_task,
+    make_sampling,
+    prompt_options,
     show,
     weights_for_rollouts,
 )
@@ -86,42 +87,48 @@ def main(config: EvaluateConfig) -> None:
     for sentence in idle_options(config, {"top_p": greedy}):
         print(sentence)
     sampled_at = config.temperature or 1.0
-    run = begin_answers(config, config.split)
-    dialogues = run.dataset.dialogues[: config.dialogues or None]
-    options = answer_options(config, config.split, run)
+    if config.address or config.api_model or not config.model:
+        from mtsql.extras.served import begin_answers
+
+        task = begin_answers(config, config.split)
+    else:
+        task = begin_task(config, config.split)
+    dialogues = task.dataset.dialogues[: config.dialogues or None]
+    options = answer_options(config, config.split, task)
 
     def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
-        log = AnswerLog(run.out / f".answers_{number}_{run.processes.rank}.jsonl", options)
-        hidden = not run.processes.is_main
+        log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)
+        hidden = not task.processes.is_main
         with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=hidden) as bar:
             seed = trajectory_seed(config.seed, number)
-            return answer_split(config, run, dialogues, temperature, seed, show(bar), log, config.top_p)
+            sampling = make_sampling(config, task.environment, temperature, config.top_p)
+            return answer_split(config, task, dialogues, sampling, seed, show(bar), log)
 
     latency = None
-    with weights_for_rollouts(config, run):
-        if config.latency_questions and run.processes.is_main:  # before any result is cached
-            latency = seconds_an_answer(config, run)
+    with weights_for_rollouts(config, task):
+        if config.latency_questions and task.processes.is_main:  # before any result is cached
+            latency = seconds_an_answer(config, task)
         answered = answer(config.temperature, 0)
         samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
-    leave_processes(run.processes)
-    if not run.processes.is_main:
+    leave_processes(task.processes)
+    if not task.processes.is_main:
         return
-    verifies = run.environment.recipe.verifies
-    decode = run.tokens.tokenizer.decode
-    reward = load_recipe(config.recipe).make_reward("", "", run.scorer, decode, prompt_options(config))
-    records = score_records(answered, run.scorer, verifies, reward, decode)
-    sampled = [score_records(pairs, run.scorer, verifies) for pairs in samples]
+    verifies = task.environment.recipe.verifies
+    decode = task.tokens.tokenizer.decode
+    reward = load_recipe(config.recipe).make_reward("", "", task.scorer, decode, prompt_options(config))
+    records = score_records(answered, task.scorer, verifies, reward, decode)
+    sampled = [score_records(pairs, task.scorer, verifies) for pairs in samples]
     summary = summarise(records)
     if latency is not None:
         summary["latency_seconds"] = latency
     if sampled:
         summary |= add_sampled(records, sampled)
     if len(sampled) > 1 and config.history != "predicted":
-        summary |= add_votes(records, sampled, run.scorer)
-    if isinstance(run, ServedRun):
-        costs = run.served.costs
-        summary["served_in_last_session"] = {n: v for n, v in vars(costs).items() if isinstance(v, int)}
-    write_evaluation(config, run, summary, records, answered)
+        summary |= add_votes(records, sampled, task.scorer)
+    if task.costs:
+        counts = {name: count for name, count in vars(task.costs).items() if isinstance(count, int)}
+        summary["served_in_last_session"] = counts
+    write_evaluation(config, task, summary, records, answered)
     print(
         f"{config.model or config.api_model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "
         f"history {config.history}, tools {config.tools}, EX {config.ex}, "
@@ -140,34 +147,38 @@ def main(config: EvaluateConfig) -> None:
 
 def write_evaluation(
     config: EvaluateConfig,
-    run: Run | ServedRun,
+    task: Task,
     summary: dict,
     records: list[dict],
     answered: list[tuple[Example, Trajectory]],
 ) -> None:
     """Write the run folder; the answers that were kept for an interruption are no longer needed."""
-    save_config(config, run.out)
-    write_atomically(run.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
-    decode, lines = run.tokens.tokenizer.decode, []
+    save_config(config, task.out)
+    write_atomically(task.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    decode, lines = task.tokens.tokenizer.decode, []
     for (example, trajectory), record in zip(answered, records, strict=True):
         scores = {"ex": record["ex"], "em": record["em"]}
         lines.append(
-            json.dumps(question_record(trajectory, example, run.scorer, decode, None, scores)) + "\n"
+            json.dumps(question_record(trajectory, example, task.scorer, decode, None, scores)) + "\n"
         )
-    write_atomically(run.out / "trajectories.jsonl", "".join(lines))
-    write_atomically(run.out / "summary.json", json.dumps(summary, indent=1))
-    for log in run.out.glob(".answers_*.jsonl"):
+    write_atomically(task.out / "trajectories.jsonl", "".join(lines))
+    write_atomically(task.out / "summary.json", json.dumps(summary, indent=1))
+    for log in task.out.glob(".answers_*.jsonl"):
         log.unlink()
 
 
-def seconds_an_answer(config: EvaluateConfig, run: Run | ServedRun) -> float:
+def seconds_an_answer(config: EvaluateConfig, task: Task) -> float:
     """Mean latency of --latency-questions, answered one at a time (whole dialogues)."""
     started, asked = time.perf_counter(), []
-    play = make_player(config, run, config.temperature, rows=1, top_p=config.top_p)
-    for dialogue in run.dataset.dialogues[: config.dialogues or None]:
+    sampling = make_sampling(config, task.environment, config.temperature, config.top_p)
+
+    def play(episodes: Sequence[Episode]) -> object:
+        return task.play(episodes, sampling, 1)
+
+    for dialogue in task.dataset.dialogues[: config.dialogues or None]:
         if len(asked) >= config.latency_questions:
             break
-        asked += answer_dialogues(play, run.environment, [dialogue], config.history, 0)
+        asked += answer_dialogues(play, task.environment, [dialogue], config.history, 0)
     return (time.perf_counter() - started) / len(asked)
 
 

@@ -99,7 +99,7 @@ def seed_parts(suite: Suite, data: str, other: str, model: str, out: Path, seed:
     gold = ("--targets", "gold", "--rounds", "1", "--questions", str(suite.gold_questions))
     short_sft = train("short_sft", sft, model, *direct, *gold, resume)
     warm = train("sft", sft, model, resume)
-    counting = ["-m", "mtsql.commands.curriculum"]
+    counting = ["-m", "mtsql.extras.curriculum"]
     curriculum = ("--curriculum", train("curriculum", counting, warm, done="counts.jsonl"))
     short_rl = train("short_rl", grpo, model, *direct, *curriculum, "--rewards", "outcome", resume)
     outcome = train("rl_outcome", grpo, warm, *curriculum, "--rewards", "outcome", resume)

@@ -53,12 +53,13 @@ from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.batches import alike, step_batches, training_order
+from mtsql.learn.checkpoint import resume, save_checkpoint
 from mtsql.learn.demonstrations import format_repairs, gold_trajectories
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.optimizer import cosine_rate, optimizer_step
+from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
 from mtsql.learn.selection import select_trajectories
 from mtsql.learn.teacher import (
@@ -70,17 +71,18 @@ from mtsql.learn.teacher import (
     replay_lines,
 )
 from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
+from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
 from mtsql.report.records import question_record
-from mtsql.run import (
-    Training,
+from mtsql.task import (
+    Task,
     begin_training,
     check_samples,
     fitting_questions,
     raise_not_finite,
+    reward_function,
     sample_questions,
-    save_checkpoint,
     save_result,
     training_questions,
     weights_for_rollouts,
@@ -91,22 +93,24 @@ def main(config: SftConfig) -> int:
     """Algorithm 1; returns the exit code."""
     check_options(config)
     taught = read_teacher(Path(config.teacher)) if config.teacher else []
-    run = begin_training(config)
-    processes, policies = run.processes, run.out / "policies"
-    embed = make_embedder(run.policy, run.tokens, config.embedding)
+    task = begin_training(config, "train")
+    processes, out = task.processes, task.out
+    reward = reward_function(config, task.tokens, task.scorer)
+    optimizer, first, state = resume(config, out, task.policy, processes)
+    embed = make_embedder(task.policy, task.tokens, config.embedding)
     rng = random.Random(config.seed)
-    pool = training_questions(config, run)  # D_0
+    pool = training_questions(config, task)  # D_0
     if config.targets != "teacher":  # of whose lines each is accounted for
-        pool = fitting_questions(config, run, pool)
-    progress = Progress.from_plain(run.state, pool, run.step) if run.state else Progress(pool)
+        pool = fitting_questions(config, task, pool)
+    progress = Progress.from_plain(state, pool, first) if state else Progress(pool)
     if progress.round >= config.rounds:
-        raise UserError(f"{run.out} is in round {progress.round + 1}; give --rounds at least so many")
+        raise UserError(f"{out} is in round {progress.round + 1}; give --rounds at least so many")
     log = None
     if processes.is_main:
-        save_config(config, run.out)
+        save_config(config, out)
         for sentence in idle_targets(config):
             print(sentence)
-        log = MetricsLog(run.out / "metrics.csv", run.step, config.track)
+        log = MetricsLog(out / "metrics.csv", first, config.track)
     stop = False
     with finish_step_on_interrupt() as interrupted:
         for round_index in range(progress.round, config.rounds):
@@ -116,27 +120,27 @@ def main(config: SftConfig) -> int:
                 share = processes.share(list(enumerate(progress.remaining)))
                 if config.targets == "gold":
                     asked = [example for _, example in share]
-                    shown = gold_trajectories(run.environment, asked, config.seed)
+                    shown = gold_trajectories(task.environment, asked, config.seed)
                     found = [Collected(e.id, 1, len(t), t) for e, t in zip(asked, shown, strict=True)]
                 elif config.targets == "teacher":
-                    found = taught_answers(config, run, taught, pool)
+                    found = taught_answers(config, task, reward, taught, pool)
                 else:
-                    with weights_for_rollouts(config, run):
-                        found = collect(config, run, embed, share, progress.round)
+                    with weights_for_rollouts(config, task):
+                        found = collect(config, task, reward, embed, share, progress.round)
                 found = processes.gather(found)
                 progress.add(found, rng)
                 if processes.is_main:
-                    write_collected(config, run, progress, pool)
+                    write_collected(config, task, progress, pool)
                 if not progress.kept:
                     raise UserError(
                         f"no trajectory of {config.teacher or config.model} can be kept: "
                         "the counts above say why, and there is nothing to learn from"
                     )
-                save_checkpoint(run, progress.step, progress.to_plain())
+                save(task, optimizer, progress)
             rng.setstate(progress.rng_state)
 
             # S3: supervised fine-tuning on T, only on what the policy wrote.
-            stop = fine_tune(config, run, progress, rng, log, interrupted)
+            stop = fine_tune(config, task, optimizer, progress, rng, log, interrupted)
             if stop:
                 break
 
@@ -144,17 +148,17 @@ def main(config: SftConfig) -> int:
             progress.drop_solved()
             if not progress.remaining or progress.round + 1 == config.rounds:
                 break
-            save_result(run, policies / f"round_{progress.round + 1}")
-            run.optimizer.state.clear()  # a round begins with fresh moments
+            save_result(task, out / "policies" / f"round_{progress.round + 1}")
+            optimizer.state.clear()  # a round begins with fresh moments
     if not stop:
-        save_result(run, run.out / "policy")
+        save_result(task, out / "policy")
     if processes.is_main and stop:
-        print(f"saved a checkpoint after step {progress.step} in {run.out}; go on with --resume")
+        print(f"saved a checkpoint after step {progress.step} in {out}; go on with --resume")
     elif processes.is_main:
-        decode, asked = run.tokens.tokenizer.decode, {example.id: example for example in pool}
-        shown = (question_record(t, asked[t.example_id], run.scorer, decode) for t in progress.kept)
-        write_atomically(run.out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
-        print(f"policy after {progress.round + 1} round(s): {run.out / 'policy'}")
+        decode, asked = task.tokens.tokenizer.decode, {example.id: example for example in pool}
+        shown = (question_record(t, asked[t.example_id], task.scorer, decode) for t in progress.kept)
+        write_atomically(out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
+        print(f"policy after {progress.round + 1} round(s): {out / 'policy'}")
     leave_processes(processes)
     return INTERRUPTED if stop else 0
 
@@ -179,7 +183,8 @@ def check_options(config: SftConfig) -> None:
 
 def collect(
     config: SftConfig,
-    run: Training,
+    task: Task,
+    reward: RewardFunction,
     embed: Embedder,
     numbered: Sequence[tuple[int, Example]],
     round_index: int,
@@ -188,12 +193,12 @@ def collect(
     found = []
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
-    for example, sampled in sample_questions(config, run, numbered, seed, title):
-        reasons = [rejection(t, run.reward(t, example), config.correct) for t in sampled]
+    for example, sampled in sample_questions(config, task, numbered, seed, title):
+        reasons = [rejection(t, reward(t, example), config.correct) for t in sampled]
         valid = [t for t, reason in zip(sampled, reasons, strict=True) if reason is None]
         right = sum(reason in (None, "off_protocol") for reason in reasons)
         # S2: difficulty-aware choice among them.
-        easy = run.scorer.hardness(example.db_id, example.gold_sql) == "easy"
+        easy = task.scorer.hardness(example.db_id, example.gold_sql) == "easy"
         simple = easy or right == len(sampled)
         rng = random.Random(f"{config.seed}/{round_index}/{example.id}")
         chosen = select_trajectories(valid, simple, embed, rng) if valid else []
@@ -203,34 +208,39 @@ def collect(
 
 
 def taught_answers(
-    config: SftConfig, run: Training, taught: Sequence[TeacherLine | None], pool: Sequence[Example]
+    config: SftConfig,
+    task: Task,
+    reward: RewardFunction,
+    taught: Sequence[TeacherLine | None],
+    pool: Sequence[Example],
 ) -> list[Collected]:
     """What a process finds in its share of a teacher's lines; the questions in `pool` are in play."""
-    questions, in_play = examples(run.dataset.dialogues, config.history), {example.id for example in pool}
+    questions, in_play = examples(task.dataset.dialogues, config.history), {example.id for example in pool}
     replays = replay_lines(
-        run.processes.share(taught),
+        task.processes.share(taught),
         questions,
         in_play,
-        run.environment,
-        run.reward,
+        task.environment,
+        reward,
         config.correct,
-        run.processes.is_main,
+        task.processes.is_main,
     )
-    replays = run.processes.gather(replays)
-    if run.processes.is_main:
+    replays = task.processes.gather(replays)
+    if task.processes.is_main:
         print(format_replays(replays))
-    chosen = prefer_harder(replays, config.teacher_kept, run.scorer, random.Random(config.seed))
+    chosen = prefer_harder(replays, config.teacher_kept, task.scorer, random.Random(config.seed))
     found = []
     for replay in replays:
         if replay.question is not None:
             keep = [replay.trajectory] if any(replay.trajectory is t for t in chosen) else []
             found.append(Collected(replay.question.id, 1, replay.outcome is Outcome.KEPT, keep))
-    return run.processes.share(found)
+    return task.processes.share(found)
 
 
 def fine_tune(
     config: SftConfig,
-    run: Training,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
     progress: Progress,
     rng: random.Random,
     log: MetricsLog | None,
@@ -240,14 +250,15 @@ def fine_tune(
 
     Returns whether it was interrupted.
     """
-    run.policy.train()
+    task.policy.train()
+    parameters = stepped_parameters(optimizer)
     databases, size = None, 1
     if config.databases_per_step:
-        databases = {e.id: e.db_id for e in examples(run.dataset.dialogues)}
+        databases = {e.id: e.db_id for e in examples(task.dataset.dialogues)}
         size = max(1, config.trajectories_per_step // config.databases_per_step)
     order = training_order(progress.kept, config.epochs, rng, databases, size)
     steps = math.ceil(len(order) / config.trajectories_per_step)
-    title, hidden = f"round {progress.round + 1}: fine-tune", not run.processes.is_main
+    title, hidden = f"round {progress.round + 1}: fine-tune", not task.processes.is_main
     bar = tqdm(range(progress.index, steps), desc=title, unit="step", disable=hidden)
     for index in bar:
         start = index * config.trajectories_per_step
@@ -255,21 +266,21 @@ def fine_tune(
         denominator = max(1, sum(t.trained_length for t in batch))
         groups = alike(batch)
         if config.databases_per_step:  # each process gets a part of every group
-            groups = [part for group in groups for part in run.processes.split(group)]
+            groups = [part for group in groups for part in task.processes.split(group)]
         sums: Counter[str] = Counter()
-        for part in step_batches(groups, config.layout, config.micro_batch_positions, run.processes):
-            inputs = token_batch(part.groups, config.layout, run.policy.device, run.attention)
-            logprobs, entropy = token_logprobs(run.policy, inputs)  # (tokens,) both
+        for part in step_batches(groups, config.layout, config.micro_batch_positions, task.processes):
+            inputs = token_batch(part.groups, config.layout, task.policy.device, task.attention)
+            logprobs, entropy = token_logprobs(task.policy, inputs)  # (tokens,) both
             loss = sft_loss(logprobs, denominator)
             if not torch.isfinite(loss):
-                raise_not_finite(run, progress.step, part.trajectories)
+                raise_not_finite(task, progress.step, part.trajectories)
             loss.backward()
             sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
-        run.processes.sum_gradients(run.parameters)
+        task.processes.sum_gradients(parameters)
         rate = cosine_rate(config.learning_rate, (index + 0.5) / steps, config.warmup)
-        norm = optimizer_step(run.optimizer, run.parameters, rate)
+        norm = optimizer_step(optimizer, parameters, rate)
         totals: Counter[str] = Counter()
-        for share in run.processes.all_gather(sums):
+        for share in task.processes.all_gather(sums):
             totals.update(share)
         bar.set_postfix(loss=f"{totals['loss']:.3f}")
         if log is not None:
@@ -287,20 +298,22 @@ def fine_tune(
                 }
             )
         progress.step, progress.index = progress.step + 1, index + 1
-        stop = any(run.processes.all_gather(bool(interrupted)))
+        stop = any(task.processes.all_gather(bool(interrupted)))
         if stop or progress.index % config.save_every == 0:
-            save_checkpoint(run, progress.step, progress.to_plain())
+            save(task, optimizer, progress)
         if stop:
             return True
     return False
 
 
-def write_collected(
-    config: SftConfig,
-    run: Training,
-    progress: Progress,
-    pool: Sequence[Example],
-) -> None:
+def save(task: Task, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Write a checkpoint."""
+    if task.processes.is_main:
+        at, state = progress.step, progress.to_plain()
+        save_checkpoint(task.out, task.policy, task.tokens.tokenizer, optimizer, at, state)
+
+
+def write_collected(config: SftConfig, task: Task, progress: Progress, pool: Sequence[Example]) -> None:
     """Print and save Table 7, and save T as chat messages."""
     example_of = {example.id: example for example in pool}
     if config.targets == "self":
@@ -309,10 +322,10 @@ def write_collected(
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     if config.targets == "gold":
         print(f"gold SQL: {format_repairs(progress.kept)}")
-    write_atomically(run.out / "coverage.json", json.dumps(progress.coverage, indent=1))
-    records = (chat_record(t, example_of[t.example_id], run.environment) for t in progress.kept)
+    write_atomically(task.out / "coverage.json", json.dumps(progress.coverage, indent=1))
+    records = (chat_record(t, example_of[t.example_id], task.environment) for t in progress.kept)
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records if record is not None)
-    write_atomically(run.out / "chat.jsonl", "".join(lines))
+    write_atomically(task.out / "chat.jsonl", "".join(lines))
 
 
 if __name__ == "__main__":

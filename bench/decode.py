@@ -32,7 +32,7 @@ from mtsql.gpu_check import (
     some_prompts,
     with_lora,
 )
-from mtsql.run import pick_device
+from mtsql.task import pick_device
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mtsql.commands.prediction_files import Rules, read_pairs, score_pairs, summarise_items
+from mtsql.extras.prediction_files import Rules, read_pairs, score_pairs, summarise_items
 from mtsql.files import write_atomically
 from mtsql.sql.execute import Executor
 

@@ -38,7 +38,7 @@ from mtsql.learn.demonstrations import gold_trajectories
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import load_policy, merged_adapter
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import load_split, make_environment
+from mtsql.task import load_split, make_environment
 
 CONFIG = "configs/real_smollm2.toml"
 QUESTIONS_PER_DATABASE, POSITIONS, NEW_TOKENS = 16, 2048, 48

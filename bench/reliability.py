@@ -42,9 +42,8 @@ from mtsql.config import EvaluateConfig, from_toml
 from mtsql.data.datasets import examples
 from mtsql.errors import MissingDatabase
 from mtsql.files import write_atomically
-from mtsql.questions import make_sampling
-from mtsql.run import begin_run
 from mtsql.sql.execute import Executor
+from mtsql.task import begin_task, make_sampling
 
 WORDS = re.compile(r"'[^']*'|\"[^\"]*\"|\w+|[<>!=|]+|[^\w\s]")
 
@@ -170,7 +169,7 @@ def episodes(options: argparse.Namespace) -> dict[str, object]:
     values = from_toml(ROOT / "configs" / "toy.toml", EvaluateConfig)
     values |= {"model": options.model, "data": (options.data,), "split": "dev", "out": str(options.out)}
     config = EvaluateConfig(**values)
-    run = begin_run(config, "dev")
+    run = begin_task(config, "dev")
     sampling, asked = make_sampling(config, run.environment, 1.0), examples(run.dataset.dialogues)
     memory, played, statuses = [], 0, Counter()
     while played < options.episodes:

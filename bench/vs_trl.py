@@ -2,8 +2,8 @@
 
 The same policy, questions, G, limits, loss, learning rate and threads through train_grpo.py and through TRL's
 GRPOTrainer: its generation and training, our environment and rewards between its messages
-(`mtsql.bridges.trl`, whose gradient is ours). Trajectories a second without the first step, peak memory, and
-with --minutes EX on dev after about so many minutes of steps (how many is taken from the steps before; the
+(`mtsql.extras.bridges.trl`, whose gradient is ours). Trajectories a second without the first step, memory
+and with --minutes EX on dev after about so many minutes of steps (how many is taken from the steps before; the
 seconds that they took are printed). Each repetition has its own seed, the order of the two alternates, and
 medians are printed. TRL has whichever of --trl-micro-batches is fastest, no gradient checkpointing, float32
 as here; the first step of its warm-up has rate 0. train_grpo.py has the micro-batch of --config.
@@ -91,9 +91,9 @@ def run_trainer(argv: list[str]) -> None:
     from transformers import TrainerCallback
 
     from mtsql.agent.rollout import trajectory_seed
-    from mtsql.bridges.task import BridgeConfig, load_task, play_in_lockstep
-    from mtsql.bridges.trl import make_trainer, rollout_fields
     from mtsql.config import read_options
+    from mtsql.extras.bridges.task import BridgeConfig, load_task, play_in_lockstep
+    from mtsql.extras.bridges.trl import make_trainer, rollout_fields
 
     end = argv.index("--")
     config = read_options(BridgeConfig, None, argv[:end])

@@ -167,7 +167,7 @@ class TrainingOptions(RewardOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig(RewardOptions):
-    """Success counts (mtsql.commands.curriculum)."""
+    """Success counts (mtsql.extras.curriculum)."""
 
     SECTION: ClassVar = "curriculum"
     samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
@@ -215,7 +215,7 @@ class GrpoConfig(TrainingOptions):
     temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
     learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
     beta2: NotNegative = option(0.99, "of AdamW, below 1")
-    curriculum: str = option("", "counts.jsonl of mtsql.commands.curriculum; levels from easy to hard")
+    curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
     weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
     process_from_level: Positive = option(
@@ -287,7 +287,7 @@ class EvaluateConfig(ServedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig(PolicyOptions):
-    """Whether a policy reads what its tool returned (mtsql.commands.probe)."""
+    """Whether a policy reads what its tool returned (mtsql.extras.probe)."""
 
     SECTION: ClassVar = "probe"
     split: Literal["train", "dev", "held_out", "rl"] = option("held_out", "part of the data")
@@ -297,7 +297,7 @@ class ProbeConfig(PolicyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(AddressOptions, AgentOptions):
-    """A dialogue over one's own database (mtsql.chat)."""
+    """A dialogue over one's own database (mtsql.extras.chat)."""
 
     SECTION: ClassVar = "chat"
     database: str = option(..., "SQLite file; it is only read")
@@ -308,7 +308,7 @@ class ChatConfig(AddressOptions, AgentOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig(ServedOptions):
-    """A teacher's trajectories (mtsql.collect)."""
+    """A teacher's trajectories (mtsql.extras.collect)."""
 
     SECTION: ClassVar = "collect"
     questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")

@@ -40,7 +40,7 @@ from mtsql.learn.model import DTYPES, load_policy, merged_adapter
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.planner.footprint import largest_micro_batch
 from mtsql.planner.plan import make_plan
-from mtsql.run import pick_device
+from mtsql.task import pick_device
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,

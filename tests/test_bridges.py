@@ -23,14 +23,14 @@ from conftest import ROOT, TOY, run
 from transformers import PreTrainedTokenizerBase
 
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
-from mtsql.agent.served import ServedPolicy, find_protocol
 from mtsql.agent.trajectory import Status
-from mtsql.bridges.rows import RowsConfig
-from mtsql.bridges.rows import main as write_rows
-from mtsql.bridges.task import as_arguments, completion, from_mapping, load_task, play_in_lockstep
 from mtsql.config import read_options
 from mtsql.errors import UserError
-from mtsql.http_client import Server
+from mtsql.extras.bridges.rows import RowsConfig
+from mtsql.extras.bridges.rows import main as write_rows
+from mtsql.extras.bridges.task import as_arguments, completion, from_mapping, load_task, play_in_lockstep
+from mtsql.extras.http_client import Server
+from mtsql.extras.served import ServedPolicy, find_protocol
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.logprobs import row_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator
@@ -111,7 +111,7 @@ def test_threads_that_ask_at_once_load_once(tiny, tmp_path, monkeypatch):
         time.sleep(0.2)
         return load_tokenizer(name)
 
-    monkeypatch.setattr("mtsql.bridges.task.load_tokenizer", load_slowly)
+    monkeypatch.setattr("mtsql.extras.bridges.task.load_tokenizer", load_slowly)
     config = from_mapping({"data": [str(folder)], "model": str(tmp_path / "model")})
     with ThreadPoolExecutor(8) as pool:
         tasks = list(pool.map(load_task, [config] * 8))
@@ -143,7 +143,7 @@ def test_a_message_ends_with_a_stop_string_wherever_its_last_token_holds_it(task
 def test_trl_with_vllm_writes_message_by_message(options, task, policy):
     """vLLM itself needs a GPU; here stands a loop over the model with the answers of TRL's VLLMGeneration."""
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    from mtsql.bridges.trl import make_rollout, message_options
+    from mtsql.extras.bridges.trl import make_rollout, message_options
 
     expected = played(task, policy)
     sent = message_options(task)
@@ -166,7 +166,7 @@ def test_trl_with_vllm_writes_message_by_message(options, task, policy):
 
 def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(options, tmp_path):
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    from mtsql.bridges.trl import check_vllm, make_trainer
+    from mtsql.extras.bridges.trl import check_vllm, make_trainer
 
     config = from_mapping(options)
     with pytest.raises(UserError, match=r"behind --: .*--max_stepz"):
@@ -189,7 +189,7 @@ def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
     from transformers import TrainerCallback
 
-    from mtsql.bridges.trl import make_trainer
+    from mtsql.extras.bridges.trl import make_trainer
 
     trainer = make_trainer(
         from_mapping(options),
@@ -243,7 +243,7 @@ def test_trl_trains_in_two_processes(options, tmp_path):
         "--nproc-per-node",
         "2",
         "-m",
-        "mtsql.bridges.trl",
+        "mtsql.extras.bridges.trl",
     ]
     command += [
         *TOY,
@@ -278,13 +278,13 @@ def stub_verl(monkeypatch):
     stub = ModuleType("verl.experimental.agent_loop.agent_loop")
     stub.AgentLoopBase, stub.AgentLoopOutput, stub.AgentLoopMetrics = AgentLoopBase, SimpleNamespace, dict
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    monkeypatch.delitem(sys.modules, "mtsql.bridges.verl", raising=False)
+    monkeypatch.delitem(sys.modules, "mtsql.extras.bridges.verl", raising=False)
 
 
 def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeypatch):
     if find_spec("verl") is None:
         stub_verl(monkeypatch)
-    from mtsql.bridges.verl import MtsqlAgentLoop
+    from mtsql.extras.bridges.verl import MtsqlAgentLoop
 
     class FakeServer:
         async def generate(self, request_id, prompt_ids, sampling_params):
@@ -313,7 +313,7 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeyp
 def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
     skyrl_gym = pytest.importorskip("skyrl_gym", reason="requirements-bridges.txt is not installed")
     if "mtsql" not in skyrl_gym.envs.registration.registry:
-        skyrl_gym.register("mtsql", "mtsql.bridges.skyrl:MtsqlEnv")
+        skyrl_gym.register("mtsql", "mtsql.extras.bridges.skyrl:MtsqlEnv")
     from omegaconf import OmegaConf
 
     tokenizer = task.tokens.tokenizer

@@ -28,9 +28,9 @@ from mtsql.config import (
 )
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
+from mtsql.extras.served import idle_policy
 from mtsql.learn.variants import idle_variants
-from mtsql.questions import find_split
-from mtsql.run import idle_policy
+from mtsql.task import find_split
 from mtsql.toy.imitation import ImitationConfig
 
 ROOT = Path(__file__).parents[1]

@@ -23,12 +23,12 @@ from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, run
 from mtsql.agent.env import Environment, Limits, WatchedEpisode
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
-from mtsql.chat.__main__ import ITS_CONFIG, SHIPPED, chat_options
-from mtsql.chat.conversation import Conversation, Event
-from mtsql.chat.server import make_server
-from mtsql.chat.terminal import converse, format_result, run_command, show_event
 from mtsql.data.introspect import read_schema
 from mtsql.errors import UserError
+from mtsql.extras.chat.__main__ import ITS_CONFIG, SHIPPED, chat_options
+from mtsql.extras.chat.conversation import Conversation, Event
+from mtsql.extras.chat.server import make_server
+from mtsql.extras.chat.terminal import converse, format_result, run_command, show_event
 from mtsql.model_folder import PACKAGED
 from mtsql.pretrained import MODELS
 from mtsql.recipes.mtsql_r1 import MtsqlR1
@@ -176,7 +176,7 @@ def test_commands_and_tables(tiny, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     """Half a second for each request, where it is asked for before `server`."""
-    monkeypatch.setattr("mtsql.chat.server.SECONDS", 0.5)
+    monkeypatch.setattr("mtsql.extras.chat.server.SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_odd_requests_are_refused_and_slow_ones_given_up(impatient, server):
 def test_a_reader_who_takes_nothing_does_not_keep_others_from_asking(impatient, server, monkeypatch):
     request, port = server
     long = {"note": "x" * 10**7}
-    monkeypatch.setattr("mtsql.chat.server.stream_answer", lambda *given: given[-1](long))
+    monkeypatch.setattr("mtsql.extras.chat.server.stream_answer", lambda *given: given[-1](long))
     with socket.create_connection(("127.0.0.1", port)) as deaf:
         body = json.dumps({"question": "Who?"})
         head = f"POST /ask HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
@@ -308,7 +308,15 @@ def test_on_port_80_browsers_name_no_port(tiny):
 
 def test_the_command_talks_in_a_terminal(work):
     database = next((work / "benchmark" / "database").glob("*/*.sqlite"))
-    command = [sys.executable, "-m", "mtsql.chat", *TOY, "--model", str(work / "imitation"), "--database"]
+    command = [
+        sys.executable,
+        "-m",
+        "mtsql.extras.chat",
+        *TOY,
+        "--model",
+        str(work / "imitation"),
+        "--database",
+    ]
     said = ":schema\nHow many?\n:history\n:nonsense\n:quit\n"
     outcome = subprocess.run([*command, str(database)], cwd=ROOT, input=said, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
@@ -323,7 +331,15 @@ def test_without_its_base_the_shipped_agent_names_the_command_that_makes_it(tmp_
     assert chat_options(["--database", "d"]).model == SHIPPED == "models/smollm2-135m-sql"
     agent = shutil.copytree(ROOT / SHIPPED, tmp_path / SHIPPED)  # beside no base, as in a clean clone
     out = run(
-        "-m", "mtsql.chat", "--config", ITS_CONFIG, "--model", agent, "--database", tiny.schema.path, expect=2
+        "-m",
+        "mtsql.extras.chat",
+        "--config",
+        ITS_CONFIG,
+        "--model",
+        agent,
+        "--database",
+        tiny.schema.path,
+        expect=2,
     )
     base = agent.with_name("smollm2-135m-instruct")
     assert out == (

@@ -47,7 +47,7 @@ def options(script: Path) -> set[str]:
     if "mtsql.experiments.suite" in text:
         text += (ROOT / "mtsql/experiments/suite.py").read_text(encoding="utf-8")
     if "official" in text:
-        text += (ROOT / "mtsql/commands/official.py").read_text(encoding="utf-8")
+        text += (ROOT / "mtsql/extras/official.py").read_text(encoding="utf-8")
     found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
     if "read_options(" in text:
         fields = set().union(*map(fields_of, re.findall(r"read_options\(([A-Z]\w+)", text)))

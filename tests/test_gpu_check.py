@@ -21,7 +21,7 @@ from mtsql.gpu_check import (
     some_prompts,
     without_tf32,
 )
-from mtsql.run import pick_device
+from mtsql.task import pick_device
 
 
 def test_on_a_cpu_all_rows_that_can_run_pass(tmp_path):

@@ -8,14 +8,14 @@ import random
 import pytest
 from conftest import ROOT, TOY
 
-from mtsql.commands import hard_yet_solvable
-from mtsql.commands.hard_yet_solvable import SelectionConfig, choose, score
 from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import examples
+from mtsql.extras import hard_yet_solvable
+from mtsql.extras.hard_yet_solvable import SelectionConfig, choose, score
 from mtsql.learn.curriculum import SuccessCount, curriculum_levels, read_counts
-from mtsql.questions import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
+from mtsql.task import load_split
 from mtsql.toy import benchmark as toy
 
 

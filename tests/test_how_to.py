@@ -17,11 +17,11 @@ from mtsql.config import DataOptions, GrpoConfig
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.learn.samples import Sample
-from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import make_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Rewards
 from mtsql.sql.score import Scorer
+from mtsql.task import load_split
 
 PAGE = (ROOT / "docs" / "how_to.md").read_text(encoding="utf-8")
 BLOCKS = {

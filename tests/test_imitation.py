@@ -20,9 +20,9 @@ from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.config import DataOptions, user_errors
 from mtsql.errors import UserError
-from mtsql.questions import load_split
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.task import load_split
 from mtsql.toy import imitation
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.imitation import ImitationConfig, main, take_step

@@ -19,8 +19,8 @@ from mtsql.experiments.judge import (
     parse_kinds,
     read_wrong,
 )
-from mtsql.http_client import Server, ServerError
-from mtsql.questions import load_split
+from mtsql.extras.http_client import Server, ServerError
+from mtsql.task import load_split
 
 KEY = "sk-secret-of-the-test"
 FIRST = "SELECT count(*) FROM singer"

@@ -50,7 +50,7 @@ from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_po
 from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 from mtsql.model_folder import load_tokenizer
-from mtsql.run import chosen_policy
+from mtsql.task import chosen_policy
 
 VOCABULARY = 61
 LAYOUTS = {

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtsql.commands import official
-from mtsql.commands.prediction_files import compare, read_pairs
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.extras import official
+from mtsql.extras.prediction_files import compare, read_pairs
 from mtsql.sql.clauses import whole_clause_f1
 from mtsql.sql.plug import with_gold_values
 from mtsql.sql.structure import SqlSchema

@@ -28,7 +28,7 @@ from mtsql.model_folder import load_tokenizer
 from mtsql.planner import footprint, plan
 from mtsql.planner.footprint import longest_trajectory
 from mtsql.planner.plan import read_config
-from mtsql.questions import load_split, make_environment
+from mtsql.task import load_split, make_environment
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 64, 160, 3, 4, 2, 16
@@ -355,7 +355,7 @@ def test_an_adapter_whose_base_is_beside_it_is_planned(tiny, tmp_path):
     lora = LoraConfig(
         r=4, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path="../base"
     )
-    lora.save_pretrained(tmp_path / "adapter")  # as mtsql.commands.ship writes it
+    lora.save_pretrained(tmp_path / "adapter")  # as mtsql.extras.ship writes it
     config = replace(tiny, model=str(tmp_path / "adapter"))
     assert footprint.state_bytes(footprint.build_model(config), config)["adapters"] == 4 * ADAPTERS
 

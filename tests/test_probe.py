@@ -1,4 +1,4 @@
-"""The probe of mtsql.commands.probe: its probabilities against a plain forward pass, and its command."""
+"""The probe of mtsql.extras.probe: its probabilities against a plain forward pass, and its command."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from conftest import TOY, run
 
-from mtsql.commands.probe import Failure, probe, repair_contexts
 from mtsql.config import EvaluateConfig
 from mtsql.data.datasets import examples
-from mtsql.run import begin_run
+from mtsql.extras.probe import Failure, probe, repair_contexts
+from mtsql.task import begin_task
 
 KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
 
@@ -27,7 +27,7 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
     ]
     wrong.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = run(
-        "-m", "mtsql.commands.probe", *TOY, *data, "--error-hints", "--questions", 3, "--failures", wrong,
+        "-m", "mtsql.extras.probe", *TOY, *data, "--error-hints", "--questions", 3, "--failures", wrong,
         "--out", tmp_path / "probe",
     )  # fmt: skip
     means = json.loads((tmp_path / "probe" / "probe.json").read_text())
@@ -47,7 +47,7 @@ def test_its_probabilities_are_those_of_a_plain_forward_pass(work):
         model=str(work / "imitation"), data=(str(work / "benchmark"),), out="", split="train"
     )
     options = replace(options, wording="compact", error_hints=True, max_prompt_tokens=2000)
-    run_ = begin_run(options, "train")
+    run_ = begin_task(options, "train")
     example = examples(run_.dataset.dialogues)[1]
     failure = Failure("own", example, "SELECT absent FROM nowhere")
     found = probe(run_, failure)

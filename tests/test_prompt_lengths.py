@@ -21,10 +21,10 @@ from mtsql.experiments.prompt_lengths import (
     summarise_lengths,
     summarise_prompts,
 )
-from mtsql.questions import load_split, make_environment
 from mtsql.recipes import RECIPES
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.task import load_split, make_environment
 
 REAL = QWEN3.parent
 PROMPT = """label(id:1, city:paris)

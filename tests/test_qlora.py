@@ -275,7 +275,7 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
         "--out", tmp_path / "grpo",
     )  # fmt: skip
     merged = tmp_path / "merged"
-    run("-m", "mtsql.commands.merge", tmp_path / "grpo" / "policy", merged)
+    run("-m", "mtsql.extras.merge", tmp_path / "grpo" / "policy", merged)
     assert (merged / "model.safetensors").is_file() and not (merged / "adapter_config.json").exists()
     out = run(
         "evaluate.py", *TOY, "--data", work / "benchmark", "--model", merged,
@@ -284,13 +284,13 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
     assert "EX %" in out
     out = run("train_grpo.py", *base, "--steps", 1, "--out", tmp_path / "full", "--quantise", "nf4", expect=2)
     assert "needs --lora-rank above 0" in out
-    out = run("-m", "mtsql.commands.merge", merged, tmp_path / "again", expect=2)
+    out = run("-m", "mtsql.extras.merge", merged, tmp_path / "again", expect=2)
     assert "holds no LoRA adapter" in out and not (tmp_path / "again").exists()
 
 
 def test_merge_replaces_no_folder(tmp_path):
     (tmp_path / "kept").touch()
-    out = run("-m", "mtsql.commands.merge", tmp_path / "policy", tmp_path, expect=2)
+    out = run("-m", "mtsql.extras.merge", tmp_path / "policy", tmp_path, expect=2)
     assert f"error: {tmp_path} exists already; remove it or name another folder" in out
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
@@ -299,7 +299,7 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(base, t
     policy = randomise_adapters(load_policy(base, lora_rank=4)).eval()
     save_policy(policy, tiny.tokens.tokenizer, tmp_path / "policy")
     out = tmp_path / "models" / "agent"
-    run("-m", "mtsql.commands.ship", tmp_path / "policy", out, "--base", "../base")
+    run("-m", "mtsql.extras.ship", tmp_path / "policy", out, "--base", "../base")
     assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     sizes = [(folder / "adapter_model.safetensors").stat().st_size for folder in (tmp_path / "policy", out)]
     assert sizes[1] < 0.6 * sizes[0]
@@ -322,7 +322,7 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(base, t
     save_policy(shipped, tiny.tokens.tokenizer, tmp_path / "elsewhere" / "policy")
     load_policy(tmp_path / "elsewhere" / "policy")  # trained on, it still finds its base
     assert "holds no LoRA adapter" in run(
-        "-m", "mtsql.commands.ship", base, tmp_path / "no", "--base", "x", expect=2
+        "-m", "mtsql.extras.ship", base, tmp_path / "no", "--base", "x", expect=2
     )
 
 

@@ -18,11 +18,11 @@ from mtsql.learn.embedding import make_embedder
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.selection import select_trajectories
-from mtsql.questions import load_split, make_environment
 from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.report.chat import chat_record
 from mtsql.sql.score import Scorer
+from mtsql.task import load_split, make_environment
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"

@@ -11,13 +11,13 @@ import pytest
 from conftest import ROOT
 
 from mtsql.agent.trajectory import Status
-from mtsql.commands import make_mix
 from mtsql.config import DataOptions, EvaluateConfig, read_options
 from mtsql.data.datasets import examples
-from mtsql.questions import load_split, make_environment
+from mtsql.extras import make_mix
 from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.sql.score import Scorer
+from mtsql.task import load_split, make_environment
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SPARC = ROOT / "tests" / "data" / "sparc"

@@ -17,10 +17,10 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.config import EvaluateConfig, read_options
 from mtsql.data.datasets import Dataset, Example, examples
-from mtsql.questions import load_split, make_environment, prompt_options
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.sql.score import Scorer
+from mtsql.task import load_split, make_environment, prompt_options
 
 QUESTIONS = 25
 FIRST_THOUGHT = "The question names what to select; I run the query to see whether the result looks right."

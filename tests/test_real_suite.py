@@ -33,7 +33,7 @@ SCRIPTS = {
     "train_sft.py": SftConfig,
     "train_grpo.py": GrpoConfig,
     "evaluate.py": EvaluateConfig,
-    "mtsql.commands.curriculum": CurriculumConfig,
+    "mtsql.extras.curriculum": CurriculumConfig,
 }
 
 

@@ -15,7 +15,7 @@ from mtsql.recipes import RECIPES, load_recipe
 from mtsql.toy.imitation import ImitationConfig
 
 SCRIPTS = {
-    "mtsql.commands.curriculum": CurriculumConfig,
+    "mtsql.extras.curriculum": CurriculumConfig,
     "train_grpo.py": GrpoConfig,
     "evaluate.py": EvaluateConfig,
     "mtsql.toy.imitation": ImitationConfig,

@@ -17,7 +17,7 @@ from mtsql.data.datasets import examples
 from mtsql.experiments.asked_questions import asked_questions
 from mtsql.learn.curriculum import SuccessCount, question_order, read_counts
 from mtsql.parts import minutes_of, run_part
-from mtsql.questions import load_split
+from mtsql.task import load_split
 from mtsql.toy.imitation import ImitationConfig
 from mtsql.toy.tiny import MODELS
 from reproduce import SUITES, seed_parts
@@ -27,7 +27,7 @@ SCRIPTS = {
     "train_grpo.py": GrpoConfig,
     "evaluate.py": EvaluateConfig,
     "mtsql.toy.imitation": ImitationConfig,
-    "mtsql.commands.curriculum": CurriculumConfig,
+    "mtsql.extras.curriculum": CurriculumConfig,
     "mtsql.experiments.asked_questions": GrpoConfig,
 }
 

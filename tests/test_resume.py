@@ -23,11 +23,10 @@ from conftest import ROOT, TOY, run
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, save_config
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled, write_atomically
-from mtsql.learn.checkpoint import load_training_state, new_checkpoint, newest_checkpoint
+from mtsql.learn.checkpoint import changed_options, load_training_state, new_checkpoint, newest_checkpoint
 from mtsql.model_folder import check_exists
-from mtsql.questions import load_split
 from mtsql.report.answer_log import AnswerLog
-from mtsql.run import answer_options, changed_options
+from mtsql.task import answer_options, load_split
 
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
 KILLS = 3  # of each script

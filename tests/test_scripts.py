@@ -27,10 +27,9 @@ from mtsql.learn.curriculum import read_counts
 from mtsql.learn.model import load_policy
 from mtsql.learn.parallel import Processes
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import load_split, make_environment
 from mtsql.report.evaluation import answer_dialogues
-from mtsql.run import fitting_questions, training_questions
 from mtsql.sql.score import Scorer
+from mtsql.task import fitting_questions, load_split, make_environment, training_questions
 
 CONFIGS = {train_sft: SftConfig, train_grpo: GrpoConfig, evaluate: EvaluateConfig}
 SHARED = ROOT.parent / "shared" / "data"
@@ -190,7 +189,7 @@ def test_evaluation_during_rl_refuses_the_questions_that_are_trained_on(work, tm
 def test_curriculum_is_counted_and_followed_level_by_level(work):
     data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--held-out", 1]
     out = run(
-        "-m", "mtsql.commands.curriculum", *data, "--out", work / "counts", "--questions", 12,
+        "-m", "mtsql.extras.curriculum", *data, "--out", work / "counts", "--questions", 12,
         "--samples-per-question", 4,
     )  # fmt: skip
     counts = read_counts(work / "counts" / "counts.jsonl")
@@ -212,7 +211,8 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
     assert levels == sorted(levels) and set(levels) == set(range(1, count + 1))
     place = {c.example_id: i // size + 1 for i, c in enumerate(wrong)}
     shown = [json.loads(line)["example_id"] for line in (work / "levels" / "trajectories.jsonl").open()]
-    assert json.loads((work / "levels" / "asked.json").read_text()) == sorted(set(shown))
+    asked = json.loads((work / "levels" / "asked.json").read_text())
+    assert set(shown) < set(asked) <= set(place)  # a file shows one group of each step
     for line in (work / "levels" / "trajectories.jsonl").open():
         record = json.loads(line)
         assert place[record["example_id"]] == levels[record["step"]]

@@ -19,16 +19,16 @@ from conftest import GOLD, TOY, Tiny, environment_of, make_episode, run, say
 
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.rollout import Sampling, rollout
-from mtsql.agent.served import ServedPolicy, find_protocol, play_served
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Segment, Status
-from mtsql.chat.conversation import Conversation
-from mtsql.collect import main as collect
 from mtsql.config import CollectConfig
 from mtsql.data.datasets import Dialogue, Turn
 from mtsql.errors import UserError
-from mtsql.http_client import Server, ServerError
+from mtsql.extras.chat.conversation import Conversation
+from mtsql.extras.collect import main as collect
+from mtsql.extras.http_client import Server, ServerError
+from mtsql.extras.served import ServedPolicy, find_protocol, play_served
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.mtsql_r1 import MtsqlR1
@@ -572,7 +572,7 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     summary = json.loads((tmp_path / "refused" / "summary.json").read_text())
     assert summary["served_in_last_session"]["refused"] == 1 and summary["status"]["no_action"] > 0
     out = run(
-        "-m", "mtsql.collect", *TOY, "--data", work / "benchmark", *there, "--questions", 16,
+        "-m", "mtsql.extras.collect", *TOY, "--data", work / "benchmark", *there, "--questions", 16,
         "--protocol", "chat", "--out", tmp_path / "taught",
     )  # fmt: skip
     lines = (tmp_path / "taught" / "teacher.jsonl").read_text().splitlines()

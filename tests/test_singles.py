@@ -16,7 +16,6 @@ from evaluate import EvaluateConfig
 from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dataset
 from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError
-from mtsql.questions import load_split, make_environment
 from mtsql.recipes.mtir_sql import make_reward
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.evaluation import score_records
@@ -26,6 +25,7 @@ from mtsql.sql.clauses import clause_f1
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
 from mtsql.sql.structure import SqlParseError
+from mtsql.task import load_split, make_environment
 from mtsql.toy import benchmark as toy
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 

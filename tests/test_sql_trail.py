@@ -12,12 +12,12 @@ from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_
 
 from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, check, read_options
 from mtsql.errors import UserError
-from mtsql.questions import prompt_options
 from mtsql.recipes import skyrl_sql, sql_trail
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, rows_alone, schema_items, turns_reward
 from mtsql.report.evaluation import thought_characters
 from mtsql.sql.structure import SqlSchema
+from mtsql.task import prompt_options
 
 REASON = "<reasoning>singer, country</reasoning>\n"
 HARD = "SELECT name FROM singer WHERE age = (SELECT max(age) FROM singer)"

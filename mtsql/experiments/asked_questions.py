@@ -18,7 +18,7 @@ from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
-from mtsql.questions import load_split
+from mtsql.task import load_split
 
 
 def asked_questions(config: GrpoConfig, sizes: Sequence[int]) -> set[tuple[int, int]]:

@@ -20,10 +20,10 @@ from mtsql.config import DataOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset
 from mtsql.experiments.markdown import decimal, table
 from mtsql.files import write_atomically
-from mtsql.questions import load_split
 from mtsql.report.metrics import HARDNESS
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
+from mtsql.task import load_split
 
 FURTHER = "official grammar cannot read"
 

@@ -37,7 +37,7 @@ def start_parts(out: Path, config: str) -> list[Part]:
     shared = ["--config", config, "--data", str(data)]
     imitation = ["-m", "mtsql.toy.imitation", *shared, "--out", str(model)]
     imitation += ["--further-recipes", ",".join(RECIPES[1:]), "--resume"]
-    counting = ["-m", "mtsql.commands.curriculum", *shared, "--recipe", "sql_trail", "--model", str(model)]
+    counting = ["-m", "mtsql.extras.curriculum", *shared, "--recipe", "sql_trail", "--model", str(model)]
     return [
         Part("benchmark", ["-m", "mtsql.toy.benchmark", str(data), "--single"], data),
         Part("imitation", imitation, model / "run.json"),

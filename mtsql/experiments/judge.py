@@ -26,10 +26,10 @@ from mtsql.agent.tokens import message_text
 from mtsql.config import Count, DataOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.errors import UserError
+from mtsql.extras.http_client import UNREADABLE, Server, ServerError, check_address, read_key, read_object
 from mtsql.files import load_json_lines, write_atomically
-from mtsql.http_client import UNREADABLE, Server, ServerError, check_address, read_key, read_object
-from mtsql.questions import load_split
 from mtsql.report.errors import ERRORS
+from mtsql.task import load_split
 
 # Ours: the paper has its own in appendix E, which our copy lacks.
 PROMPT = """You compare a predicted SQL query with the gold query of a question in a dialogue over a \

@@ -27,8 +27,8 @@ from mtsql.config import PolicyOptions, option, read_options, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.files import write_atomically
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import load_split, prompt_options
 from mtsql.recipes import load_recipe
+from mtsql.task import load_split, prompt_options
 
 COLUMNS = ("questions", "mean", "median", "p90", "p95", "p99", "longest", "over")
 

@@ -93,7 +93,7 @@ def real_parts(
 
     sft, grpo = ["train_sft.py"], ["train_grpo.py"]
     short_sft, warm_start = (str(first / name / "policy") for name in ("short_sft", "warm_start"))
-    counted = ["-m", "mtsql.commands.curriculum"]
+    counted = ["-m", "mtsql.extras.curriculum"]
     if seed == 0:
         evaluate("base", model)
         train("short_sft", sft, model, *no_tools, *GOLD, resume)

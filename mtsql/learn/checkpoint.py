@@ -10,18 +10,38 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mtsql.config import TrainingOptions
 from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically, recover_folder, temporary_sibling, write_atomically
+from mtsql.learn.model import restore_policy, save_policy
+from mtsql.learn.optimizer import make_optimizer, optimizer_state, restore_optimizer
+from mtsql.learn.parallel import Processes
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 STATE_FILE = "training_state.pt"
 SUMS_FILE = "checksums.json"  # SHA-256 of every other file
 CHECKPOINTS = "checkpoints"
+KEPT_CHECKPOINTS = 2
+# What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
+# start, the columns of its log, the state of its optimizer.
+FIXED = (
+    "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe",
+    "tools", "ex", "beta2", "weight_decay",
+    "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
+    "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "wording", "schema",
+    "thinking", "native_thinking", "without", "sql_timeout", "error_hints", "max_prompt_tokens",
+    "max_response_tokens", "max_sequence_tokens",
+)  # fmt: skip
 
 
 @contextmanager
@@ -137,3 +157,75 @@ def load_training_state(folder: Path) -> tuple[int, dict[str, Any], dict[str, An
     for gpu, generator in enumerate(state["cuda_rng"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(generator, gpu)
     return state["step"], state["extra"], state["optimizer"]
+
+
+def resume(
+    config: TrainingOptions, out: Path, policy: PreTrainedModel | PeftModel, processes: Processes
+) -> tuple[torch.optim.Optimizer, int, dict[str, Any] | None]:
+    """The optimizer, the step and the extra values (None at the beginning) that a training goes on from.
+
+    With --resume those of the newest checkpoint in `out`, whose weights `policy` gets. Raises UserError if
+    there is one but --resume is not given, or an option of FIXED is another now.
+    """
+    found = find_checkpoint(out, config.resume) if processes.is_main else None
+    if found is not None:
+        for sentence in changed_options(config, out):
+            print(sentence)
+    checkpoint = processes.all_gather(found)[0]
+    if checkpoint is not None:
+        restore_policy(policy, checkpoint / "policy", config.dtype)
+    optimizer = make_optimizer(
+        policy, config.learning_rate, config.optimizer, config.beta2, config.weight_decay
+    )
+    if checkpoint is None:
+        return optimizer, 0, None
+    step, state, moments = load_training_state(checkpoint)
+    restore_optimizer(optimizer, moments)
+    return optimizer, step, state
+
+
+def save_checkpoint(
+    out: Path,
+    policy: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    state: dict[str, Any],
+) -> None:
+    """Write the state of a training run after `step` steps."""
+    with new_checkpoint(out, step, KEPT_CHECKPOINTS) as folder:
+        save_policy(policy, tokenizer, folder / "policy")
+        save_training_state(folder, optimizer_state(policy, optimizer), step, state)
+
+
+def changed_options(config: TrainingOptions, out: Path) -> list[str]:
+    """A sentence for each option in which this run differs from the one in `out` that it goes on from.
+
+    Raises UserError if an option of FIXED is among them.
+    """
+    path = out / "run.json"
+    try:
+        before = dict(json.loads(path.read_bytes())["config"]) if path.is_file() else {}
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return [f"{path} is damaged, so that nobody can say which options have changed; it is written anew"]
+    now = json.loads(json.dumps(asdict(config)))
+    changed = {n: (before[n], now[n]) for n in now if n in before and before[n] != now[n] and n != "resume"}
+    sentences = [f"--{n.replace('_', '-')} was {old}, is now {new}" for n, (old, new) in changed.items()]
+    levels = ("steps",) if before.get("curriculum") and before.get("level_size") else ()  # which share them
+    fixed = [sentence for n, sentence in zip(changed, sentences, strict=True) if n in (*FIXED, *levels)]
+    if fixed:
+        raise UserError(f"{out} goes on with the same questions and policy only: {'; '.join(fixed)}")
+    return sentences
+
+
+def find_checkpoint(out: Path, resume: bool) -> Path | None:
+    """The newest whole checkpoint of a run to go on from, None to start at the beginning.
+
+    Raises UserError if there is one but --resume is not given.
+    """
+    newest = newest_checkpoint(out)
+    if newest is not None and not resume:
+        raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
+    if newest is None and resume:
+        print(f"{out} holds no checkpoint; starting at the beginning")
+    return newest

@@ -1,6 +1,6 @@
 """The curriculum of RL (MTSQL-R1, section 3.3.1): success counts, and levels from easy to hard.
 
-`python -m mtsql.commands.curriculum` makes the counts.
+`python -m mtsql.extras.curriculum` makes the counts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class SuccessCount:
 
 
 def read_counts(path: Path) -> list[SuccessCount]:
-    """The counts that `mtsql.commands.curriculum` wrote.
+    """The counts that `mtsql.extras.curriculum` wrote.
 
     Raises UserError if there is no such file, and for a line that is no count, or of a question that was
     counted before, with its number.
     """
     if not path.is_file():
-        raise UserError(f"{path} is not there; make it with python -m mtsql.commands.curriculum")
+        raise UserError(f"{path} is not there; make it with python -m mtsql.extras.curriculum")
     counts: dict[str, SuccessCount] = {}
     for number, record in load_json_lines(path):
         try:
@@ -45,7 +45,7 @@ def read_counts(path: Path) -> list[SuccessCount]:
         except TypeError:
             raise UserError(
                 f"{path}, line {number}: not a success count; make the file with "
-                "python -m mtsql.commands.curriculum"
+                "python -m mtsql.extras.curriculum"
             ) from None
         if count.example_id in counts:
             raise UserError(f"{path}, line {number}: question {count.example_id} is counted twice")

@@ -157,7 +157,7 @@ def _lora_bases(model: PeftModel) -> list[torch.nn.Module]:
     bases = [layer.base_layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     if not all(base.weight.is_floating_point() for base in bases):
         raise UserError(
-            "mtsql.commands.merge or --merge-adapter needs a base that is not quantised; this one is in nf4"
+            "mtsql.extras.merge or --merge-adapter needs a base that is not quantised; this one is in nf4"
         )
     return bases
 

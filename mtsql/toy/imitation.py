@@ -32,15 +32,20 @@ from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
 from mtsql.learn.batches import group_micro_batches
-from mtsql.learn.checkpoint import CHECKPOINTS, load_training_state, new_checkpoint, save_training_state
+from mtsql.learn.checkpoint import (
+    CHECKPOINTS,
+    find_checkpoint,
+    load_training_state,
+    new_checkpoint,
+    save_training_state,
+)
 from mtsql.learn.interrupt import INTERRUPTED, finish_step_on_interrupt
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import restore_policy, save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
-from mtsql.questions import load_split, make_environment, prompt_options
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.run import find_checkpoint, pick_device
+from mtsql.task import load_split, make_environment, pick_device, prompt_options
 from mtsql.toy.exercises import copying_exercise, repair_exercise
 from mtsql.toy.muon import Muon
 from mtsql.toy.scripted_agent import Habits, demonstrations

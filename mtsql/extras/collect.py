@@ -1,6 +1,6 @@
 """A teacher's trajectories, for `train_sft.py --targets teacher`: any policy, here or behind an address.
 
-    python -m mtsql.collect --config configs/toy.toml --data DATA --out runs/teacher \\
+    python -m mtsql.extras.collect --config configs/toy.toml --data DATA --out runs/teacher \\
         --address http://localhost:8000/v1 --api-model NAME --tokenizer FOLDER --protocol chat
     python train_sft.py ... --targets teacher --teacher runs/teacher/teacher.jsonl --rounds 1
 
@@ -27,20 +27,12 @@ from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
+from mtsql.extras.served import begin_answers
 from mtsql.files import write_atomically
-from mtsql.questions import draw_questions
 from mtsql.report.answer_log import AnswerLog, play_unanswered
 from mtsql.report.chat import chat_record
-from mtsql.run import (
-    Run,
-    ServedRun,
-    answer_options,
-    begin_answers,
-    make_player,
-    show,
-    weights_for_rollouts,
-)
 from mtsql.sql.score import scorable
+from mtsql.task import Task, answer_options, draw_questions, make_sampling, show, weights_for_rollouts
 
 
 def main(config: CollectConfig) -> None:
@@ -48,46 +40,46 @@ def main(config: CollectConfig) -> None:
     taught, answers = Path(config.out) / "teacher.jsonl", Path(config.out) / ".answers.jsonl"
     if taught.exists() and not answers.exists():
         raise UserError(f"{taught} exists already; take another --out")
-    run = begin_answers(config, "train")
-    if run.processes.count > 1:
-        raise UserError("mtsql.collect runs in one process; a server answers many questions at once")
-    asked = examples(run.dataset.dialogues, config.history)
-    asked = scorable(draw_questions(asked, config.questions, config.seed), run.scorer)
-    taught = play_questions(config, run, asked)
+    task = begin_answers(config, "train")
+    if task.processes.count > 1:
+        raise UserError("mtsql.extras.collect runs in one process; a server answers many questions at once")
+    asked = examples(task.dataset.dialogues, config.history)
+    asked = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
+    taught = play_questions(config, task, asked)
     answered = [(t, example) for t, example in taught if t.status is Status.ANSWERED]
-    right = sum(run.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)
-    save_config(config, run.out)
-    lines = (json.dumps(teacher_record(t, e, run), ensure_ascii=False) + "\n" for t, e in answered)
-    write_atomically(run.out / "teacher.jsonl", "".join(lines))
-    (run.out / ".answers.jsonl").unlink()
+    right = sum(task.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)
+    save_config(config, task.out)
+    lines = (json.dumps(teacher_record(t, e, task), ensure_ascii=False) + "\n" for t, e in answered)
+    write_atomically(task.out / "teacher.jsonl", "".join(lines))
+    (task.out / ".answers.jsonl").unlink()
     print(
         f"{len(answered):,} of {len(taught):,} trajectories have an answer, {right:,} a right one (EX): "
-        f"{run.out / 'teacher.jsonl'}"
+        f"{task.out / 'teacher.jsonl'}"
     )
-    if isinstance(run, ServedRun):
-        print(f"the server took {run.served.costs.sentence()}")
+    if task.costs:
+        print(f"the server took {task.costs.sentence()}")
 
 
 def play_questions(
-    config: CollectConfig, run: Run | ServedRun, asked: list[Example]
+    config: CollectConfig, task: Task, asked: list[Example]
 ) -> list[tuple[Trajectory, Example]]:
     """--samples-per-question trajectories of each question, those of an interrupted run included."""
     episodes, of = [], []
     for number, example in enumerate(asked):
         seeds = [trajectory_seed(config.seed, number, i) for i in range(config.samples_per_question)]
-        episodes += run.environment.episodes(example, seeds)
+        episodes += task.environment.episodes(example, seeds)
         of += [example] * len(seeds)
-    log = AnswerLog(run.out / ".answers.jsonl", answer_options(config, "train", run))
+    log = AnswerLog(task.out / ".answers.jsonl", answer_options(config, "train", task))
     waiting, trajectories = play_unanswered(episodes, log)
-    with tqdm(desc="collect", unit="trajectory") as bar, weights_for_rollouts(config, run):
-        play = make_player(config, run, config.temperature, show(bar))
-        play([episode for episode in waiting if episode.trajectory.status is None])
+    with tqdm(desc="collect", unit="trajectory") as bar, weights_for_rollouts(config, task):
+        sampling = make_sampling(config, task.environment, config.temperature)
+        task.play([e for e in waiting if e.trajectory.status is None], sampling, 0, show(bar))
     return list(zip(trajectories, of, strict=True))
 
 
-def teacher_record(trajectory: Trajectory, example: Example, run: Run | ServedRun) -> dict:
+def teacher_record(trajectory: Trajectory, example: Example, task: Task) -> dict:
     """A conversation that is to be learned: also what a server wrote, whose ids here are not its own."""
-    record = chat_record(trajectory, example, run.environment)
+    record = chat_record(trajectory, example, task.environment)
     messages = [
         {k: v for k, v in message.items() if k not in ("weight", "unlearned")}
         for message in record["messages"]

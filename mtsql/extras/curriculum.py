@@ -1,6 +1,6 @@
 """Success counts for the curriculum of RL (MTSQL-R1, section 3.3.1).
 
-    python -m mtsql.commands.curriculum --config configs/toy.toml --model runs/sft/policy \\
+    python -m mtsql.extras.curriculum --config configs/toy.toml --model runs/sft/policy \\
         --data DATA --out OUT
 
 samples each training question 20 times and writes OUT/counts.jsonl, one line a question: how many of
@@ -21,15 +21,21 @@ from itertools import chain
 from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
-from mtsql.questions import reward_function
 from mtsql.recipes.rewards import is_right
-from mtsql.run import begin_run, check_samples, sample_questions, training_questions, weights_for_rollouts
+from mtsql.task import (
+    begin_task,
+    check_samples,
+    reward_function,
+    sample_questions,
+    training_questions,
+    weights_for_rollouts,
+)
 
 
 def main(config: CurriculumConfig) -> None:
     """Count."""
     check_samples(config)
-    run = begin_run(config, "rl" if config.for_rl else "train")
+    run = begin_task(config, "rl" if config.for_rl else "train")
     reward = reward_function(config, run.tokens, run.scorer)
     asked = training_questions(config, run)
     share = run.processes.share(list(enumerate(asked)))

@@ -1,7 +1,7 @@
 """TRL as the engine: its GRPOTrainer with our episodes, loss masks and rewards, through `rollout_func`.
 
-    python -m mtsql.bridges.trl --config configs/toy.toml --model MODEL --data DATA --out OUT -- --max_steps 3
-    accelerate launch --num_processes 8 -m mtsql.bridges.trl ... -- --use_peft true
+    python -m mtsql.extras.bridges.trl --config C --model M --data DATA --out OUT -- --max_steps 3
+    accelerate launch --num_processes 8 -m mtsql.extras.bridges.trl ... -- --use_peft true
 
 What stands behind -- are options of TRL's GRPOConfig, and of its ModelConfig those for LoRA (use_peft,
 lora_r). They replace those of `defaults`, with which TRL's loss is train_grpo.py's. The policy plays in our
@@ -23,12 +23,12 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import rollout, trajectory_seed
-from mtsql.bridges.task import BridgeConfig, Task, completion, load_task, play_in_lockstep
 from mtsql.config import read_options, save_config, user_errors
 from mtsql.errors import UserError
+from mtsql.extras.bridges.task import BridgeConfig, Task, completion, load_task, play_in_lockstep
 from mtsql.learn.model import load_policy, merged_adapter
 from mtsql.model_folder import ADAPTER_FILE
-from mtsql.run import pick_device
+from mtsql.task import pick_device
 
 COMPLETION = ("prompt_ids", "completion_ids", "env_mask", "logprobs")  # TRL's names for `completion`
 EARNED = ("reward", "ex", "em")

@@ -1,7 +1,7 @@
 """Does a policy read what its tool returned? Probabilities at the token where a repair differs from what
 failed.
 
-    python -m mtsql.commands.probe --config configs/real_qwen.toml --data DATA --model MODEL \\
+    python -m mtsql.extras.probe --config configs/real_qwen.toml --data DATA --model MODEL \\
         --failures runs/real/held_out/short_sft/predictions.jsonl --out runs/real/probe/warm_start
 
 A query has failed with an error. The policy has judged it (no_pass) and writes the next call, given as far
@@ -42,8 +42,8 @@ from mtsql.files import write_atomically
 from mtsql.learn.demonstrations import KINDS
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.recipes.mtsql_r1_prompts import verdict
-from mtsql.run import Run, begin_run, weights_for_rollouts
 from mtsql.sql.normal import normal_form
+from mtsql.task import Task, begin_task, weights_for_rollouts
 
 BLIND = "error: the query fails"
 
@@ -59,13 +59,13 @@ class Failure(NamedTuple):
 
 def main(config: ProbeConfig) -> None:
     """Probe every failure, write the means."""
-    run = begin_run(config, config.split)
+    task = begin_task(config, config.split)
     rows = []
-    failures = [*own_failures(config, run), *made_failures(config, run)]
-    with weights_for_rollouts(config, run), torch.no_grad():
-        run.policy.eval()
+    failures = [*own_failures(config, task), *made_failures(config, task)]
+    with weights_for_rollouts(config, task), torch.no_grad():
+        task.policy.eval()
         for failure in tqdm(failures, desc="probe", unit="failure"):
-            found = probe(run, failure)
+            found = probe(task, failure)
             if found is not None:
                 about = {"kind": failure.kind, "example_id": failure.example.id, "failed": failure.sql}
                 rows.append(about | found)
@@ -76,43 +76,43 @@ def main(config: ProbeConfig) -> None:
             name: fmean(row[name] for row in of_kind)
             for name in ("gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind")
         }
-    save_config(config, run.out)
-    write_atomically(run.out / "probe.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write_atomically(run.out / "probe.json", json.dumps(means, indent=1))
+    save_config(config, task.out)
+    write_atomically(task.out / "probe.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(task.out / "probe.json", json.dumps(means, indent=1))
     print(format_probe(means))
 
 
-def own_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
+def own_failures(config: ProbeConfig, task: Task) -> Iterator[Failure]:
     """The answers in --failures that end in an error where the gold SQL does not."""
-    asked = {example.id: example for example in examples(run.dataset.dialogues)}
+    asked = {example.id: example for example in examples(task.dataset.dialogues)}
     for line in Path(config.failures).read_text(encoding="utf-8").splitlines() if config.failures else ():
         record = json.loads(line)
         example = asked.get(record["example_id"])
         if example is not None and record["predicted"]:
-            schema = run.environment.schemas[example.db_id]
+            schema = task.environment.schemas[example.db_id]
             yield Failure("own", example, normal_form(record["predicted"], schema))
 
 
-def made_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
+def made_failures(config: ProbeConfig, task: Task) -> Iterator[Failure]:
     """--questions questions of each kind of mistake that ends in an error."""
-    asked = examples(run.dataset.dialogues)
+    asked = examples(task.dataset.dialogues)
     random.Random(config.seed).shuffle(asked)
     for kind, make in KINDS.items():
         count = 0
         for example in asked:
-            mistake = make(run.environment, example, random.Random(f"{config.seed}/{example.id}"))
+            mistake = make(task.environment, example, random.Random(f"{config.seed}/{example.id}"))
             if mistake is None or mistake.look or len(mistake.wrong) > 1 or count >= config.questions:
                 continue
             count += 1
             yield Failure(kind, example, mistake.wrong[0], mistake.shown)
 
 
-def probe(run: Run, failure: Failure) -> dict[str, float] | None:
+def probe(task: Task, failure: Failure) -> dict[str, float] | None:
     """The probabilities at the first token where the repair differs from the failed query.
 
     None if the query does not fail with an error, or the gold SQL does.
     """
-    contexts = repair_contexts(run.environment, failure)
+    contexts = repair_contexts(task.environment, failure)
     if contexts is None:
         return None
     group, names = [], []
@@ -121,8 +121,8 @@ def probe(run: Run, failure: Failure) -> dict[str, float] | None:
             segments = [Segment.given("prompt", given), Segment.sampled([token], [0.0])]
             group.append(Trajectory(failure.example.id, 0, segments))
             names.append(f"{what}_{name}")
-    batch = token_batch([group], "shared", run.policy.device, run.attention)
-    logprobs, _ = token_logprobs(run.policy, batch)  # (4,)
+    batch = token_batch([group], "shared", task.policy.device, task.attention)
+    logprobs, _ = token_logprobs(task.policy, batch)  # (4,)
     found = dict(zip(names, logprobs.exp().tolist(), strict=True))
     return found | {"gap": found["gold_seen"] - found["gold_blind"]}
 

@@ -1,6 +1,6 @@
 """The training mix of the real suite, from the official downloads of Spider, SParC and CoSQL.
 
-    python -m mtsql.commands.make_mix --spider spider --sparc sparc --cosql cosql_dataset \\
+    python -m mtsql.extras.make_mix --spider spider --sparc sparc --cosql cosql_dataset \\
         --out DATA/real/train_mix.json
 
 Each is the folder as it was unpacked, with its tables.json and database/ (--tables and --databases name
@@ -27,7 +27,7 @@ from mtsql.config import DataOptions, user_errors
 from mtsql.data.datasets import Turn
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.questions import load_split
+from mtsql.task import load_split
 
 BROKEN = re.compile(r"\s*(I AM GPT\s*)?\Z|.*\n\s*\w+:", re.DOTALL)  # to match from the start
 

@@ -1,12 +1,12 @@
 """verl as the engine: an agent loop, which asks verl's servers for each message and returns one trajectory.
 
-    python -m mtsql.bridges.rows --engine verl --config configs/toy.toml --model MODEL --data DATA --out ROWS
+    python -m mtsql.extras.bridges.rows --engine verl --config C --model M --data DATA --out ROWS
 
 writes the dataset. The agent loop stands in the file of agent_loop_config_path (in
 actor_rollout_ref.rollout.agent), with the same options:
 
     - name: mtsql
-      _target_: mtsql.bridges.verl.MtsqlAgentLoop
+      _target_: mtsql.extras.bridges.verl.MtsqlAgentLoop
       options: {config: configs/toy.toml, model: MODEL, data: [DATA]}
 
 The reward comes with the trajectory, so verl computes none.
@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
-from mtsql.bridges.task import completion, from_mapping, load_task
+from mtsql.extras.bridges.task import completion, from_mapping, load_task
 
 
 class MtsqlAgentLoop(AgentLoopBase):

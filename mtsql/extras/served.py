@@ -22,7 +22,10 @@ from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.http_client import UNREADABLE, Server, ServerError
+from mtsql.config import AddressOptions, ChatConfig, ServedOptions, idle_options
+from mtsql.errors import UserError, printable
+from mtsql.extras.http_client import UNREADABLE, Server, ServerError, check_address, read_key
+from mtsql.task import Progress, Task, begin_questions, begin_task
 
 SEEDS = 2**31  # servers take so many
 SECONDS = 600.0  # for one message, which may be long
@@ -328,3 +331,66 @@ def play_served(
             raise
     give_up()
     return [episode.trajectory for episode in episodes]
+
+
+def begin_answers(config: ServedOptions, split: str) -> Task:
+    """The questions of a split and the policy that answers them: --model's, or the one at --address.
+
+    Raises UserError unless one of the two is given, and for an address that is none or does not answer.
+    """
+    check_policy(config)
+    for sentence in idle_policy(config):
+        print(sentence)
+    if config.model:
+        return begin_task(config, split)
+    questions = begin_questions(config, split, config.tokenizer)
+    served = served_policy(config, questions["tokens"])
+
+    def play(
+        episodes: Sequence[Episode], sampling: Sampling, rows: int = 0, progress: Progress | None = None
+    ) -> object:
+        refused, size = served.costs.refused, rows or config.concurrency
+        try:
+            return play_served(served, episodes, sampling, size, progress, skip_refused=True)
+        except ServerError as error:
+            raise UserError(f"{error}; what was answered is kept, and the same command goes on") from None
+        finally:
+            if found := served.costs.refused - refused:
+                why = printable(served.costs.refusal)
+                print(f"{found:,} episode(s) end without an answer, since the server refused theirs: {why}")
+
+    about = {"protocol": served.protocol}
+    return Task(**questions, policy=None, play=play, about=about, costs=served.costs)
+
+
+def check_policy(config: ServedOptions | ChatConfig) -> None:
+    """Raise UserError unless --model is given, or --address with what it needs."""
+    if bool(config.model) == bool(config.address):
+        raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
+    if config.address:
+        check_address(config.address)
+    if config.address and not (config.api_model and config.tokenizer):
+        raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
+
+
+def idle_policy(config: ServedOptions) -> list[str]:
+    """A sentence for each option set in vain: of an address beside --model, or the other way round."""
+    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "own_temperature")
+    of_model = ("dtype", "quantise", "attention", "merge_adapter", "rows", "cache_gib", "device")
+    why, names = ("--model is here", of_address) if config.model else ("--address is the policy", of_model)
+    return idle_options(config, dict.fromkeys(names, why))
+
+
+def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
+    """The policy at --address. Raises UserError if nothing answers there."""
+    server = Server(config.address, read_key(), timeout=SECONDS)
+    protocol = config.protocol
+    if protocol == "auto":
+        try:
+            protocol = find_protocol(server, config.api_model, tokens)
+        except ServerError as error:
+            raise UserError(str(error)) from None
+    print(f"{config.api_model} at {config.address}, protocol {protocol}")
+    if protocol == "chat" and not tokens.thinking:
+        print("--no-thinking does nothing over --protocol chat: the server writes the prompt; set it there")
+    return ServedPolicy(server, config.api_model, protocol, tokens, config.own_temperature)

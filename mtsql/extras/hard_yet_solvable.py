@@ -1,9 +1,9 @@
 """Questions for RL that are hard yet solvable (SQL-Trail, sections 4.2 and A.6).
 
-    python -m mtsql.commands.hard_yet_solvable --config configs/toy.toml --data DATA \\
+    python -m mtsql.extras.hard_yet_solvable --config configs/toy.toml --data DATA \\
         --counts runs/counts/counts.jsonl --out runs/chosen
 
-reads the success counts of `python -m mtsql.commands.curriculum` and writes OUT/counts.jsonl with the
+reads the success counts of `python -m mtsql.extras.curriculum` and writes OUT/counts.jsonl with the
 lines of the chosen questions, for `train_grpo.py --curriculum OUT/counts.jsonl --level-size 0`. First
 comes the balanced set, the lowest scores of Equation 13, then the exploration set, questions that no
 sample solved, extra-hard ones first. Ties are broken by the seed.
@@ -27,9 +27,9 @@ from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount, read_counts, refuse_other_data
-from mtsql.questions import load_split
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, scorable
+from mtsql.task import load_split
 
 HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
 
@@ -41,7 +41,7 @@ class SelectionConfig(DataOptions):
     SECTION: ClassVar = "selection"
     drop_empty: bool = option(False, "choose no question whose gold SQL returns nothing (MTIR-SQL)")
 
-    counts: str = option(..., "counts.jsonl of python -m mtsql.commands.curriculum (paper: 6 samples)")
+    counts: str = option(..., "counts.jsonl of python -m mtsql.extras.curriculum (paper: 6 samples)")
     balanced: Count = option(700, "hard yet solvable questions (paper: 700)")
     exploration: Count = option(327, "questions that no sample solved (paper: 327)")
 

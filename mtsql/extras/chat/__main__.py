@@ -1,8 +1,8 @@
 """Ask a database questions: a dialogue with a trained agent, in the terminal or in a browser.
 
-    python -m mtsql.chat --database my.sqlite
-    python -m mtsql.chat --database my.sqlite --config configs/toy.toml --model runs/grpo/policy --port 8080
-    python -m mtsql.chat --database my.sqlite --address URL --api-model NAME --tokenizer FOLDER
+    python -m mtsql.extras.chat --database my.sqlite
+    python -m mtsql.extras.chat --database my.sqlite --config C --model runs/grpo/policy --port 8080
+    python -m mtsql.extras.chat --database my.sqlite --address URL --api-model NAME --tokenizer FOLDER
 
 The agent reads the schema from the file itself, and its memory is its own earlier answers. Each step is
 shown as it comes: what it proposes, executes, sees, judges, recalls and corrects; then the SQL and its
@@ -39,17 +39,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from mtsql.agent.rollout import Sampling, rollout
-from mtsql.agent.served import play_served
 from mtsql.agent.tokens import ChatTokens
-from mtsql.chat.conversation import Conversation, Play
-from mtsql.chat.server import serve
-from mtsql.chat.terminal import converse
 from mtsql.data.datasets import Dataset
 from mtsql.data.introspect import read_schema
+from mtsql.extras.chat.conversation import Conversation, Play
+from mtsql.extras.chat.server import serve
+from mtsql.extras.chat.terminal import converse
+from mtsql.extras.served import check_policy, play_served, served_policy
 from mtsql.learn.model import merged_adapter
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import make_environment, make_sampling
-from mtsql.run import check_policy, chosen_policy, served_policy
+from mtsql.task import chosen_policy, make_environment, make_sampling
 
 
 def main(config: ChatConfig) -> None:

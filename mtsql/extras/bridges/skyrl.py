@@ -1,10 +1,10 @@
 """SkyRL as the engine: an environment of skyrl-gym, messages in and out.
 
-    python -m mtsql.bridges.rows --engine skyrl --config configs/toy.toml --model MODEL --data DATA --out ROWS
+    python -m mtsql.extras.bridges.rows --engine skyrl --config C --model M --data DATA --out ROWS
 
 writes the dataset; the program that starts SkyRL registers the environment first:
 
-    skyrl_gym.register("mtsql", "mtsql.bridges.skyrl:MtsqlEnv")
+    skyrl_gym.register("mtsql", "mtsql.extras.bridges.skyrl:MtsqlEnv")
 
 Its options, those of BridgeConfig, are environment.skyrl_gym.mtsql.options in SkyRL's configuration. SkyRL
 renders and encodes the messages itself, so the ids are ours only as far as its template's are. It does not
@@ -21,7 +21,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from mtsql.agent.tokens import messages_with_tools
-from mtsql.bridges.task import from_mapping, load_task
+from mtsql.extras.bridges.task import from_mapping, load_task
 
 
 class MtsqlEnv(BaseTextEnv):

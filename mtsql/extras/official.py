@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from mtsql.commands.prediction_files import (
+from mtsql.config import Seconds, check
+from mtsql.extras.prediction_files import (
     Rules,
     compare,
     format_further,
@@ -16,7 +17,6 @@ from mtsql.commands.prediction_files import (
     score_pairs,
     summarise_items,
 )
-from mtsql.config import Seconds, check
 from mtsql.files import write_atomically
 from mtsql.sql.execute import Executor
 

@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from mtsql.chat.conversation import Answer, Conversation, Event
 from mtsql.errors import UserError, printable
+from mtsql.extras.chat.conversation import Answer, Conversation, Event
 from mtsql.files import write_atomically
 from mtsql.sql.execute import ExecutionResult
 

@@ -1,6 +1,6 @@
 """The dataset of another engine: a row for each question that can be scored and whose prompt is not too long.
 
-python -m mtsql.bridges.rows --engine verl --config configs/toy.toml --model MODEL --data DATA --out OUT
+python -m mtsql.extras.bridges.rows --engine verl --config C --model M --data DATA --out OUT
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtsql.bridges.task import BridgeConfig, Task, load_task
 from mtsql.config import option, read_options, user_errors
 from mtsql.errors import UserError
+from mtsql.extras.bridges.task import BridgeConfig, Task, load_task
 from mtsql.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsConfig(BridgeConfig):
-    """Rows of an engine's dataset (mtsql.bridges.rows); `out` is the file."""
+    """Rows of an engine's dataset (mtsql.extras.bridges.rows); `out` is the file."""
 
     engine: Literal["verl", "skyrl"] = option("verl", "whose rows")
     split: Literal["train", "dev", "test", "held_out"] = option("train", "part of the data")

@@ -1,6 +1,6 @@
 """Writes a trained LoRA adapter as a small folder to give away: bfloat16, and its base by a relative path.
 
-python -m mtsql.commands.ship runs/real/seed0/rl/policy models/smollm2-135m-sql \\
+python -m mtsql.extras.ship runs/real/seed0/rl/policy models/smollm2-135m-sql \\
     --base ../smollm2-135m-instruct
 
 Half the size of what training saves, without tokenizer and optimizer. Other files of the folder stay.

@@ -20,9 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
 
-from mtsql.chat.conversation import Answer, Conversation, Event
 from mtsql.errors import UserError
-from mtsql.http_client import read_object
+from mtsql.extras.chat.conversation import Answer, Conversation, Event
+from mtsql.extras.http_client import read_object
 
 ADDRESS = "127.0.0.1"
 MAX_BODY_BYTES = 100_000
@@ -78,7 +78,7 @@ def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
 
     Raises UserError if the port cannot be had.
     """
-    page = (files("mtsql.chat") / "page.html").read_bytes()
+    page = (files("mtsql.extras.chat") / "page.html").read_bytes()
     busy = threading.Lock()  # one question at a time
 
     class Handler(BaseHTTPRequestHandler):

@@ -18,7 +18,7 @@ from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.introspect import relevant_part
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
-from mtsql.http_client import ServerError
+from mtsql.extras.http_client import ServerError
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.report.records import RESULT_CHARACTERS
 from mtsql.sql.execute import ExecutionResult

@@ -19,9 +19,9 @@ from mtsql.config import RewardOptions, option, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.model_folder import load_tokenizer
-from mtsql.questions import draw_questions, load_split, make_environment, make_sampling, reward_function
 from mtsql.recipes.rewards import RewardFunction, Rewards
 from mtsql.sql.score import Scorer, scorable
+from mtsql.task import draw_questions, load_split, make_environment, make_sampling, reward_function
 
 # Writes one message to each sequence of ids: the sampled ids and their log-probabilities.
 Write = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]]]]
@@ -32,7 +32,7 @@ class BridgeConfig(RewardOptions):
     """Questions and rewards for another engine; of `model`, only the tokenizer is read for them."""
 
     SECTION: ClassVar = "bridge"
-    out: str = option("", "run folder of mtsql.bridges.trl, or file of mtsql.bridges.rows")
+    out: str = option("", "run folder of mtsql.extras.bridges.trl, or file of mtsql.extras.bridges.rows")
     weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
 
 

@@ -1,1 +1,0 @@
-"""Small commands beside the three scripts."""

@@ -1,0 +1,441 @@
+"""From options to a task: its questions, their environment and scorer, and the policy that plays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from mtsql.agent.env import Environment, Episode, Limits
+from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import make_tools
+from mtsql.agent.trajectory import Trajectory, trajectory_record
+from mtsql.config import (
+    AgentOptions,
+    DataOptions,
+    Paths,
+    PolicyOptions,
+    QuestionOptions,
+    RewardOptions,
+    TrainingOptions,
+)
+from mtsql.data.datasets import (
+    Dataset,
+    Dialogue,
+    Example,
+    beside,
+    examples,
+    join_datasets,
+    load_dataset,
+    split_names,
+)  # fmt: skip
+from mtsql.errors import UserError
+from mtsql.files import hold_folder, write_atomically
+from mtsql.learn.curriculum import SuccessCount
+from mtsql.learn.model import has_adapter, load_policy, merged_adapter, save_policy
+from mtsql.learn.parallel import Processes, join_processes
+from mtsql.model_folder import load_tokenizer
+from mtsql.recipes import load_recipe
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.recipes.rewards import RewardFunction
+from mtsql.report.answer_log import AnswerLog
+from mtsql.report.evaluation import answer_dialogues
+from mtsql.sql.execute import Executor
+from mtsql.sql.score import Scorer, print_left_out, scorable
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
+# What answers do not depend on, so that an evaluation may go on with another value.
+FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device")
+
+Progress: TypeAlias = Callable[[int, int, dict[str, float]], None]  # episodes done, of how many, figures
+# Plays episodes to their ends: (episodes, sampling, so many at once or 0 for the option's number, progress).
+Play: TypeAlias = Callable[[Sequence[Episode], Sampling, int, Progress | None], object]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The questions of a split, their environment, and the policy that is to answer them."""
+
+    processes: Processes
+    out: Path
+    lock: FileLock | None  # of that folder, held by the main process
+    tokens: ChatTokens
+    dataset: Dataset
+    environment: Environment
+    scorer: Scorer  # over the environment's databases, sharing its executor and cache
+    policy: PreTrainedModel | PeftModel | None  # None for one behind an address
+    play: Play
+    about: dict[str, Any] = field(default_factory=dict)  # what else the answers depend on
+    costs: Any = None  # what a policy behind an address took
+
+    @property
+    def attention(self) -> str:
+        """The attention in use, which may be another than was asked for."""
+        return self.policy.config._attn_implementation
+
+
+def begin_task(config: PolicyOptions, split: str, **how: Any) -> Task:
+    """The questions of a split and the policy of --model, loaded as `how` says."""
+    questions = begin_questions(config, split, config.model)
+    tokens = questions["tokens"]
+    torch.manual_seed(config.seed)  # new LoRA adapters start at random
+    policy = chosen_policy(config, tokens, **how)
+    if config.merge_adapter and not has_adapter(policy) and questions["processes"].is_main:
+        print("--merge-adapter does nothing here: the policy has no adapter")
+
+    def play(
+        episodes: Sequence[Episode], sampling: Sampling, rows: int = 0, progress: Progress | None = None
+    ) -> list[Trajectory]:
+        return rollout(policy, tokens, episodes, sampling, rows or config.rows, progress, config.cache_gib)
+
+    return Task(**questions, policy=policy, play=play)
+
+
+def begin_training(config: TrainingOptions, split: str) -> Task:
+    """The training split and the policy to train. Raises UserError for options that do not go together."""
+    if config.beta2 >= 1:
+        raise UserError(f"--beta2 should be below 1, not {config.beta2:g}")
+    if config.dtype == "float16":
+        raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
+    how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
+    if config.layout == "shared" and config.attention == "auto":
+        how["attention"] = "sdpa"  # flash-attn has no kernel for this layout
+    task = begin_task(config, split, **how)
+    if config.layout == "shared" and task.attention.startswith("flash"):
+        raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
+    return task
+
+
+def begin_questions(config: PolicyOptions, split: str, tokenizer: str) -> dict[str, Any]:
+    """All fields of a Task but the policy's, which has the tokenizer of this name."""
+    processes = join_processes()
+    tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking)
+    out = Path(config.out)
+    over = task_over(config, tokens, load_split(config, split))
+    lock = hold_folder(out) if processes.is_main and config.out else None
+    return {"processes": processes, "out": out, "lock": lock, "tokens": tokens, **over}
+
+
+def task_over(config: PolicyOptions, tokens: ChatTokens, dataset: Dataset) -> dict[str, Any]:
+    """The fields of a Task that depend on its data."""
+    environment = make_environment(config, dataset, tokens, config.tools)
+    scorer = Scorer(environment.schemas, environment.executor, config.ex)
+    return {"dataset": dataset, "environment": environment, "scorer": scorer}
+
+
+def chosen_policy(config: AgentOptions, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
+    """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
+    device = pick_device(config.device)
+    options = {"dtype": config.dtype, "attention": config.attention, "quantise": config.quantise, **how}
+    policy = load_policy(config.model, device=device, **options)
+    ids, rows = len(tokens.tokenizer), policy.get_input_embeddings().weight.shape[0]
+    if ids > rows:
+        raise UserError(f"the tokenizer in {config.model} has {ids} ids, and its model embeddings for {rows}")
+    return policy
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of --device; `auto` is CUDA where there is a GPU.
+
+    Of several GPUs it is the one that `join_processes` chose. Raises UserError for `cuda` without a GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no usable GPU; choose --device cpu")
+    if name != "cuda":
+        return torch.device(name)
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32: LoRA, its gradients
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and ours are many
+    return torch.device(name, torch.cuda.current_device())
+
+
+def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Example]:
+    """--questions of the questions, drawn by the seed; 0 is all of them, in their order."""
+    return random.Random(seed).sample(asked, min(count, len(asked))) if count else list(asked)
+
+
+def find_split(data: str, split: str) -> Path:
+    """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
+
+    Raises UserError if there is no such folder, or no such file in it.
+    """
+    root = Path(data)
+    if root.is_file():
+        return root
+    if not root.exists():
+        raise UserError(f"{root} is not there: --data takes a data set's folder or one .json file")
+    names = split_names(split)
+    for name in names:
+        if (root / name).is_file():
+            return root / name
+    raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
+
+
+def split_files(config: DataOptions, split: str, index: int) -> tuple[list[Path], Path, Path]:
+    """Of source `index`: the files of its dialogues, that of its tables, the folder of its databases.
+
+    Raises UserError as `load_split` does for what is not there.
+    """
+    source = config.data[index]
+    path = find_split(source, "train" if split in ("held_out", "rl") else split)
+    tables = _of_source(config.tables, index, config, "--tables") or beside(path, "tables.json")
+    databases = _of_source(config.databases, index, config, "--databases")
+    databases = databases or beside(path, "database", "databases")
+    if not tables.is_file():
+        raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
+    if not databases.is_dir():
+        raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
+    others = path.with_name("train_others.json")
+    joined = path.name == "train_spider.json" and others.is_file() and Path(source).is_dir()
+    return [path, others] if joined else [path], tables, databases
+
+
+def load_split(config: DataOptions, split: str) -> Dataset:
+    """The dialogues of a split from all sources of --data, with their schemas.
+
+    Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives
+    its train_others.json too. With --held-out N and --for-rl M the dialogues over N and over further M
+    databases of `train`, the same for every --seed, make the splits `held_out` and `rl` and leave `train`.
+    Raises UserError if that leaves one empty, and where tables or databases are not there.
+    """
+    parts: list[Dataset] = []
+    for i in range(len(config.data)):
+        (path, *further), tables, databases = split_files(config, split, i)
+        if further:
+            print(f"{path.parent}: {path.name} and {further[0].name} together")
+        first = sum(len(part.dialogues) + part.skipped for part in parts)
+        parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
+    dataset = join_datasets(parts)
+    for source, count in dataset.missing.items():
+        print(f"left out {count} dialogues of {source}: their database is missing")
+    parted = {"held_out": config.held_out, "rl": config.for_rl}
+    if split in parted or (split == "train" and any(parted.values())):
+        names = sorted({d.db_id for d in dataset.dialogues}, key=_scrambled)
+        if sum(parted.values()) >= len(names) or not parted.get(split, 1):
+            raise UserError(
+                "--held-out and --for-rl should be above 0 where they are asked for, and leave some of the "
+                f"{len(names)} databases of train"
+            )
+        first, last = config.held_out, config.held_out + config.for_rl
+        chosen = {"held_out": names[:first], "rl": names[first:last], "train": names[last:]}[split]
+        dataset = replace(dataset, dialogues=tuple(d for d in dataset.dialogues if d.db_id in chosen))
+    return dataset
+
+
+def _of_source(given: Paths, index: int, config: DataOptions, flag: str) -> Path | None:
+    """What the option `flag` says of source `index`, None if nothing; UserError for a wrong number."""
+    if len(given) not in (0, 1, len(config.data)):
+        raise UserError(f"{flag} should be one for all or one each of the {len(config.data)} --data")
+    return Path(given[index % len(given)]) if given else None
+
+
+def _scrambled(name: str) -> str:
+    """A sort key without any meaning, so that what stands first is no sort of database."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def make_environment(
+    config: QuestionOptions, dataset: Dataset, tokens: ChatTokens, tools: str
+) -> Environment:
+    """The environment that all episodes of a run share."""
+    limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
+    recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
+    executor = Executor(timeout_seconds=config.sql_timeout)
+    return Environment(
+        dataset.schemas, recipe, tokens, executor, limits, make_tools(tools), config.error_hints
+    )
+
+
+def prompt_options(config: QuestionOptions) -> PromptOptions:
+    """How the recipe puts its questions; UserError for --native-thinking where no thoughts are asked for."""
+    if config.native_thinking and config.recipe.startswith("mtsql_r1"):
+        raise UserError(f"--native-thinking changes nothing with --recipe {config.recipe}; leave it out")
+    of = {"none": config.recipe, "thoughts": "mtir_sql"}.get(config.without, "sql_trail")
+    if config.recipe != of:
+        raise UserError(f"--without {config.without} needs --recipe {of}")
+    turns = config.max_interactions + 1  # the answer is one more message
+    compact = config.wording == "compact"
+    return PromptOptions(
+        compact, config.result_characters, config.schema, turns, config.native_thinking, config.without
+    )
+
+
+def make_sampling(
+    config: AgentOptions, environment: Environment, temperature: float, top_p: float = 1.0
+) -> Sampling:
+    """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
+    stops = environment.recipe.stop_strings
+    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops, top_p=top_p)
+
+
+def reward_function(
+    config: RewardOptions, tokens: ChatTokens, scorer: Scorer, weights: str = ""
+) -> RewardFunction:
+    """The recipe's rewards in the preset of --rewards, with those `weights` changed that are given."""
+    decode, options = tokens.tokenizer.decode, prompt_options(config)
+    return load_recipe(config.recipe).make_reward(config.rewards, weights, scorer, decode, options)
+
+
+def training_questions(
+    config: RewardOptions, task: Task, counted: Sequence[SuccessCount] = ()
+) -> list[Example]:
+    """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
+    (0: all), less those that cannot be scored. They are drawn first, since the check executes every gold SQL.
+
+    Each process executes all of them, to fill its cache; a gold SQL near --sql-timeout may be in time in one
+    alone, and what one leaves out, all leave out.
+    """
+    asked, ids = examples(task.dataset.dialogues, config.history), {count.example_id for count in counted}
+    asked = [e for e in asked if e.id in ids] if counted else asked
+    if not asked:
+        raise UserError("no question of the curriculum is in the training data")
+    drawn = draw_questions(asked, config.questions, config.seed)
+    kept = scorable(drawn, task.scorer, config.drop_empty)
+    everywhere = set.intersection(*map(set, task.processes.all_gather([e.id for e in kept])))
+    return [e for e in kept if e.id in everywhere]
+
+
+def fitting_questions(config: RewardOptions, task: Task, asked: Sequence[Example]) -> list[Example]:
+    """The questions whose prompt is not too long; says how many others there are.
+
+    Raises UserError if there is none.
+    """
+    fits = [
+        task.environment.episodes(e, [0])[0].trajectory.status is None for e in task.processes.share(asked)
+    ]
+    kept = [e for e, fit in zip(asked, task.processes.gather(fits), strict=True) if fit]
+    longer = f"longer than --max-prompt-tokens {config.max_prompt_tokens}"
+    if not kept:
+        raise UserError(f"the prompt of every question is {longer}")
+    if task.processes.is_main:
+        print_left_out(asked, kept, f"their prompt is {longer}")
+    return kept
+
+
+def check_samples(config: RewardOptions) -> None:
+    """Raise UserError where the samples of a question would all be the same."""
+    if config.samples_per_question > 1 and config.temperature <= 0:
+        raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
+
+
+def sample_questions(
+    config: RewardOptions,
+    task: Task,
+    numbered: Sequence[tuple[int, Example]],
+    seed: tuple[int, ...],
+    title: str,
+) -> Iterator[tuple[Example, list[Trajectory]]]:
+    """Each question with --samples-per-question trajectories, none if its prompt is too long.
+
+    A trajectory's seed comes from `seed`, the question's number and the sample's. Questions come a chunk at
+    a time, so that only what the caller keeps stays in memory.
+    """
+    sampling = make_sampling(config, task.environment, config.temperature)
+    size = max(1, CHUNK * config.rows // config.samples_per_question)
+    with tqdm(total=len(numbered), desc=title, unit="question", disable=not task.processes.is_main) as bar:
+        for start in range(0, len(numbered), size):
+            chunk, episodes = numbered[start : start + size], []
+            for number, example in chunk:
+                seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
+                episodes += task.environment.episodes(example, seeds)
+            episodes = [episode for episode in episodes if episode.trajectory.status is None]
+            progress = show(bar, config.samples_per_question, start, len(numbered))
+            played = task.play(episodes, sampling, 0, progress)
+            by_question = {name: list(group) for name, group in groupby(played, key=lambda t: t.example_id)}
+            yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
+            bar.n = start + len(chunk)
+
+
+def weights_for_rollouts(config: PolicyOptions, task: Task) -> AbstractContextManager[None]:
+    """While the block runs, the adapter is part of the weights if --merge-adapter asks for it."""
+    return merged_adapter(task.policy) if config.merge_adapter and task.policy else nullcontext()
+
+
+def answer_split(
+    config: PolicyOptions,
+    task: Task,
+    dialogues: Sequence[Dialogue],
+    sampling: Sampling,
+    seed: int,
+    progress: Progress | None = None,
+    log: AnswerLog | None = None,
+) -> list[tuple[Example, Trajectory]]:
+    """One trajectory for each question of some dialogues, ordered by dialogue and turn.
+
+    Each process plays its share; all get the whole. What `log` holds is not played again.
+    """
+
+    def play(episodes: Sequence[Episode]) -> object:
+        return task.play(episodes, sampling, 0, progress)
+
+    share = task.processes.share(dialogues)
+    answered = answer_dialogues(play, task.environment, share, config.history, seed, log)
+    everything = [pair for share in task.processes.all_gather(answered) for pair in share]
+    return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
+
+
+def answer_options(config: PolicyOptions, split: str, task: Task) -> dict[str, Any]:
+    """What answers to `split` depend on: options, the files of policy and data, and how a server is asked.
+
+    An interrupted evaluation goes on only if all of it is the same (`mtsql.report.answer_log`).
+    """
+    options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
+    folder = Path(config.model)
+    files = sorted(folder.glob("*")) if config.model and folder.is_dir() else []
+    for index in range(len(config.data)):
+        dialogues, tables, _ = split_files(config, split, index)
+        files += [*dialogues, tables]
+    asked = {dialogue.db_id for dialogue in task.dataset.dialogues}
+    files += [task.dataset.schemas[name].path for name in sorted(asked)]
+    versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return options | task.about | {"files of --model and --data": versions}
+
+
+def show(bar: tqdm, samples: int = 1, start: int = 0, questions: int = 0) -> Progress:
+    """A rollout's `progress` that shows questions, tokens/s, use of the slots and interactions.
+
+    A question has so many `samples`; `start` of all `questions` (0: the rollout's own) were done before.
+    Of a server the requests are shown.
+    """
+
+    def progress(done: int, total: int, stats: dict[str, float]) -> None:
+        bar.total, bar.n = questions or total, start + done // samples
+        if "requests" in stats:
+            bar.set_postfix_str(f"{stats['requests']} requests")
+            return
+        bar.set_postfix_str(
+            f"{stats['tokens_per_second']:.0f} tokens/s, {stats['slots_in_use']:.0%} of slots in use, "
+            f"{stats['interactions']:.1f} interactions"
+        )
+
+    return progress
+
+
+def save_result(task: Task, folder: Path) -> None:
+    """Write the policy as an ordinary Hugging Face or adapter folder."""
+    if task.processes.is_main:
+        save_policy(task.policy, task.tokens.tokenizer, folder)
+
+
+def raise_not_finite(task: Task, step: int, trajectories: Sequence[Trajectory]) -> None:
+    """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
+    path = task.out / "not_finite.jsonl"
+    lines = [json.dumps(trajectory_record(t, task.tokens.tokenizer.decode)) + "\n" for t in trajectories]
+    write_atomically(path, "".join(lines))
+    raise UserError(f"step {step}: the loss is not finite; its trajectories are in {path}")
