@@ -1,8 +1,8 @@
-"""The table of docs/results/hostile.md: what the executor makes of hostile statements.
+"""A table of what the executor makes of hostile statements.
 
 Those of tests/hostile.py, which every test run tries, and those of bench/hostile_more.py.
 
-python bench/hostile.py [--seconds 0.5] > docs/results/hostile.md
+python bench/hostile.py [--seconds 0.5]
 """
 
 from __future__ import annotations

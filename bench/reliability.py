@@ -8,7 +8,7 @@
 - disk: a disk that is full when a checkpoint is written (mounts a small one: needs root)
 - database: a file that is locked, replaced, corrupt or gone between two questions
 
-Each part writes OUT/PART.json, and --page prints what is there as docs/results/reliability.md.
+Each part writes OUT/PART.json, and --page prints what is there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Statements that would hang, bloat or damage a careless executor: (kind, SQL, statuses that are right).
 
 They run on the database that `make_database` writes. tests/test_hostile.py runs all of them, and
-bench/hostile.py writes the table of docs/results/hostile.md from them.
+bench/hostile.py prints a table of what becomes of them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 100_000
 TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
 MAX_COPIED_NODES = 10_000
 MAX_JOINED = 64  # by SQLite
-MAX_STEPS = 5_000  # of sqlglot from token to token, 5 microseconds each; the longest gold query takes 160
+MAX_STEPS = 5_000  # of sqlglot from token to token, many times what a gold query takes
 ASKS_FOR_OPERAND = frozenset(  # what stands before a name rather than a keyword
     """select distinct , ( . by where and or on having case when then else between from join
     + - * / % || = == != <> < > <= >= << >> & |""".split()

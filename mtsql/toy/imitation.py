@@ -105,7 +105,7 @@ def make_muon(
     model: torch.nn.Module, matrix_rate: float, learning_rate: float
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings and vectors: for training from
-    scratch, where it needs about half the steps of AdamW alone.
+    scratch, where it needs fewer steps than AdamW alone.
     """
     inside = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     chosen = {id(p) for p in inside}
