@@ -204,6 +204,18 @@ def test_a_locked_database_is_an_error_of_the_moment(database):
     assert executor.execute(database, query).ok
 
 
+def test_a_timeout_is_remembered_only_if_the_statement_had_the_processor(executor, database):
+    executor.execute(database, "SELECT 1")  # starts a worker
+    for worker in workers():
+        os.kill(worker, signal.SIGSTOP)
+    assert executor.execute(database, "SELECT 2").status == "timeout"
+    assert executor.execute(database, "SELECT 2").rows == ((2,),)
+    late = executor.execute(database, ENDLESS)
+    had_it = late.message == "stopped after 0.5 seconds"  # not on a machine with much else to do
+    assert had_it or late.message == "stopped before it had computed for half of its 0.5 seconds"
+    assert (executor.execute(database, ENDLESS) is late) == had_it
+
+
 def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 2)
     executor = Executor()

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
-from mtsql.data.sandbox import ENDED, LOCKED, ExecutionResult, FileVersion, file_version, run_sql
+from mtsql.data.sandbox import BUSY, ENDED, LOCKED, ExecutionResult, FileVersion, file_version, run_sql
 from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, OUT_OF_MEMORY
 from mtsql.sql.compare import results_equal
 from mtsql.sql.text import join_operators, without_distinct
@@ -24,7 +24,7 @@ MAX_CACHED_RESULTS = 50_000
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
-OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN)  # how a failure begins that may pass
+OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
 
 
 class Executor:
