@@ -232,6 +232,7 @@ def test_the_current_year_is_what_the_official_evaluation_makes_of_it(executor, 
     assert execution_match(executor, database, gold, "SELECT name FROM singer WHERE age < YEAR(CURDATE())")
     word_behind = "SELECT name FROM singer WHERE age < YEAR ( CURDATE ( ) ) AND age > 1"
     assert not execution_match(executor, database, gold, word_behind)  # it becomes 2020AND
+    assert execution_match(executor, database, "SELECT '2020'", "SELECT 'year(curdate())'")  # even there
 
 
 def test_a_gold_result_is_kept_when_the_machine_is_busy(database, monkeypatch):

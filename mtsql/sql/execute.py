@@ -112,8 +112,8 @@ CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECAS
 def as_executed(sql: str, keep_distinct: bool) -> str:
     """`sql` as the official evaluation runs it.
 
-    Repairs split operators and the year function; unless `keep_distinct`, drops every DISTINCT and
-    everything after the first statement. What is too long to be run stays as it is.
+    Repairs split operators, and the year function even in quotes, as officially; unless `keep_distinct`,
+    drops every DISTINCT and everything after the first statement. What is too long to be run stays as it is.
     """
     if len(sql) > MAX_SQL_BYTES:
         return sql
