@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 
 from mtsql.data.sandbox import FileVersion, Reader, file_version
@@ -18,6 +18,7 @@ SET_OPERATORS = ("intersect", "union", "except")
 NO_AGGREGATE = AGGREGATES.index("none")
 NO_OPERATOR = UNIT_OPERATORS.index("none")
 ALL_COLUMNS = "__all__"
+MAX_KEPT_CHARACTERS = 4_000  # of a statement whose reading is kept: its tree takes much more
 
 
 class SqlParseError(ValueError):
@@ -54,6 +55,17 @@ def _read_schema(version: FileVersion) -> SqlSchema:
         if columns := reader.rows(f"PRAGMA table_info({quoted(name)})", needed=False):
             tables[name.lower()] = tuple(column.lower() for _, column, *_ in columns)
     return SqlSchema(tables)
+
+
+def cached(read: Callable[..., dict]) -> Callable[..., dict]:
+    """`read`, whose first argument is SQL, with its last 50,000 answers kept; what is long is read anew."""
+    kept = lru_cache(maxsize=50_000)(read)
+
+    @wraps(read)
+    def reading(sql: str, *args: object, **named: object) -> dict:
+        return (kept if len(sql) <= MAX_KEPT_CHARACTERS else read)(sql, *args, **named)
+
+    return reading
 
 
 def column_id(table: str, column: str) -> str:
