@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, receive, send
+from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, quoted, receive, send
 from mtsql.errors import MissingDatabase, UserError
 
 PROGRAM = Path(__file__).with_name("sql_worker.py")
@@ -199,3 +199,11 @@ class Reader:
                 "is it encrypted or damaged, or is another program writing?"
             )
         return ()
+
+    def columns(self, table: str, needed: bool) -> list[tuple[str, str, int]]:
+        """The columns of a table or view that * shows: names, declared types, places in the primary key.
+
+        `needed` as in `rows`: of an ordinary table nothing but the moment keeps them from being read.
+        """
+        found = self.rows(f"PRAGMA table_xinfo({quoted(table)})", needed)
+        return [(name, kind, place) for _, name, kind, _, _, place, hidden in found if hidden != 1]
