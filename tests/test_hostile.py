@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtsql.sql.clauses import clause_f1, whole_clause_f1
 from mtsql.sql.compare import results_equal
-from mtsql.sql.execute import Executor, as_executed, execution_match, set_match
+from mtsql.sql.execute import Executor, as_scored, execution_match, set_match
 from mtsql.sql.match import exact_set_match, partial_f1
 from mtsql.sql.parse import parse_sql
 from mtsql.sql.plug import with_gold_values
@@ -117,7 +117,7 @@ def test_fuzzed_sql_is_run_read_and_scored(database, fuzz_executor, sql):
     assert 0.0 <= clause_f1(GOLD, sql, schema) <= 1.0
     assert 0.0 <= whole_clause_f1(GOLD, sql, schema) <= 1.0
     for candidate in with_gold_values(GOLD, sql):
-        found = fuzz_executor.execute(database, as_executed(candidate, keep_distinct=False))
+        found = fuzz_executor.execute(database, *as_scored(candidate, keep_distinct=False))
         right = execution_match(fuzz_executor, database, GOLD, candidate)
         assert found.truncated or right == (found.ok and results_equal(gold_rows, found.rows, True)), (
             candidate

@@ -18,7 +18,10 @@ from mtsql.data.sandbox import read_only_uri
 from mtsql.data.schema import Schema, load_schemas
 from mtsql.errors import UserError
 from mtsql.sql.execute import Executor
+from mtsql.sql.match import exact_set_match
+from mtsql.sql.parse import parse_sql
 from mtsql.sql.structure import SqlSchema
+from mtsql.sql.text import same_query
 
 
 def make_database(path: Path, script: str) -> Path:
@@ -118,6 +121,30 @@ def test_a_key_of_several_columns_maps_each_to_its_own(tmp_path):
     )
     orders = read_schema(path).tables[1]
     assert set(orders.foreign_keys) == {("whose", "customer", "name"), ("number", "customer", "code")}
+
+
+def test_letters_beyond_ascii_tell_names_apart_and_views_and_generated_columns_are_seen(tmp_path):
+    path = make_database(
+        tmp_path / "n.sqlite",
+        """create view Old as select "Ä" as Age from Ämter; create view broken as select a from nowhere;
+        create table Ämter ("Ä" integer primary key, "ä" int, Twice as (ä * 2), Half as (ä / 2) stored);
+        create table ämter (ID int);""",
+    )
+    columns = {"Ämter": ("Ä", "ä", "twice", "half"), "ämter": ("id",), "old": ("age",)}
+    schema = SqlSchema.from_database(path)
+    assert list(schema.tables.items()) == list(columns.items())
+    for mode in ("official", "lenient"):
+        read = parse_sql("SELECT Ä , TWICE FROM ÄMTER", schema, mode)
+        assert [unit[1][1] for _, unit in read["select"][1]] == ["__Ämter.Ä__", "__Ämter.twice__"]
+        assert parse_sql("SELECT Age FROM OLD", schema, mode)["from"]["table_units"] == [
+            ("table_unit", "__old__")
+        ]
+        assert not exact_set_match(
+            "SELECT count(*) FROM Ämter", "SELECT count(*) FROM ämter", schema, {}, mode
+        )
+    assert read_schema(path).entry["primary_keys"] == [1]
+    assert same_query("SELECT Ä FROM ÄMTER", "select Ä from Ämter")
+    assert not same_query("SELECT Ä FROM Ämter", "SELECT ä FROM Ämter")
 
 
 def test_names_are_shown_as_sql_has_to_write_them_and_cells_on_one_line(tmp_path):

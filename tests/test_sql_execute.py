@@ -204,6 +204,18 @@ def test_a_locked_database_is_an_error_of_the_moment(database):
     assert executor.execute(database, query).ok
 
 
+def test_a_timeout_is_remembered_only_if_the_statement_had_the_processor(executor, database):
+    executor.execute(database, "SELECT 1")  # starts a worker
+    for worker in workers():
+        os.kill(worker, signal.SIGSTOP)
+    assert executor.execute(database, "SELECT 2").status == "timeout"
+    assert executor.execute(database, "SELECT 2").rows == ((2,),)
+    late = executor.execute(database, ENDLESS)
+    had_it = late.message == "stopped after 0.5 seconds"  # not on a machine with much else to do
+    assert had_it or late.message == "stopped before it had computed for half of its 0.5 seconds"
+    assert (executor.execute(database, ENDLESS) is late) == had_it
+
+
 def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 2)
     executor = Executor()
@@ -220,6 +232,7 @@ def test_the_current_year_is_what_the_official_evaluation_makes_of_it(executor, 
     assert execution_match(executor, database, gold, "SELECT name FROM singer WHERE age < YEAR(CURDATE())")
     word_behind = "SELECT name FROM singer WHERE age < YEAR ( CURDATE ( ) ) AND age > 1"
     assert not execution_match(executor, database, gold, word_behind)  # it becomes 2020AND
+    assert execution_match(executor, database, "SELECT '2020'", "SELECT 'year(curdate())'")  # even there
 
 
 def test_a_gold_result_is_kept_when_the_machine_is_busy(database, monkeypatch):
@@ -246,8 +259,8 @@ def test_cached_results_respect_the_limit_asked_for(executor, database):
     assert len(executor.gold_rows(database, query)) == 2_000
     assert len(executor.execute(database, query).rows) == 100
     assert executor.execute(database, query).truncated
-    assert executor.predicted_rows(database, query, 1_999) is None
-    assert len(executor.predicted_rows(database, query, 2_000)) == 2_000
+    assert executor.predicted_rows(database, 1_999, query) is None
+    assert len(executor.predicted_rows(database, 2_000, query)) == 2_000
 
 
 def test_threads_share_one_executor(executor, database):
@@ -366,6 +379,39 @@ def test_execution_match(executor, database, gold, pred, match, match_keeping_di
     assert execution_match(executor, database, gold, pred) is match
     kept = execution_match(executor, database, gold, pred, keep_distinct=True)
     assert kept is match_keeping_distinct
+
+
+ONE = "(SELECT DISTINCT 1 FROM number)"
+LARGE = "SELECT 9223372036854775807 AS x"
+
+
+@pytest.mark.parametrize(
+    ("slow", "right", "wrong"),
+    [
+        (
+            f"SELECT count(*) FROM {ONE}, {ONE}, {ONE}",
+            "SELECT 1",
+            "SELECT 8000000000",
+        ),  # no time for 2,000 ** 3
+        (f"SELECT sum(DISTINCT x) FROM ({LARGE} UNION ALL {LARGE})", LARGE, "SELECT 1"),  # the sum overflows
+    ],
+)
+def test_distinct_stays_where_nothing_runs_without_it(executor, database, slow, right, wrong):
+    assert execution_match(executor, database, slow, slow)
+    assert execution_match(executor, database, slow, right) and execution_match(
+        executor, database, right, slow
+    )
+    assert not execution_match(executor, database, slow, wrong)
+    assert not execution_match(executor, database, wrong, slow)
+
+
+def test_where_the_gold_query_keeps_its_distinct_the_prediction_does(executor, database, monkeypatch):
+    monkeypatch.setattr("mtsql.sql.execute.MAX_GOLD_ROWS", 1_999)
+    gold, even_and_odd = "SELECT DISTINCT n % 2 FROM number", "SELECT DISTINCT (n + 1) % 2 FROM number"
+    assert execution_match(executor, database, gold, even_and_odd)
+    assert not execution_match(executor, database, gold, "SELECT (n + 1) % 2 FROM number")
+    with pytest.raises(ValueError, match="no such column: m"):
+        execution_match(executor, database, "SELECT DISTINCT m FROM number", even_and_odd)
 
 
 def test_execution_match_sees_every_row_beyond_the_row_limit(executor, database):

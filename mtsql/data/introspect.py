@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mtsql.data.names import folded
 from mtsql.data.sandbox import Reader
 from mtsql.data.schema import Schema, SchemaTable, example_row
 from mtsql.data.sql_worker import quoted
@@ -37,38 +38,40 @@ def read_schema(path: Path) -> Schema:
     reader, tables = Reader(path), []
     names = _names(reader)
     for of_views in (False, True):  # what a view does may take all the time there is
-        found = [t for name, view in names if view == of_views and (t := _read_table(reader, name)).columns]
+        found = [_read_table(reader, name, plain) for name, view, plain in names if view == of_views]
+        found = [table for table in found if table.columns]
         tables += [replace(t, example_row=example_row(reader, "*", t.name)) for t in found]
     if not tables:
         raise UserError(f"--database {path} has no table")
     return Schema(path.stem, path, tuple(tables), _entry(path.stem, tables))
 
 
-def _names(reader: Reader) -> list[tuple[str, bool]]:
-    """Tables and views, and which they are; not SQLite's own, nor those in which an index keeps its data."""
+def _names(reader: Reader) -> list[tuple[str, int, int]]:
+    """Tables and views: name, whether it is a view, or an ordinary table.
+
+    Left out are SQLite's own, and those in which an index keeps its data.
+    """
     made = reader.rows(
-        "select name, type = 'view', sql like 'create virtual%' from sqlite_master "
+        "select name, type = 'view', sql like 'create table%' from sqlite_master "
         "where type in ('table', 'view') and name not like 'sqlite^_%' escape '^' order by rowid"
     )
-    inner = {f"{name}_{part}".lower() for name, _, virtual in made if virtual for part in INDEX_PARTS}
-    return [(name, bool(view)) for name, view, _ in made if name.lower() not in inner]
+    virtual = [name for name, view, plain in made if not view and not plain]
+    inner = {folded(f"{name}_{part}") for name in virtual for part in INDEX_PARTS}
+    return [row for row in made if folded(row[0]) not in inner]
 
 
-def _read_table(reader: Reader, name: str) -> SchemaTable:
-    shown = (
-        c for c in reader.rows(f"pragma table_xinfo({quoted(name)})", needed=False) if c[-1] != 1
-    )  # not hidden
-    found = [(column, declared, place) for _, column, declared, _, _, place, _ in shown]
-    columns = {column.lower(): column for column, _, _ in found}
+def _read_table(reader: Reader, name: str, plain: int) -> SchemaTable:
+    found = reader.columns(name, bool(plain))
+    columns = {folded(column): column for column, _, _ in found}
     foreign = []
     for _, place, other, column, key, *_ in reader.rows(
         f"pragma foreign_key_list({quoted(name)})", needed=False
     ):
         if key is None:  # without a column it is the other table's primary key
-            keys = {c[-1]: c[1] for c in reader.rows(f"pragma table_info({quoted(other)})", needed=False)}
+            keys = {index: column for column, _, index in reader.columns(other, needed=False)}
             key = keys.get(place + 1)
-        if key and column.lower() in columns:
-            foreign.append((columns[column.lower()], other, key))
+        if key and folded(column) in columns:
+            foreign.append((columns[folded(column)], other, key))
     return SchemaTable(
         name,
         tuple((column, _kind(declared)) for column, declared, _ in found),
@@ -90,15 +93,15 @@ def _entry(db_id: str, tables: Sequence[SchemaTable]) -> dict:
     places: dict[tuple[str, str], int] = {}
     for index, table in enumerate(tables):
         for column, kind in table.columns:
-            places[table.name.lower(), column.lower()] = len(columns)
+            places[folded(table.name), folded(column)] = len(columns)
             columns.append((index, column))
             kinds.append(kind)
-        primary += [places[table.name.lower(), column.lower()] for column in table.primary_keys]
+        primary += [places[folded(table.name), folded(column)] for column in table.primary_keys]
     foreign = [
-        [places[t.name.lower(), c.lower()], places[other.lower(), key.lower()]]
+        [places[folded(t.name), folded(c)], places[folded(other), folded(key)]]
         for t in tables
         for c, other, key in t.foreign_keys
-        if (other.lower(), key.lower()) in places
+        if (folded(other), folded(key)) in places
     ]
     names = [table.name for table in tables]
     spoken = [[table, " ".join(_words(column)) or column] for table, column in columns]
@@ -127,8 +130,8 @@ def relevant_part(
         return schema, []
     ranked = sorted(schema.tables, key=lambda table: -_relevance(table, questions))
     named = [table for table in ranked if _relevance(table, questions) > 0]
-    joined = {other.lower() for table in named for _, other, _ in table.foreign_keys}
-    ranked.sort(key=lambda t: 0 if t in named else 1 if t.name.lower() in joined else 2)
+    joined = {folded(other) for table in named for _, other, _ in table.foreign_keys}
+    ranked.sort(key=lambda t: 0 if t in named else 1 if folded(t.name) in joined else 2)
 
     def part(count: int) -> Schema:
         kept = set(ranked[:count])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from string import ascii_lowercase, ascii_uppercase
+
+from mtsql.data.sql_worker import quoted
 
 RESERVED = frozenset(
     """add all alter and as autoincrement between case cast check collate commit constraint create
@@ -19,12 +22,13 @@ KEYWORDS = RESERVED | frozenset(  # these are names too, where the grammar has n
     query range recursive regexp reindex release rename replace restrict right rollback row rows
     savepoint temp temporary ties trigger unbounded vacuum view virtual window with within without""".split()
 )
+LOWER = str.maketrans(ascii_uppercase, ascii_lowercase)
 BARE = re.compile(r"[^\W\d][\w$]*|_[\w$]*")
 
 
-def quoted(name: str) -> str:
-    """The name in double quotes."""
-    return '"' + name.replace('"', '""') + '"'
+def folded(name: str) -> str:
+    """The name as SQLite compares it: in lower case as far as its letters are ASCII."""
+    return name.translate(LOWER)
 
 
 def written(name: str) -> str:

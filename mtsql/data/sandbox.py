@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, receive, send
+from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, quoted, receive, send
 from mtsql.errors import MissingDatabase, UserError
 
 PROGRAM = Path(__file__).with_name("sql_worker.py")
@@ -27,6 +27,7 @@ MAX_WORKERS = 4
 START_SECONDS = 20.0  # a start takes 0.04 on an idle machine
 LOCKED = "database is locked"  # as SQLite says it
 ENDED = "the query ended the process that ran it"
+BUSY = "stopped before it had computed for half of its"  # time: others had the processor or the disk
 SCHEMA_SECONDS = 5.0  # for all that is read of one schema,
 EXAMPLE_SECONDS = 2.0  # and for one statement that may run a view
 MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES = 1_000_000, 64_000_000
@@ -99,6 +100,7 @@ class Worker:
         self._answers = io.BufferedReader(self.process.stdout)
         self._ready = select.poll()
         self._ready.register(self._answers, select.POLLIN)
+        self._computed = 0.0  # seconds, until the last answer
         try:
             self.ask(START_SECONDS)
         except (EOFError, BrokenPipeError, TimeoutError):
@@ -110,14 +112,20 @@ class Worker:
         send(self.process.stdin, (seconds, *request))
         if not self._ready.poll(seconds * 1_000):
             raise TimeoutError
-        return receive(self._answers)
+        self._computed, answer = receive(self._answers)
+        return answer
 
-    def end(self) -> None:
-        """Kill it."""
+    def end(self) -> float:
+        """Kill it. The seconds that it has computed since its last answer, 0 if it had ended by itself."""
         self.process.kill()
+        computed = 0.0
+        with suppress(ChildProcessError):
+            used = os.wait4(self.process.pid, 0)[2]
+            computed = used.ru_utime + used.ru_stime - self._computed
         self.process.wait()
         self.process.stdin.close()
         self._answers.close()
+        return computed
 
 
 @lru_cache(maxsize=1)
@@ -127,7 +135,10 @@ def _workers(process: int) -> tuple[threading.Semaphore, list[Worker]]:
 
 
 def _ask(seconds: float, *request: object) -> tuple:
-    """The answer of a worker, which is ended if there is none. Raises what `Worker` and its `ask` do."""
+    """The answer of a worker, which is ended if there is none. Raises what `Worker` and its `ask` do.
+
+    A TimeoutError holds the seconds that the worker has computed.
+    """
     room, idle = _workers(os.getpid())
     with room:
         try:
@@ -137,6 +148,8 @@ def _ask(seconds: float, *request: object) -> tuple:
             worker = Worker()
         try:
             answer = worker.ask(seconds, *request)
+        except TimeoutError:
+            raise TimeoutError(worker.end()) from None
         except BaseException:
             worker.end()
             raise
@@ -151,10 +164,11 @@ def run_sql(version: FileVersion, sql: str, seconds: float, max_rows: int, max_b
     for _ in range(2):  # something else may have ended the first worker
         try:
             if seconds <= 0:
-                raise TimeoutError
+                raise TimeoutError(0.0)
             return ExecutionResult(*_ask(seconds, version, _uri(version), sql, max_rows, max_bytes))
-        except TimeoutError:
-            return ExecutionResult("timeout", message=f"stopped after {seconds:g} seconds")
+        except TimeoutError as timeout:
+            how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
+            return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
         except (EOFError, BrokenPipeError):
             continue
         except OSError as error:
@@ -185,3 +199,11 @@ class Reader:
                 "is it encrypted or damaged, or is another program writing?"
             )
         return ()
+
+    def columns(self, table: str, needed: bool) -> list[tuple[str, str, int]]:
+        """The columns of a table or view that * shows: names, declared types, places in the primary key.
+
+        `needed` as in `rows`: of an ordinary table nothing but the moment keeps them from being read.
+        """
+        found = self.rows(f"PRAGMA table_xinfo({quoted(table)})", needed)
+        return [(name, kind, place) for _, name, kind, _, _, place, hidden in found if hidden != 1]

@@ -8,8 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtsql.data.names import quoted, written
+from mtsql.data.names import folded, written
 from mtsql.data.sandbox import Reader
+from mtsql.data.sql_worker import quoted
 from mtsql.errors import UserError
 from mtsql.files import load_json, reading_errors
 
@@ -134,17 +135,17 @@ def _descriptions(entry: dict, path: Path) -> dict[tuple[str, str], str]:
     if "ddls" in entry:
         tables = dict(enumerate(entry["table_names_original"]))
         for index, (table, column) in enumerate(entry["column_names_original"]):
-            found[tables.get(table, "").lower(), column.lower()] = entry["column_names"][index][1]
+            found[folded(tables.get(table, "")), folded(column)] = entry["column_names"][index][1]
     for file in sorted((path.parent / "database_description").glob("[!.]*.csv")):
         # Released as UTF-8 with a byte order mark, but some files hold other bytes, which are left out.
         with reading_errors(file):
             rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
         try:
             for row in rows:
-                column = (row.get("original_column_name") or "").strip().lower()
+                column = folded((row.get("original_column_name") or "").strip())
                 meaning = (row.get("column_description") or "").strip() or (row.get("column_name") or "")
                 values = (row.get("value_description") or "").strip()
-                found[file.stem.lower(), column] = "; ".join(filter(None, (meaning, values)))
+                found[folded(file.stem), column] = "; ".join(filter(None, (meaning, values)))
         except csv.Error as error:
             raise UserError(f"{file}, line {rows.line_num}, is not valid CSV ({error})") from None
     texts = {key: " ".join(text.split()) for key, text in found.items()}
@@ -176,6 +177,6 @@ def _schema(entry: dict, path: Path) -> Schema:
         keys = tuple(c for i, c in own if i in primary)
         pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
         foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
-        meanings = tuple(descriptions.get((name.lower(), c.lower()), "") for _, c in own)
+        meanings = tuple(descriptions.get((folded(name), folded(c)), "") for _, c in own)
         tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
     return Schema(entry["db_id"], path, tuple(tables), entry)

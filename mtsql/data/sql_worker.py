@@ -1,7 +1,8 @@
 """The program that runs untrusted SQL. sandbox.py starts it, and ends it where a statement is past its time.
 
-It imports the standard library alone. A request comes in on its standard input and its result leaves on its
-standard output: eight bytes of length, then what marshal makes of plain tuples. It ends with its input.
+It imports the standard library alone. A request comes in on its standard input; the seconds that the process
+has computed and the result leave on its standard output: eight bytes of length, then what marshal makes of
+plain tuples. It ends with its input.
 
 Databases are read-only (URI mode, authorizer and query_only). SQLite's memory is limited, and sorts stay in
 it, so that nothing is written but what a write-ahead log asks for. The limits of the process stand behind
@@ -15,6 +16,7 @@ import resource
 import signal
 import sqlite3
 import sys
+import time
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -180,7 +182,7 @@ def serve() -> None:
             signal.setitimer(signal.ITIMER_REAL, seconds + ALONE_SECONDS)
             result = answer(connections, seconds, *request) if request else ()
             signal.setitimer(signal.ITIMER_REAL, 0)
-            send(sys.stdout.buffer, result)
+            send(sys.stdout.buffer, (time.process_time(), result))
 
 
 if __name__ == "__main__":

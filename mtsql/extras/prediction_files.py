@@ -2,8 +2,9 @@
 
 Source of the rules: taoyds/test-suite-sql-eval, evaluation.py; docs/evaluation.md tells them. Departures: a
 missing or misplaced line is an error (there it is dropped), a query past the executor's limits is wrong and
-is listed (there it may hang), a gold query that fails or cannot be read counts as wrong and is listed (there
-the evaluation aborts).
+is listed (there it may hang), a query that fails or is past them without its DISTINCT keeps it (there it
+never does), a gold query that fails or cannot be read counts as wrong and is listed (there the evaluation
+aborts).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
 from mtsql.files import load_json, load_json_lines, reading_errors
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
-from mtsql.sql.execute import Executor, as_executed, execution_match
+from mtsql.sql.execute import Executor, as_scored, execution_match
 from mtsql.sql.hardness import hardness
 from mtsql.sql.match import COMPONENTS, exact_set_match, partial_f1, partial_sizes
 from mtsql.sql.parse import official_prediction
@@ -168,10 +169,10 @@ def _score(pair: Pair, scorer: Scorer, rules: Rules) -> dict:
     name, executor = pair.db_id, scorer.executor
     path, schema, keys = scorer.paths[name], scorer.schemas[name], scorer.foreign_keys[name]
     predicted = official_prediction(pair.predicted)
-    executed = as_executed(predicted, rules.keep_distinct)
+    executed = as_scored(predicted, rules.keep_distinct)
     item: dict = asdict(pair) | {
         "hardness": None, "em": None, "ex": None, "partial_f1": None, "partial_sizes": None,
-        "pred_parses": scorer.readable(name, predicted), "status": executor.execute(path, executed).status,
+        "pred_parses": scorer.readable(name, predicted), "status": executor.execute(path, *executed).status,
     }  # fmt: skip
     try:
         item["hardness"] = hardness(pair.gold, schema)
@@ -213,12 +214,12 @@ def _first_right(
 
 
 def _status_where_wrong(
-    executed: str, predicted: str, gold: str, paths: list[Path], rules: Rules, executor: Executor
+    executed: tuple[str, ...], predicted: str, gold: str, paths: list[Path], rules: Rules, executor: Executor
 ) -> str:
     """What became of a prediction in the first database that finds it wrong."""
     matches = (execution_match(executor, path, gold, predicted, rules.keep_distinct) for path in paths)
     wrong = next((p for p, right in zip(paths, matches, strict=True) if not right), paths[0])
-    return executor.execute(wrong, executed).status
+    return executor.execute(wrong, *executed).status
 
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:

@@ -46,6 +46,7 @@ from sqlglot import exp
 
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
+from mtsql.data.names import folded
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
@@ -198,10 +199,10 @@ def schema_items(sql: str, schema: SqlSchema) -> set[tuple[str, str]]:
         tree = canonical_tree(sql, schema)
     except SqlParseError:
         return set()
-    own = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
-    tables = {table.name.lower() for table in tree.find_all(exp.Table)} - own
-    columns = {c.name.lower() for c in tree.find_all(exp.Column) if not isinstance(c.this, exp.Star)}
-    columns |= {c.name.lower() for join in tree.find_all(exp.Join) for c in join.args.get("using") or []}
+    own = {folded(cte.alias) for cte in tree.find_all(exp.CTE)}
+    tables = {folded(table.name) for table in tree.find_all(exp.Table)} - own
+    columns = {folded(c.name) for c in tree.find_all(exp.Column) if not isinstance(c.this, exp.Star)}
+    columns |= {folded(c.name) for join in tree.find_all(exp.Join) for c in join.args.get("using") or []}
     return {("table", name) for name in tables} | {("column", name) for name in columns}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from mtsql.sql.compare import results_equal
-from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_executed
+from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_scored
 from mtsql.sql.score import Scorer
 
 
@@ -26,14 +26,16 @@ def majority_vote(
     """
     bird = kind == "bird"
     executed = [
-        sql if sql is None or bird else as_executed(sql, keep_distinct=kind == "keep_distinct")
+        None if sql is None else (sql,) if bird else as_scored(sql, keep_distinct=kind == "keep_distinct")
         for sql in candidates
     ]
-    rows = [None if sql is None else executor.predicted_rows(db_path, sql, MAX_GOLD_ROWS) for sql in executed]
+    rows = [
+        None if sql is None else executor.predicted_rows(db_path, MAX_GOLD_ROWS, *sql) for sql in executed
+    ]
     voters = [index for index, result in enumerate(rows) if result is not None]
     if not voters:
         return next((index for index, sql in enumerate(executed) if sql is not None), 0)
-    order_matters = 2 * sum("order by" in executed[index].lower() for index in voters) > len(voters)
+    order_matters = 2 * sum("order by" in executed[index][0].lower() for index in voters) > len(voters)
 
     def same(one: int, other: int) -> bool:
         if bird:

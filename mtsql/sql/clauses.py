@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 
 from sqlglot import exp
 
 from mtsql.sql.parse import parse_sql
-from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.structure import SqlParseError, SqlSchema, cached
 from mtsql.sql.tree import (
     canonical_tree,
     clause_items,
@@ -63,7 +62,7 @@ def _f1(gold: Counter, pred: Counter) -> float:
     return 2 * (gold & pred).total() / (gold.total() + pred.total())
 
 
-@lru_cache(maxsize=50_000)
+@cached
 def _elements(sql: str, schema: SqlSchema) -> dict[str, Counter]:
     found: dict[str, Counter] = {clause: Counter() for clause in CLAUSES}
     with unreadable_if_it_fails():

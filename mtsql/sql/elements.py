@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from sqlglot import exp
 
+from mtsql.data.names import folded
 from mtsql.sql.structure import SqlSchema
 from mtsql.sql.tree import clause_items, join_condition, sources, swap
 
@@ -42,7 +43,7 @@ def read_clauses(
     inside expressions.
     """
     found: Reading = {clause: Counter() for clause in CLAUSES}
-    names = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
+    names = {folded(cte.alias) for cte in tree.find_all(exp.CTE)}
     first = tree
     while isinstance(first, exp.SetOperation | exp.Subquery):
         first = first.this
@@ -118,7 +119,7 @@ def _shared_columns(select: exp.Select, schema: SqlSchema) -> list[tuple[str, st
     pairs, earlier = [], [source.name for source in sources(select)[:1]]
     for join in select.args.get("joins") or []:
         own = schema.tables.get(join.this.name, ())
-        using = [name.name.lower() for name in join.args.get("using") or []]
+        using = [folded(name.name) for name in join.args.get("using") or []]
         for column in own if join.method == "NATURAL" else using:
             left = [table for table in earlier if column in schema.tables.get(table, ())]
             if left and column in own:
@@ -209,13 +210,13 @@ def with_outputs(tree: exp.Query) -> Iterator[tuple[str, str]]:
     for cte in tree.find_all(exp.CTE):
         for item in cte.this.selects if isinstance(cte.this, exp.Query) else []:
             if isinstance(item, exp.Column):
-                yield f"{cte.alias.lower()}.{item.name}", _column(item)
+                yield f"{folded(cte.alias)}.{item.name}", _column(item)
 
 
 def _column(column: exp.Column) -> str:
     if isinstance(column.this, exp.Star):
         return ".*"  # of which table is lost with its alias
-    return f"{column.table}.{column.name}".lower()
+    return folded(f"{column.table}.{column.name}")
 
 
 def table_of(column: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from mtsql.data.names import folded
 from mtsql.sql.structure import (
     AGGREGATES,
     ALL_COLUMNS,
@@ -38,7 +39,7 @@ FINAL_PERIOD = re.compile(r"(?<!\.)\.\s*$")
 
 
 def split_words(sql: str) -> list[str]:
-    """The words of `sql` in lower case; a string literal is one word and keeps its case.
+    """The words of `sql`, as `folded` has them; a string literal is one word and keeps its case.
 
     Words part at white space and at the punctuation that the Penn Treebank rules set off, so `a=1`
     stays one word. "!", "<" and ">" join with a separate "=" that follows.
@@ -60,7 +61,7 @@ def split_words(sql: str) -> list[str]:
         else:
             for _ in range(word.count(MARK)):  # a literal glued to other text is no literal
                 next(literals)
-            words.append(word.lower())
+            words.append(folded(word))
     return words
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from sqlglot import exp
 
-from mtsql.data.names import written
+from mtsql.data.names import folded, written
 from mtsql.data.schema import Schema
 from mtsql.sql.structure import SqlParseError
 from mtsql.sql.tree import query_tree
@@ -32,9 +32,9 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     hints = [f"{written(found['name'])} is in {_listed(having)}"] if having else []
     if found.re is NO_COLUMN:
         read = _tables_by_alias(sql)
-        asked = found["table"] and {read.get(found["table"].lower(), found["table"].lower())}
+        asked = found["table"] and {read.get(folded(found["table"]), folded(found["table"]))}
         wanted = asked or set(read.values())
-        tables = (t for t in schema.tables if t.name.lower() in wanted)
+        tables = (t for t in schema.tables if folded(t.name) in wanted)
         hints += [f"{written(t.name)} has {_listed(name for name, _ in t.columns)}" for t in tables]
     return "; ".join(hints)
 
@@ -44,13 +44,13 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _has(columns: tuple[tuple[str, str], ...], wanted: str) -> bool:
-    return any(name.lower() == wanted.lower() for name, _ in columns)
+    return any(folded(name) == folded(wanted) for name, _ in columns)
 
 
 def _tables_by_alias(sql: str) -> dict[str, str]:
-    """The tables that a query reads, by the names that it gives them, in lower case; none if unreadable."""
+    """The tables that a query reads, by the names that it gives them, `folded`; none if unreadable."""
     try:
         tables = query_tree(sql).find_all(exp.Table)
     except SqlParseError:
         return {}
-    return {table.alias_or_name.lower(): table.name.lower() for table in tables}
+    return {folded(table.alias_or_name): folded(table.name) for table in tables}

@@ -6,10 +6,9 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 
 from mtsql.sql.parse import Mode, parse_sql
-from mtsql.sql.structure import COMPARISONS, SET_OPERATORS, SqlParseError, SqlSchema, split_conditions
+from mtsql.sql.structure import COMPARISONS, SET_OPERATORS, SqlParseError, SqlSchema, cached, split_conditions
 
 COMPONENTS = (
     "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
@@ -97,7 +96,7 @@ def _both(
         return gold, EMPTY
 
 
-@lru_cache(maxsize=50_000)
+@cached
 def _normalised(
     sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], mode: Mode = "official"
 ) -> dict:

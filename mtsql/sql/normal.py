@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 
 from mtsql.data.datasets import Example
+from mtsql.data.names import folded
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import as_executed
 from mtsql.sql.text import PIECE, single_quoted
@@ -47,10 +48,10 @@ def normal_form(sql: str, schema: Schema) -> str:
     an open quote stays as it is.
     """
     sql = as_executed(sql, keep_distinct=True)
-    mentioned = {piece.lower().strip('"') for piece in PIECE.findall(sql)}
-    tables = sorted(schema.tables, key=lambda table: table.name.lower() in mentioned)  # whose names come last
-    names = {column.lower(): column for table in tables for column, _ in table.columns}
-    names |= {table.name.lower(): table.name for table in tables}
+    mentioned = {folded(piece).strip('"') for piece in PIECE.findall(sql)}
+    tables = sorted(schema.tables, key=lambda table: folded(table.name) in mentioned)  # whose names come last
+    names = {folded(column): column for table in tables for column, _ in table.columns}
+    names |= {folded(table.name): table.name for table in tables}
     pieces: list[str] = []
     apart: list[bool] = []  # whether white space or a comment stands before the piece
     separated = False
@@ -73,7 +74,7 @@ def normal_form(sql: str, schema: Schema) -> str:
 
 def _spelt(piece: str, names: dict[str, str], called: bool) -> str:
     """A word as the normal form has it; a bracket behind it tells a function from a column."""
-    word = piece.lower()
+    word = folded(piece)
     if word in FUNCTIONS and called:
         return word
     if word in KEYWORDS:

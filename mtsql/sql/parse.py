@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from mtsql.sql.grammar import parse_official
-from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.structure import SqlParseError, SqlSchema, cached
 from mtsql.sql.tree import MAX_CHARACTERS, TOO_LONG
 
 Mode: TypeAlias = Literal["official", "authors"]
 
 
-@lru_cache(maxsize=50_000)
+@cached
 def parse_sql(sql: str, schema: SqlSchema, mode: Mode = "official") -> dict:
-    """The Spider structure of `sql`; cached, so callers must not change it.
+    """The Spider structure of `sql`; it may be a cached one, so callers must not change it.
 
     Keys: select, from, where, groupBy, having, orderBy, limit, intersect, union, except. A column
     is "__table.column__", "*" is "__all__". "official" refuses what the official parser

@@ -10,7 +10,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
 from mtsql.sql.clauses import clause_f1, whole_clause_f1
-from mtsql.sql.execute import Executor, as_executed, execution_match, set_match
+from mtsql.sql.execute import Executor, as_executed, as_scored, execution_match, set_match
 from mtsql.sql.hardness import hardness
 from mtsql.sql.match import exact_set_match, string_match
 from mtsql.sql.parse import Mode, parse_sql
@@ -141,7 +141,7 @@ def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False)
     print_left_out(asked, kept, "their gold SQL does not run")
     if drop_empty:
         run, paths = scorer.executor.execute, scorer.paths
-        full = [e for e in kept if run(paths[e.db_id], as_executed(e.gold_sql, keep_distinct=False)).rows]
+        full = [e for e in kept if run(paths[e.db_id], *as_scored(e.gold_sql, keep_distinct=False)).rows]
         print_left_out(kept, full, "their gold SQL returns nothing")
         kept = full
     if not kept:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 
+from mtsql.data.names import folded
 from mtsql.data.sandbox import FileVersion, Reader, file_version
-from mtsql.data.sql_worker import quoted
 from mtsql.errors import UserError
 
 AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
@@ -18,6 +18,7 @@ SET_OPERATORS = ("intersect", "union", "except")
 NO_AGGREGATE = AGGREGATES.index("none")
 NO_OPERATOR = UNIT_OPERATORS.index("none")
 ALL_COLUMNS = "__all__"
+MAX_KEPT_CHARACTERS = 4_000  # of a statement whose reading is kept: its tree takes much more
 
 
 class SqlParseError(ValueError):
@@ -26,7 +27,7 @@ class SqlParseError(ValueError):
 
 @dataclass(frozen=True)
 class SqlSchema:
-    """Tables with their columns, all in lower case, in the order of the database."""
+    """Tables in the order of the database, then views, with their columns; all names as `folded` has them."""
 
     tables: Mapping[str, tuple[str, ...]]
 
@@ -37,8 +38,9 @@ class SqlSchema:
     def from_database(cls, db_path: str | Path) -> SqlSchema:
         """The schema of a SQLite file, read from the file itself as the official evaluation does.
 
-        The same object is returned while the file is unchanged. A table whose module is not there is left
-        out. Raises UserError if the file is missing or no database.
+        Unlike there, it has views and generated columns, and letters beyond ASCII keep their case. The same
+        object is returned while the file is unchanged. A table whose module is not there is left out, and so
+        is a view that cannot be read. Raises UserError if the file is missing or no database.
         """
         try:
             return _read_schema(file_version(db_path))
@@ -49,11 +51,23 @@ class SqlSchema:
 @lru_cache(maxsize=1_000)
 def _read_schema(version: FileVersion) -> SqlSchema:
     reader = Reader(version[0])
+    made = "SELECT name, sql LIKE 'CREATE TABLE%' FROM sqlite_master WHERE type IN ('table', 'view')"
     tables = {}
-    for (name,) in reader.rows("SELECT name FROM sqlite_master WHERE type = 'table'"):
-        if columns := reader.rows(f"PRAGMA table_info({quoted(name)})", needed=False):
-            tables[name.lower()] = tuple(column.lower() for _, column, *_ in columns)
+    for name, plain in reader.rows(f"{made} ORDER BY type, rowid"):
+        if columns := reader.columns(name, bool(plain)):
+            tables[folded(name)] = tuple(folded(column) for column, _, _ in columns)
     return SqlSchema(tables)
+
+
+def cached(read: Callable[..., dict]) -> Callable[..., dict]:
+    """`read`, whose first argument is SQL, with its last 50,000 answers kept; what is long is read anew."""
+    kept = lru_cache(maxsize=50_000)(read)
+
+    @wraps(read)
+    def reading(sql: str, *args: object, **named: object) -> dict:
+        return (kept if len(sql) <= MAX_KEPT_CHARACTERS else read)(sql, *args, **named)
+
+    return reading
 
 
 def column_id(table: str, column: str) -> str:
@@ -87,6 +101,6 @@ def foreign_key_map(tables_json_entry: dict) -> dict[str, str]:
 
     def name(index: int) -> str:
         table, column = columns[index]
-        return column_id(tables[table].lower(), column.lower())
+        return column_id(folded(tables[table]), folded(column))
 
     return {name(i): name(min(members)) for members in classes for i in sorted(members)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from mtsql.data.names import folded
+
 PIECE = re.compile(
     r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)
     | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .""",
@@ -29,7 +31,7 @@ def first_statement(sql: str) -> list[str]:
 def same_query(a: str, b: str) -> bool:
     """Whether two texts differ only in white space, comments, final semicolons and letter case.
 
-    Quoted names and texts have to be the same to the letter, and so have words beyond ASCII, whose case
+    Quoted names and texts have to be the same to the letter, and so have letters beyond ASCII, whose case
     SQLite does not fold.
     """
     return query_words(a) == query_words(b)
@@ -38,9 +40,7 @@ def same_query(a: str, b: str) -> bool:
 def query_words(sql: str) -> tuple[str, ...]:
     """The words and signs of a query, those in quotes whole: equal for what is the same query."""
     words = [
-        piece.lower() if piece.isascii() and piece[0] not in "'\"`[" else piece
-        for piece in PIECE.findall(sql)
-        if not is_blank(piece)
+        piece if piece[0] in "'\"`[" else folded(piece) for piece in PIECE.findall(sql) if not is_blank(piece)
     ]
     while words and words[-1] == ";":
         words.pop()
@@ -50,11 +50,11 @@ def query_words(sql: str) -> tuple[str, ...]:
 def single_quoted(sql: str, names: Collection[str]) -> str:
     """Double quotes around texts made single, as standard SQL has them; those around `names` stay.
 
-    `names` are in lower case.
+    `names` are `folded`.
     """
 
     def written(piece: str) -> str:
-        if len(piece) < 2 or piece[0] != '"' or piece[1:-1].lower() in names:
+        if len(piece) < 2 or piece[0] != '"' or folded(piece[1:-1]) in names:
             return piece
         inner = piece[1:-1].replace('""', '"').replace("'", "''")
         return f"'{inner}'"

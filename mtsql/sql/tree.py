@@ -13,7 +13,7 @@ from sqlglot import exp
 from sqlglot.dialects.sqlite import SQLite
 from sqlglot.tokens import Token, TokenType
 
-from mtsql.data.names import KEYWORDS, RESERVED
+from mtsql.data.names import KEYWORDS, RESERVED, folded
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
@@ -33,7 +33,7 @@ NO_KEYWORDS |= {TokenType.VAR, TokenType.TRUE, TokenType.FALSE}
 def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     """The first statement of `sql` with every alias replaced by what it stands for.
 
-    Columns carry their real table, identifiers are lower case, a quoted word that is no column is
+    Columns carry their real table, identifiers are as `folded` has them, a quoted word that is no column is
     a string, as in SQLite. A name that the schema does not explain stays as it is.
     Raises SqlParseError if sqlglot cannot read it or it is no query.
     """
@@ -206,9 +206,9 @@ class _Scope:
         self.aliases: dict[str, exp.Expression] = {}
         for item in select.expressions:
             if item.alias:
-                self.aliases.setdefault(item.alias.lower(), item)
+                self.aliases.setdefault(folded(item.alias), item)
         self.tables = {  # name in use -> table
-            source.alias_or_name.lower(): source.name.lower()
+            folded(source.alias_or_name): folded(source.name)
             for source in sources(select)
             if isinstance(source, exp.Table) and source.name  # a function that gives rows has none
         }
@@ -219,13 +219,13 @@ class _Scope:
         found: dict[str, Meanings] = {}
         for index, source in enumerate(sources(self.select)):
             if isinstance(source, exp.Table) and source.name:
-                table = source.name.lower()
+                table = folded(source.name)
                 columns = self.schema.tables.get(table, ())
                 if table in self.named:
                     columns = self._named_columns(self.named[table])
-                found[source.alias_or_name.lower()] = {column: (column, table) for column in columns}
+                found[folded(source.alias_or_name)] = {column: (column, table) for column in columns}
             elif isinstance(source, exp.Subquery):
-                found[source.alias.lower() or f"#{index}"] = self._outputs_of(source)
+                found[folded(source.alias) or f"#{index}"] = self._outputs_of(source)
         return found
 
     @cached_property
@@ -235,7 +235,7 @@ class _Scope:
 
     def _named_columns(self, cte: exp.CTE) -> list[str]:
         given = cte.args["alias"].columns
-        return [name.name.lower() for name in given] if given else list(self._outputs_of(cte.this))
+        return [folded(name.name) for name in given] if given else list(self._outputs_of(cte.this))
 
     def _outputs_of(self, query: exp.Expression) -> Meanings:
         scope = self.scopes.get(id(_first_select(query)))
@@ -248,17 +248,17 @@ class _Scope:
         self.__dict__["outputs"] = found  # a recursive query reads its own
         for item in self.select.expressions:
             if not item.is_star:
-                found.setdefault(item.alias_or_name.lower(), item.unalias())
+                found.setdefault(folded(item.alias_or_name), item.unalias())
                 continue
             for name, columns in self.sources.items():
-                if getattr(item, "table", "").lower() in ("", name):
+                if folded(getattr(item, "table", "")) in ("", name):
                     self.copies.count(len(columns))
                     found |= {**columns, **found}
         return found
 
     def output(self, column: exp.Column) -> exp.Expression | None:
         """The selected item that has the name of a column as its alias."""
-        return None if column.table else self.aliases.get(column.name.lower())
+        return None if column.table else self.aliases.get(folded(column.name))
 
     def resolve(self, name: _Name) -> bool:
         """Replaces a column by its meaning in the nearest scope that knows it, if one does.
@@ -269,7 +269,7 @@ class _Scope:
         if name.ordering and self.output(name.column) is not None:
             return False
         while scope is not None:
-            meaning = scope._meaning(name.column.table.lower(), name.column.name.lower())
+            meaning = scope._meaning(folded(name.column.table), folded(name.column.name))
             if meaning is not None:
                 swap(name.column, self.copies.of(meaning))
                 self.sure.add(name.item)
@@ -284,17 +284,16 @@ class _Scope:
     def guess(self, name: _Name) -> exp.Expression:
         """What a name stands for that nothing explains: a column of the only table.
 
-        In double quotes it is a text, if the rest of its condition or item holds a name; views and generated
-        columns, which the schema lacks, are names too.
+        In double quotes it is a text, if the rest of its condition or item holds a name.
         """
         column = name.column
         if column.this.quoted and not column.table and name.item in self.sure:
             return exp.Literal.string(column.name)
         self.sure.add(name.item)
-        table = column.table.lower()
+        table = folded(column.table)
         if not table and len(sources(self.select)) == 1:
             table = next(iter(self.tables.values()), "")
-        return exp.column(column.name.lower(), table or None)
+        return exp.column(folded(column.name), table or None)
 
 
 # Below these begins another condition or item.
@@ -314,7 +313,7 @@ def _read_scopes(tree: exp.Query, schema: SqlSchema) -> list[_Scope]:
     while waiting:
         node, item, scope, named, ordering = waiting.pop()
         if isinstance(node, exp.Query) and node.ctes:
-            named = named | {cte.alias.lower(): cte for cte in node.ctes}
+            named = named | {folded(cte.alias): cte for cte in node.ctes}
         if isinstance(node, exp.Select):
             if not node.expressions:
                 raise SqlParseError("SELECT of nothing")
@@ -352,6 +351,6 @@ def _strip_aliases(tree: exp.Query) -> None:
         swap(node, node.this)
     for node in list(tree.find_all(exp.Table)):
         if node.name:
-            swap(node, exp.table_(node.name.lower()))
+            swap(node, exp.table_(folded(node.name)))
     for node in tree.find_all(exp.Subquery, exp.Table):
         node.set("alias", None)
