@@ -28,8 +28,7 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
   instruction, which asks for columns of the schema. The prompts of a single pass and of native thinking are ours.
 - clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Equation 2 has one ratio a
   trajectory, the product of its tokens' ratios, and divides by no length. Here each token has its ratio and a
-  trajectory counts by its mean, as in GRPO; --ratio sequence is the length-th root of that product (GSPO), and
-  the gradient of --aggregate constant is Equation 2's but for a factor.
+  trajectory counts by its mean, as in GRPO; the gradient of --aggregate constant is Equation 2's but for a factor.
 - Sampling with top_p 0.99 (A.5) becomes 1: the loss needs the log-probabilities that were sampled from.
 - "Batch size 128" is read as questions in RL and as trajectories in SFT, whose optimizer is that of A.5. RL's
   learning rate, 1e-6, is the default; its other optimizer settings are not given. The number of steps (108) is
