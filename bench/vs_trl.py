@@ -1,12 +1,12 @@
 """GRPO here and in TRL, side by side: `python bench/vs_trl.py --help` (needs requirements-bridges.txt).
 
-The same policy, questions, G, limits, loss, learning rate and threads through train_grpo.py and through TRL's
-GRPOTrainer: its generation and training, our environment and rewards between its messages
+The same policy, questions, G, limits, loss, learning rate and threads through train_grpo.py and through
+TRL's GRPOTrainer: its generation and training, our environment and rewards between its messages
 (`mtsql.extras.bridges.trl`, whose gradient is ours). Trajectories a second without the first step, memory
 and with --minutes EX on dev after about so many minutes of steps (how many is taken from the steps before;
 the seconds that they took are printed). Each repetition has its own seed, the order of the two alternates,
-and medians are printed. TRL has whichever of --trl-micro-batches is fastest, no gradient checkpointing, float32
-as here; the first step of its warm-up has rate 0. train_grpo.py has the micro-batch of --config.
+and medians are printed. TRL has whichever of --trl-micro-batches is fastest, no gradient checkpointing,
+float32 as here; the first step of its warm-up has rate 0. train_grpo.py has the micro-batch of --config.
 """
 
 from __future__ import annotations
