@@ -2,8 +2,8 @@
 
 A TOML file has a table [common] and one for each command. What [common] sets holds for every command that
 has such an option; what neither training nor the command knows is an error. An option's type says what is
-allowed: a Literal its values, an Annotated number its least one. The defaults are MTSQL-R1's; a recipe's own
-settings replace them.
+allowed: a Literal its values, an Annotated number its least one. The defaults are MTSQL-R1's; another paper's
+are its file, configs/<paper>.toml. Of several files the later overrides the earlier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import select
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import (
@@ -36,7 +36,7 @@ from typing import (
 
 from mtsql.errors import MissingDatabase, UserError, printable
 from mtsql.files import write_atomically
-from mtsql.recipes import RECIPES, load_recipe
+from mtsql.recipes import RECIPES
 
 Config = TypeVar("Config")
 
@@ -326,29 +326,25 @@ SECTIONS = (
 
 
 def read_options(cls: type[Config], description: str | None, argv: list[str] | None = None) -> Config:
-    """The dataclass `cls` from --config FILE and the command line (`argv`, by default the process's).
+    """The dataclass `cls` from --config FILES and the command line (`argv`, by default the process's).
 
     Exits with code 2 and one sentence on an unknown, missing or ill-typed option.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config")
-    early.add_argument("--recipe")
+    early.add_argument("--config", nargs="+", default=())
     chosen, _ = early.parse_known_args(argv)
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]   (--help lists the options)",
+        usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]   (--help lists the options)",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", help="TOML file; the options below override it")
+    parser.add_argument("--config", nargs="+", help="TOML files; later ones override, options too")
     try:
         hints = get_type_hints(cls, include_extras=True)
-        values = from_toml(Path(chosen.config), cls) if chosen.config else {}
-        recipe = chosen.recipe or values.get("recipe", RECIPES[0])
-        settings = recipe_settings(recipe, hints, cls.SECTION)
-        if cls.SECTION in ("chat", "collect", "evaluate"):
-            settings.pop("temperature", None)  # a recipe's is that of what its policy learns from
-        values = settings | values
+        values = {}
+        for path in chosen.config:
+            values |= from_toml(Path(path), cls)
         for item in fields(cls):
             add_option(parser, item, hints[item.name], values.get(item.name, item.default))
         given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
@@ -359,23 +355,15 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
             raise UserError(f"give {', '.join(missing)} (or name them in the --config file)")
         for name, value in values.items():
             check(_flag(name), value, hints[name])
-        if values.get("tools") == "no_execution" and recipe != RECIPES[0]:
-            raise UserError(f"--tools no_execution needs a memory, which only --recipe {RECIPES[0]} has")
+        recipe, tools = values.get("recipe", RECIPES[0]), values.get("tools", "both")
+        if "tools" in hints and tools in ("both", "no_execution") and recipe != RECIPES[0]:
+            raise UserError(
+                f"--tools {tools} needs a memory, which only --recipe {RECIPES[0]} has; "
+                f"the settings of {recipe} are in configs/{recipe}.toml"
+            )
     except UserError as error:
         parser.error(str(error))
     return cls(**values)
-
-
-def recipe_settings(recipe: str, hints: Collection[str], section: str) -> dict[str, Any]:
-    """The paper's own settings, which are a recipe's defaults, of the options in `hints`.
-
-    What SETTINGS holds under a command's `section` is that command's. None for an unknown recipe, and for a
-    command without recipes.
-    """
-    if "recipe" not in hints or recipe not in RECIPES:
-        return {}
-    settings = load_recipe(recipe).SETTINGS
-    return {name: value for name, value in (settings | settings.get(section, {})).items() if name in hints}
 
 
 def add_option(parser: argparse.ArgumentParser, item: Field, kind: Any, default: Any) -> None:

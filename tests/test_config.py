@@ -76,7 +76,7 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
         ("[sft]\nrows = 0", [], "[sft] rows should be at least 1, not 0"),
         ("[common]\nsplit = 'dev'", [], "[common] has an unknown field 'split'"),
         ("", ["--history", "predicted"], "--history predicted is unknown; choose from gold, questions"),
-        ("", ["--recipe", "sql_trail", "--tools", "no_execution"], "needs a memory, which only"),
+        ("", ["--recipe", "sql_trail"], "--tools both needs a memory, which only"),
         ("", ["--sead", "1"], "unrecognized arguments: --sead"),
         ("", ["--see", "1"], "unrecognized arguments: --see"),
         ("", ["--tools", "all"], "--tools all is unknown; choose from both"),
@@ -129,6 +129,12 @@ def test_shipped_configs_are_valid(path, cls):
     assert wanted and {key: getattr(config, key) for key in wanted} == wanted
 
 
+def test_of_several_files_the_later_overrides():
+    files = ["--config", "configs/sql_trail.toml", "configs/recipes.toml"]
+    config = read_options(GrpoConfig, "", [*files, "--data", "d", "--out", "o", "--model", "m"])
+    assert (config.recipe, config.clip_high, config.prompts_per_step) == ("sql_trail", 0.28, 24)
+
+
 def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text("[common]\nrows = 7\nseed = 5\n")
@@ -140,21 +146,22 @@ def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
 
 
 def test_a_recipe_sets_the_temperature_of_training_alone():
-    shared = ["--recipe", "skyrl_sql", "--data", "d"]
+    paper = ["--config", "configs/skyrl_sql.toml"]
+    shared = [*paper, "--data", "d"]
     grpo = read_options(GrpoConfig, "", [*shared, "--out", "o", "--model", "m"])
     assert grpo.temperature == 0.6
-    assert read_options(ChatConfig, "", ["--recipe", "skyrl_sql", "--database", "d"]).temperature == 0
+    assert read_options(ChatConfig, "", [*paper, "--database", "d"]).temperature == 0
 
 
-def test_help_shows_the_defaults_of_the_chosen_recipe(capsys):
+def test_help_shows_the_settings_of_the_chosen_files(capsys):
     shown = {}
-    for recipe in ("mtsql_r1", "sql_trail"):
+    for file in ("toy", "sql_trail"):
         with pytest.raises(SystemExit) as stop:
-            read_options(GrpoConfig, "", ["--recipe", recipe, "--help"])
+            read_options(GrpoConfig, "", ["--config", f"configs/{file}.toml", "--help"])
         assert stop.value.code == 0
         described = " ".join(capsys.readouterr().out.split()).rpartition("--clip-high X ")[2]
-        shown[recipe] = described.partition(" --updates")[0].rpartition(" ")[2]
-    assert shown == {"mtsql_r1": "[0.2]", "sql_trail": "[0.28]"}
+        shown[file] = described.partition(" --updates")[0].rpartition(" ")[2]
+    assert shown == {"toy": "[0.2]", "sql_trail": "[0.28]"}
 
 
 @pytest.mark.parametrize("script", ["train_sft.py", "train_grpo.py", "evaluate.py"])
@@ -211,7 +218,7 @@ def test_options_that_do_nothing_say_so():
     assert said() == []
     assert said("--clip-high", "0.3", "--evaluate-dialogues", "3") == ["--clip-high", "--evaluate-dialogues"]
     assert said("--clip-high", "0.3", "--updates-per-batch", "2") == []
-    assert said("--recipe", "mtir_sql") == []
+    assert said("--config", "configs/mtir_sql.toml") == []
 
 
 def test_options_of_the_other_policy_say_so():

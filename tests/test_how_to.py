@@ -13,7 +13,7 @@ from conftest import GOLD, QUESTION, ROOT, Tiny, say
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tools import Tool, make_tools
 from mtsql.agent.trajectory import Status
-from mtsql.config import DataOptions, GrpoConfig
+from mtsql.config import DataOptions
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.learn.samples import Sample
@@ -113,11 +113,10 @@ def test_a_tool(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, compact: bool):
 
 def test_a_recipe(tiny: Tiny):
     module = run_block("A recipe")
-    assert set(module["SETTINGS"]) <= set(GrpoConfig.__dataclass_fields__) | {"correct"}
     options = PromptOptions(turns=4)
     recipe = module["make_recipe"](options)
     reward = module["make_reward"]("", "", Scorer({"music": tiny.schema}, tiny.executor), None, options)
-    episode = episode_of(tiny, recipe, make_tools(module["SETTINGS"]["tools"]))
+    episode = episode_of(tiny, recipe, make_tools("no_memory"))
     assert say(episode, "<think>Who is there?</think><sql>SELECT name, age FROM singer</sql>")
     assert "name,age\nAnna,31\nBruno,45\nCarla,27" in episode.trajectory.observations[0].text
     assert not say(episode, f"<think>France.</think><solution>{GOLD}</solution>")

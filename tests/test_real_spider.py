@@ -37,8 +37,9 @@ pytestmark = pytest.mark.skipif(not (SHARED / "spider").is_dir(), reason="../sha
 
 
 def options(recipe: str) -> list[str]:
+    paper = [] if recipe == "mtsql_r1" else ["--config", f"configs/{recipe}.toml"]
     files = {"data": "spider/dev.json", "tables": "sparc/tables.json", "databases": "database"}
-    return [f"--recipe={recipe}", *(f"--{name}={SHARED / path}" for name, path in files.items())]
+    return [*paper, *(f"--{name}={SHARED / path}" for name, path in files.items())]
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,10 @@ def test_the_warm_start_learns_the_protocol_and_its_repairs(work):
     assert len(kept) == coverage["sampled"] and failed > 1 and any(not seen for seen in calls)
     assert len(chats) < len(kept)  # a conversation over a stale schema is no answer to the question
     assert (
-        run(*command, "--out", work / "never", "--recipe", "skyrl_sql", expect=2).count("--tools none") == 1
+        run(
+            *command, "--out", work / "never", "--recipe", "skyrl_sql", "--tools", "no_memory", expect=2
+        ).count("--tools none")
+        == 1
     )
 
 

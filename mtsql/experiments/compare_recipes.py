@@ -37,7 +37,8 @@ def start_parts(out: Path, config: str) -> list[Part]:
     shared = ["--config", config, "--data", str(data)]
     imitation = ["-m", "mtsql.toy.imitation", *shared, "--out", str(model)]
     imitation += ["--further-recipes", ",".join(RECIPES[1:]), "--resume"]
-    counting = ["-m", "mtsql.extras.curriculum", *shared, "--recipe", "sql_trail", "--model", str(model)]
+    counting = ["-m", "mtsql.extras.curriculum", "--config", "configs/sql_trail.toml", config]
+    counting += ["--data", str(data), "--model", str(model)]
     return [
         Part("benchmark", ["-m", "mtsql.toy.benchmark", str(data), "--single"], data),
         Part("imitation", imitation, model / "run.json"),
@@ -48,11 +49,12 @@ def start_parts(out: Path, config: str) -> list[Part]:
 def seed_parts(out: Path, config: str, seed: int) -> list[Part]:
     """Training and evaluation of one seed."""
     folder, model = out / f"seed{seed}", out / "imitation"
-    shared = ["--config", config, "--seed", str(seed), "--data", str(out / "benchmark")]
+    shared = ["--seed", str(seed), "--data", str(out / "benchmark")]
     parts = []
     trained = {recipe: (recipe, (), ()) for recipe in RECIPES} | ABLATIONS
     for arm, (recipe, training, both) in trained.items():
-        options = [*shared, "--recipe", recipe, *both]
+        paper = [] if recipe == RECIPES[0] else [f"configs/{recipe}.toml"]
+        options = ["--config", *paper, config, *shared, *both]
         grpo = ["train_grpo.py", *options, "--model", str(model), "--out", str(folder / arm), *training]
         grpo += ["--curriculum", str(out / "counts" / "counts.jsonl")]
         policy = folder / arm / "policy"

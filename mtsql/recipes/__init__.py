@@ -1,12 +1,12 @@
-"""One paper, one recipe: its prompts and tags, its observations and protocol, its rewards, its settings.
+"""One paper, one recipe: its prompts and tags, its observations and protocol, its rewards.
 
 A recipe is the module `mtsql.recipes.<name>` with
 
 - `make_recipe(options)`: a `mtsql.agent.env.Recipe` with a method `call(sql)` and `answer(sql)`: the model
   messages, without any thought, that run a query and that end the episode,
-- `make_reward(preset, weights, scorer, decode, options)`: the function from (trajectory, example) to `Rewards`,
-- `SETTINGS`: the paper's values of options whose defaults are another paper's; under "sft", "grpo" and so on
-  those of one command.
+- `make_reward(preset, weights, scorer, decode, options)`: the function from (trajectory, example) to `Rewards`.
+
+The paper's settings are configs/<name>.toml; MTSQL-R1's are the options' defaults.
 """
 
 from __future__ import annotations

@@ -69,18 +69,6 @@ from mtsql.recipes.tool_calls import read_call
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
-SETTINGS = {
-    "tools": "no_memory",
-    "max_interactions": 5,
-    "max_sequence_tokens": 8192,
-    "prompts_per_step": 64,
-    "samples_per_prompt": 5,
-    "temperature": 0.6,
-    "correct": "ex",
-    "drop_empty": True,
-    "filter_rollouts": True,
-}
-
 TOOL = "sql-execute_sql_query"
 MAX_RECORDS = 10  # of a result (section 4.1)
 MAX_CHARACTERS = 20_000  # of an observation: more than --max-tool-tokens lets through

@@ -33,8 +33,6 @@ from mtsql.recipes.tool_calls import read_call
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
-SETTINGS = {"max_interactions": 4}  # every other option's default is this paper's already
-
 ACTION = re.compile("<tool_call>|<answer_sql>")
 
 # The paper gives no weights (it chose them by grid search): those of the released code stand in.

@@ -36,8 +36,6 @@ from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weight
 from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
 from mtsql.sql.score import Scorer
 
-SETTINGS = {"tools": "no_memory", "max_interactions": 4, "temperature": 0.6, "correct": "ex"}
-
 INVALID = "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
 OVERVIEW = "You are a data science expert. Below, you are provided with {given}a natural language question."
 SCHEMA_NOTE = (

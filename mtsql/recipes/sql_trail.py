@@ -55,23 +55,6 @@ from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, is_blank
 from mtsql.sql.tree import MAX_CHARACTERS, canonical_tree
 
-SETTINGS = {
-    "tools": "no_memory",
-    "max_interactions": 9,
-    "correct": "ex",
-    "samples_per_prompt": 6,
-    "prompts_per_step": 128,
-    "trajectories_per_step": 128,
-    "clip_high": 0.28,
-    "sft": {
-        "learning_rate": 1e-5,
-        "epochs": 2.0,
-        "beta2": 0.95,
-        "weight_decay": 0.01,
-        "warmup": 0.1,
-    },
-}
-
 INVALID = "Your previous action is invalid. Think and try again."
 OVERVIEW = (
     "You are a helpful text-to-SQL expert assistant. Below, you are provided with {given} and a natural language "

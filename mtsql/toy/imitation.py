@@ -26,7 +26,7 @@ from mtsql.agent.env import Environment, Recipe
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import Trajectory
-from mtsql.config import EpisodeOptions, Positive, option, read_options, save_config, user_errors
+from mtsql.config import EpisodeOptions, Positive, from_toml, option, read_options, save_config, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError
@@ -155,7 +155,7 @@ def make_environments(
     for name in recipes_of(config):
         played = config
         if name != config.recipe:
-            turns = load_recipe(name).SETTINGS["max_interactions"]
+            turns = from_toml(Path("configs") / f"{name}.toml", ImitationConfig)["max_interactions"]
             played = replace(config, recipe=name, max_interactions=turns)
         environments.append({tools: make_environment(played, dataset, tokens, tools) for tools in TOOL_SETS})
     return environments
