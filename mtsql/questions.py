@@ -15,6 +15,7 @@ from mtsql.agent.tools import make_tools
 from mtsql.config import AgentOptions, DataOptions, Paths, QuestionOptions, RewardOptions
 from mtsql.data.datasets import Dataset, Example, beside, join_datasets, load_dataset, split_names
 from mtsql.errors import UserError
+from mtsql.files import reading_errors
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
@@ -30,17 +31,17 @@ def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Exam
 def find_split(data: str, split: str) -> Path:
     """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
 
-    Raises UserError if there is no such folder, or no such file in it.
+    Raises UserError if there is no such folder, or no such file in it, and where they may not be read.
     """
-    root = Path(data)
-    if root.is_file():
-        return root
-    if not root.exists():
-        raise UserError(f"{root} is not there: --data takes a data set's folder or one .json file")
-    names = split_names(split)
-    for name in names:
-        if (root / name).is_file():
-            return root / name
+    root, names = Path(data), split_names(split)
+    with reading_errors(root):
+        if root.is_file():
+            return root
+        if not root.exists():
+            raise UserError(f"{root} is not there: --data takes a data set's folder or one .json file")
+        for name in names:
+            if (root / name).is_file():
+                return root / name
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
