@@ -84,7 +84,7 @@ def main(config: ProbeConfig) -> None:
 
 
 def own_failures(config: ProbeConfig, run: Run) -> Iterator[Failure]:
-    """The answers in --failures that end in an error where the gold SQL does not; UserError for no such file."""
+    """The answers in --failures that end in an error where the gold SQL does not; UserError for another."""
     asked = {example.id: example for example in examples(run.dataset.dialogues)}
     for number, row in load_json_lines(Path(config.failures)) if config.failures else ():
         named, answer = map(row.get, ("example_id", "predicted")) if isinstance(row, dict) else (None, None)
