@@ -10,8 +10,8 @@ docs/results/ is of all seeds that --out holds, and names the arms that are not 
 every command and what is done, `--page` writes the page of what is there.
 
 Stages and arms (paper, Table 2 to 4, 7 and 8, Figures 4 to 13):
-Not there: other authors' systems, prompted large models (the 14B of Table 4 too) and the average of SParC and
-CoSQL, each of which is a suite. A configuration with lora_rank = 0 in [sft] trains all weights.
+Not there: other authors' systems and prompted large models (the 14B of Table 4 too); the average of SParC and
+CoSQL, each of which is a suite, is on the real suite's page alone. With lora_rank = 0 in [sft] all learns.
 - base: the untrained model with both tools, with either, and with none
 - short horizon: fine-tuning on gold SQL, and RL from the base, both without tools
 - warm start: rounds 1 to 3 of Algorithm 1

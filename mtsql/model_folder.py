@@ -48,10 +48,15 @@ def base_of_adapter(folder: Path) -> str:
     if Path(beside).is_dir():
         return beside
     if name.startswith(".") and not Path(name).is_dir():
-        made = next((model for model in PACKAGED if Path(beside).name.startswith(model)), None)
-        how = f"make it: python -m mtsql.pretrained {made} {beside}" if made else "its README says where from"
+        how = _how_to_make(beside) or "its README says where from"
         raise UserError(f"{folder} is an adapter of {beside}, which is not there; {how}")
     return name
+
+
+def _how_to_make(folder: str) -> str | None:
+    """The command that makes a folder by the name of one of PACKAGED; None for another."""
+    made = next((model for model in PACKAGED if Path(folder).name.startswith(model)), None)
+    return made and f"make it: python -m mtsql.pretrained {made} {folder}"
 
 
 def check_exists(name_or_path: str | Path) -> None:
@@ -66,5 +71,7 @@ def check_exists(name_or_path: str | Path) -> None:
         if folder.is_dir():
             return
     names = str(name_or_path).split("/")
-    if len(names) > 2 or not all(names) or names[0] in (".", "..", "~"):
-        raise UserError(f"{name_or_path} is not a folder; {WHAT_TO_GIVE}")
+    beside = names[0] in (".", "..", "~", "models") or os.path.isdir(names[0])  # our own folders, no owner's
+    if len(names) > 2 or not all(names) or (beside and len(names) == 2):
+        how = _how_to_make(str(name_or_path)) or WHAT_TO_GIVE
+        raise UserError(f"{name_or_path} is not a folder; {how}")

@@ -42,7 +42,7 @@ from mtsql.data.datasets import (
     split_names,
 )  # fmt: skip
 from mtsql.errors import UserError
-from mtsql.files import hold_folder, write_atomically
+from mtsql.files import hold_folder, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import has_adapter, load_policy, merged_adapter, save_policy
 from mtsql.learn.parallel import Processes, join_processes
@@ -173,17 +173,17 @@ def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Exam
 def find_split(data: str, split: str) -> Path:
     """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
 
-    Raises UserError if there is no such folder, or no such file in it.
+    Raises UserError if there is no such folder, or no such file in it, and where they may not be read.
     """
-    root = Path(data)
-    if root.is_file():
-        return root
-    if not root.exists():
-        raise UserError(f"{root} is not there: --data takes a data set's folder or one .json file")
-    names = split_names(split)
-    for name in names:
-        if (root / name).is_file():
-            return root / name
+    root, names = Path(data), split_names(split)
+    with reading_errors(root):
+        if root.is_file():
+            return root
+        if not root.exists():
+            raise UserError(f"{root} is not there: --data takes a data set's folder or one .json file")
+        for name in names:
+            if (root / name).is_file():
+                return root / name
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 

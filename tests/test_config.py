@@ -252,6 +252,8 @@ def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):
         load_dataset(bad, tables, tmp_path)
     with pytest.raises(UserError, match="has no dev split"):
         find_split(str(tmp_path), "dev")
+    with pytest.raises(UserError, match=r"x+ cannot be read \(File name too long\)"):
+        find_split("x" * 300, "dev")
     bad.write_text(
         '[{"database_id": "gone", "interaction": [{"utterance": "a", "query": "select 1"}]},'
         '{"database_id": "music", "interaction": [{"utterance": "a", "query": "select 1"}]}]'

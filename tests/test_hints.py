@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from time import process_time
 
 import pytest
 from conftest import environment_of, make_episode, say
@@ -71,6 +72,14 @@ def test_quotes_and_dots_of_a_message_are_no_part_of_the_name(schema):
     message = 'no such column: "Home Town" - should this be a string literal in single-quotes?'
     assert error_hint(message, "SELECT 1", schema) == '"Home Town" is in Singer'
     assert error_hint("no such column: T1.Home Town", "SELECT 1", schema) == '"Home Town" is in Singer'
+
+
+@pytest.mark.parametrize("piece", ["a.", " - should ", '"', "a"])
+def test_a_long_name_takes_no_square_time(schema, piece):
+    begun = process_time()
+    for kind in ("no such table", "no such column", "ambiguous column name"):
+        error_hint(f"{kind}: {100_000 // len(piece) * piece}\n", "SELECT 1", schema)
+    assert process_time() - begun < 1  # square time is a minute and more
 
 
 def test_the_agent_sees_hints_only_where_they_are_asked_for(tiny):

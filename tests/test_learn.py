@@ -49,7 +49,7 @@ from mtsql.learn.loss import grpo_loss, kl_estimate, loss_denominator, sft_loss,
 from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_policy, save_policy
 from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
-from mtsql.model_folder import load_tokenizer
+from mtsql.model_folder import PACKAGED, load_tokenizer
 from mtsql.task import chosen_policy
 
 VOCABULARY = 61
@@ -677,13 +677,18 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
         load_policy(adapter, lora_rank=2)
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere"])
-def test_what_cannot_be_loaded_is_named(name, tmp_path):
+@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "models/nowhere", "empty/nowhere"])
+def test_what_cannot_be_loaded_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which has no models/
+    (tmp_path / "empty").mkdir()
     for load in (load_policy, load_tokenizer):
+        for packaged in PACKAGED:
+            path = f"models/{packaged}-x"
+            with pytest.raises(UserError, match=f"{path} is not a folder; make it: .* {packaged} {path}"):
+                load(path)
         with pytest.raises(ValueError, match=f"{name} is not a folder; give"):
             load(name)
         with pytest.raises(ValueError, match=r"could be loaded from .*empty; give"):
-            (tmp_path / "empty").mkdir(exist_ok=True)
             load(tmp_path / "empty")
     with pytest.raises(ValueError, match="dtype 'int4' is unknown; choose from float32"):
         load_policy(name, dtype="int4")

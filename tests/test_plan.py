@@ -395,7 +395,7 @@ def test_without_a_model_it_says_what_fits_where(monkeypatch, capsys):
         (["--layout", "piled"], "layout piled is unknown; choose from shared, packed, rows"),
         (["--rows", "0"], "--rows should be at least 1, not 0"),
         (["--max-sequence-tokens", "4000"], "leaves no room for a response"),
-        (["--gpu-memory", "-1"], "should be positive"),
+        *((["--gpu-memory", memory], "should be positive") for memory in ("-1", "nan", "1e400")),
     ],
 )
 def test_wrong_input_is_one_sentence(options, sentence, monkeypatch, capsys):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import TOY, run
 
-from mtsql.config import EvaluateConfig
+from mtsql.config import EvaluateConfig, ProbeConfig
 from mtsql.data.datasets import examples
-from mtsql.extras.probe import Failure, probe, repair_contexts
+from mtsql.errors import UserError
+from mtsql.extras.probe import Failure, own_failures, probe, repair_contexts
 from mtsql.task import begin_task
 
 KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
@@ -40,6 +43,17 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
     for row in rows:
         assert abs(row["gap"] - (row["gold_seen"] - row["gold_blind"])) < 1e-6
         assert 0 < row["gold_seen"] + row["copy_seen"] <= 1.001 and 0 < row["gold_blind"] < 1
+
+
+@pytest.mark.parametrize("line", ["[1]", "{", "{}", '{"example_id": [], "predicted": "x"}'])
+def test_failures_from_another_file_are_one_sentence(tmp_path, line):
+    config = ProbeConfig(model="m", data=("d",), out="", failures=str(tmp_path / "predictions.jsonl"))
+    run_ = SimpleNamespace(dataset=SimpleNamespace(dialogues=()))
+    with pytest.raises(UserError, match=r"predictions\.jsonl does not exist"):
+        list(own_failures(config, run_))
+    (tmp_path / "predictions.jsonl").write_text(f"\n{line}\n")
+    with pytest.raises(UserError, match=r"predictions\.jsonl, line 2: give an evaluation's"):
+        list(own_failures(config, run_))
 
 
 def test_its_probabilities_are_those_of_a_plain_forward_pass(work):

@@ -22,7 +22,7 @@ from mtsql.experiments.real import (
     SINGLE_QUESTIONS,
     real_parts,
 )
-from mtsql.experiments.real_page import contrast_table, write_real_page
+from mtsql.experiments.real_page import contrast_table, paper_table, write_real_page
 from mtsql.experiments.real_trajectories import KINDS, chosen
 from mtsql.parts import Part
 from mtsql.recipes.mtsql_r1_prompts import verdict
@@ -224,6 +224,15 @@ def played_records() -> list[dict]:
         record(i, db_id, ex) | {"tool_calls": dict(Counter(called)), "gold": f"gold {i}"}
         for i, (db_id, ex, _, called) in enumerate(PLAYED)
     ]
+
+
+def test_means_of_both_sets_stand_beside_the_papers():
+    rows = {"sparc": (60.0, 41.0), "cosql": (40.0, 20.0)}
+    of = {name: [{"arm": "rl_outcome", "seed": 0, "ex": ex, "em": em}] for name, (ex, em) in rows.items()}
+    line = next(row for row in paper_table(of).splitlines() if "rl_outcome" in row)
+    assert "| 50.0 / 30.5 | 76.4 / 64.4 |" in line
+    line = next(row for row in paper_table(of | {"cosql": []}).splitlines() if "rl_outcome" in row)
+    assert "| – / – | 76.4 / 64.4 |" in line
 
 
 def test_trajectories_are_the_first_two_of_each_kind_from_different_databases():

@@ -35,7 +35,7 @@ def test_commands_are_valid_and_in_order():
     for recipe in RECIPES:  # the paper's own settings, but the same budget
         config = configs[recipe]
         assert config.recipe == recipe
-        assert config.max_interactions == {"mtsql_r1": 4, "skyrl_sql": 4, "sql_trail": 9, "mtir_sql": 5}[recipe]
+        assert config.max_interactions == dict(zip(RECIPES, (4, 4, 9, 5), strict=True))[recipe]
         assert (config.steps, config.prompts_per_step, config.samples_per_prompt) == (36, 24, 8)
         assert Path(config.curriculum).parent == Path(configs["curriculum"].out)
     assert (configs["mtir_sql"].filter_rollouts, configs["mtir_sql_unfiltered"].filter_rollouts) == (

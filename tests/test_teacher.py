@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from time import process_time
 
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, make_episode, say
@@ -26,6 +27,7 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
+from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
@@ -130,10 +132,25 @@ def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
         (draft + " no, " + answer + " Done.", draft + " no, " + answer),  # the last answer counts
         ("<think>" + CALL + "</think>" + answer + "\n", "<think>" + CALL + "</think>" + answer),
         ("no action </b> at all", "no action </b> at all"),
+        ("a <b> and </i> " + CALL + CALL, "a <b> and </i> " + CALL),  # no pairs
     ):
         assert message_of(text, recipe)[0] == kept
     text, stop = message_of("<think>" + CALL + "</think>" + answer, StoppingRecipe(PromptOptions(True, 40)))
     assert text == "<think>" + CALL and stop == "stop_string"
+
+
+@pytest.mark.parametrize(
+    "piece", ["<think>", "</think>", "<tool_call>", "</tool_call>", "<a></a>", "<b></i>"]
+)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_message_of_many_tags_takes_no_square_time(name, piece):
+    recipe = load_recipe(name).make_recipe(PromptOptions())
+    closing = 240_000 // len(piece) * piece + "</think>"
+    for action in (recipe.call("SELECT 1"), recipe.answer("SELECT 1")):
+        begun = process_time()
+        assert message_of(f"{closing}{action} Done.", recipe)[0] == closing + action
+        message_of(f"{action}{closing}", recipe)
+        assert process_time() - begun < 2  # square time is a minute and more
 
 
 def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path):

@@ -301,17 +301,18 @@ def paper_table(of: Mapping[str, Sequence[Row]]) -> str:
     """Our arms and the paper's, EX / EM."""
     lines = []
     for arm, models in PAPER.items():
-        cells = []
+        sets = []  # of each data set: EX and EM here, of the paper's 1.7B, of its 4B
         for dataset in DATASETS:
             own = list(_seeds(of[dataset], arm).values())
-            means = [fmean(r[key] for r in own) if own else None for key in ("ex", "em")]
-            cells.append(" / ".join(map(decimal, means)))
-            for model in ("1.7B", "4B"):
-                theirs = models.get(model, {}).get(dataset, (None, None))
-                cells.append(" / ".join(map(decimal, theirs)))
-        lines.append([f"`{arm}`", *cells])
+            here = tuple(fmean(r[key] for r in own) if own else None for key in ("ex", "em"))
+            sets.append([here, *(models[model][dataset] for model in ("1.7B", "4B"))])
+        both = (zip(*pairs, strict=True) for pairs in zip(*sets, strict=True))  # EX of both sets, then EM
+        sets.append([[None if None in two else fmean(two) for two in pair] for pair in list(both)])
+        lines.append([f"`{arm}`", *(" / ".join(map(decimal, pair)) for pairs in sets for pair in pairs)])
     header = [
-        f"{NAMES[dataset]}: {model}" for dataset in DATASETS for model in ("here", "1.7B, paper", "4B, paper")
+        f"{name}: {model}"
+        for name in (*(NAMES[dataset] for dataset in DATASETS), "mean of both")
+        for model in ("here", "1.7B, paper", "4B, paper")
     ]
     return table(
         ["arm", *header],

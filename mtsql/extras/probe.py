@@ -38,7 +38,8 @@ from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import Schema
-from mtsql.files import write_atomically
+from mtsql.errors import UserError
+from mtsql.files import load_json_lines, write_atomically
 from mtsql.learn.demonstrations import KINDS
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.recipes.mtsql_r1_prompts import verdict
@@ -83,14 +84,16 @@ def main(config: ProbeConfig) -> None:
 
 
 def own_failures(config: ProbeConfig, task: Task) -> Iterator[Failure]:
-    """The answers in --failures that end in an error where the gold SQL does not."""
+    """The answers in --failures that end in an error where the gold SQL does not; UserError for another."""
     asked = {example.id: example for example in examples(task.dataset.dialogues)}
-    for line in Path(config.failures).read_text(encoding="utf-8").splitlines() if config.failures else ():
-        record = json.loads(line)
-        example = asked.get(record["example_id"])
-        if example is not None and record["predicted"]:
+    for number, row in load_json_lines(Path(config.failures)) if config.failures else ():
+        named, answer = map(row.get, ("example_id", "predicted")) if isinstance(row, dict) else (None, None)
+        if not (isinstance(named, str) and isinstance(answer, str | None)):
+            raise UserError(f"{config.failures}, line {number}: give an evaluation's predictions.jsonl")
+        if answer and named in asked:
+            example = asked[named]
             schema = task.environment.schemas[example.db_id]
-            yield Failure("own", example, normal_form(record["predicted"], schema))
+            yield Failure("own", example, normal_form(answer, schema))
 
 
 def made_failures(config: ProbeConfig, task: Task) -> Iterator[Failure]:

@@ -30,7 +30,7 @@ from mtsql.files import load_json_lines
 from mtsql.recipes.rewards import RewardFunction, is_right
 from mtsql.sql.score import Scorer
 
-CLOSING_TAG = re.compile(r"</\w+>")
+OPENING_TAG, CLOSING_TAG = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
 
 
 class Outcome(StrEnum):
@@ -209,11 +209,15 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
     ends = [text.index(string) + len(string) for string in recipe.stop_strings if string in text]
     if ends:
         return text[: min(ends)], Stop.STOP_STRING
-    whole = recipe.parse(text)
-    for tag in CLOSING_TAG.finditer(text) if whole.problem is None else ():
-        start = recipe.parse(text[: tag.end()])
-        if (start.tool, start.sql, start.answer) == (whole.tool, whole.sql, whole.answer):
-            return text[: tag.end()], Stop.END_OF_TURN
+    whole, at = recipe.parse(text), 0
+    last = {tag[1]: tag.start() for tag in CLOSING_TAG.finditer(text)}
+    for tag in OPENING_TAG.finditer(text) if whole.problem is None else ():
+        if tag.start() < at or last.get(tag[1], 0) < tag.end():
+            continue  # within the last block, or never closed
+        at = text.index(f"</{tag[1]}>", tag.end()) + len(tag[0]) + 1
+        block = recipe.parse(text[tag.start() : at])  # alone: with all before it the time were square
+        if (block.tool, block.sql, block.answer) == (whole.tool, whole.sql, whole.answer):
+            return text[:at], Stop.END_OF_TURN
     return text, Stop.END_OF_TURN
 
 
@@ -234,7 +238,7 @@ def _play(
         if len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens()):
             stop = Stop.LIMIT
         loss_mask = None
-        if left_out:
+        if left_out and stop is not Stop.LIMIT:  # such a trajectory is dropped, however long
             loss_mask = [0] * len(ids)
             if left_out in text and left_out != text:
                 loss_mask = episode.tokens.loss_mask_without(ids, left_out)

@@ -224,8 +224,8 @@ def main() -> None:
         add_option(parser, by_name[name], hints[name], default)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     memory, shorter = given.pop("gpu_memory", None), given.pop("typical")
-    if (memory is not None and memory <= 0) or shorter < 1:
-        raise UserError("--gpu-memory and --typical should be positive")
+    if (memory is not None and not 0 < memory < math.inf) or shorter < 1:
+        raise UserError("--gpu-memory and --typical should be positive numbers")
     if given == {"stage": "grpo"}:
         show_overview(GPUS if memory is None else (memory,))
         return

@@ -12,9 +12,12 @@ from mtsql.data.schema import Schema
 from mtsql.sql.structure import SqlParseError
 from mtsql.sql.tree import query_tree
 
-NO_TABLE = re.compile(r"no such table: (?P<name>.+)")
-AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)")
-NO_COLUMN = re.compile(r'no such column: (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?')
+# A name may hold a line break; a dot that stops at one would take square time, too.
+NO_TABLE = re.compile(r"no such table: (?P<name>.+)", re.DOTALL)
+AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)", re.DOTALL)
+NO_COLUMN = re.compile(
+    r'no such column: (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?', re.DOTALL
+)
 
 
 def error_hint(message: str, sql: str, schema: Schema) -> str:
