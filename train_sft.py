@@ -11,7 +11,7 @@ as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics
 (for --resume).
 
 `--targets gold --rounds 1` learns from the gold SQL instead. With `--tools none` that is the short-horizon
-baseline, direct answers; with tools, demonstrations of the protocol (mtsql/learn/demonstrations.py).
+baseline, direct answers; with tools, demonstrations of the protocol (mtsql/extras/demonstrations.py).
 `--targets teacher --teacher FILE.jsonl --rounds 1` learns from a teacher's right trajectories instead
 (SQL-Trail, section 3.2): chat messages of any source, played again in our environment.
 
@@ -54,7 +54,6 @@ from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.batches import alike, step_batches, training_order
 from mtsql.learn.checkpoint import resume, save_checkpoint
-from mtsql.learn.demonstrations import format_repairs, gold_trajectories
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import token_batch, token_logprobs
@@ -62,14 +61,6 @@ from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
 from mtsql.learn.selection import select_trajectories
-from mtsql.learn.teacher import (
-    Outcome,
-    TeacherLine,
-    format_replays,
-    prefer_harder,
-    read_teacher,
-    replay_lines,
-)
 from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.chat import chat_record
@@ -92,7 +83,6 @@ from mtsql.task import (
 def main(config: SftConfig) -> int:
     """Algorithm 1; returns the exit code."""
     check_options(config)
-    taught = read_teacher(Path(config.teacher)) if config.teacher else []
     task = begin_training(config, "train")
     processes, out = task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer)
@@ -100,7 +90,11 @@ def main(config: SftConfig) -> int:
     embed = make_embedder(task.policy, task.tokens, config.embedding)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
-    if config.targets != "teacher":  # of whose lines each is accounted for
+    if config.targets == "teacher":  # each of whose lines is accounted for, so that none is left out before
+        from mtsql.extras.teacher import read_teacher, taught_answers
+
+        taught = read_teacher(Path(config.teacher))
+    else:
         pool = fitting_questions(config, task, pool)
     progress = Progress.from_plain(state, pool, first) if state else Progress(pool)
     if progress.round >= config.rounds:
@@ -119,6 +113,8 @@ def main(config: SftConfig) -> int:
                 # S1 and S2: roll out the policy; keep some of what is right by EX and EM.
                 share = processes.share(list(enumerate(progress.remaining)))
                 if config.targets == "gold":
+                    from mtsql.extras.demonstrations import gold_trajectories
+
                     asked = [example for _, example in share]
                     shown = gold_trajectories(task.environment, asked, config.seed)
                     found = [Collected(e.id, 1, len(t), t) for e, t in zip(asked, shown, strict=True)]
@@ -207,36 +203,6 @@ def collect(
     return found
 
 
-def taught_answers(
-    config: SftConfig,
-    task: Task,
-    reward: RewardFunction,
-    taught: Sequence[TeacherLine | None],
-    pool: Sequence[Example],
-) -> list[Collected]:
-    """What a process finds in its share of a teacher's lines; the questions in `pool` are in play."""
-    questions, in_play = examples(task.dataset.dialogues, config.history), {example.id for example in pool}
-    replays = replay_lines(
-        task.processes.share(taught),
-        questions,
-        in_play,
-        task.environment,
-        reward,
-        config.correct,
-        task.processes.is_main,
-    )
-    replays = task.processes.gather(replays)
-    if task.processes.is_main:
-        print(format_replays(replays))
-    chosen = prefer_harder(replays, config.teacher_kept, task.scorer, random.Random(config.seed))
-    found = []
-    for replay in replays:
-        if replay.question is not None:
-            keep = [replay.trajectory] if any(replay.trajectory is t for t in chosen) else []
-            found.append(Collected(replay.question.id, 1, replay.outcome is Outcome.KEPT, keep))
-    return task.processes.share(found)
-
-
 def fine_tune(
     config: SftConfig,
     task: Task,
@@ -321,6 +287,8 @@ def write_collected(config: SftConfig, task: Task, progress: Progress, pool: Seq
         rejected = progress.coverage[-1]["rejected"]
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     if config.targets == "gold":
+        from mtsql.extras.demonstrations import format_repairs
+
         print(f"gold SQL: {format_repairs(progress.kept)}")
     write_atomically(task.out / "coverage.json", json.dumps(progress.coverage, indent=1))
     records = (chat_record(t, example_of[t.example_id], task.environment) for t in progress.kept)

@@ -32,9 +32,9 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 from mtsql.config import EvaluateConfig, hardware, read_options
 from mtsql.data.datasets import Example, examples
+from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
-from mtsql.learn.demonstrations import gold_trajectories
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import load_policy, merged_adapter
 from mtsql.model_folder import load_tokenizer

@@ -12,9 +12,9 @@ from mtsql.agent.env import Environment, Limits, outcome_of
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import HistoryTurn, examples, load_dataset
-from mtsql.learn import demonstrations
+from mtsql.extras import demonstrations
+from mtsql.extras.demonstrations import KINDS, Mistake, gold_trajectories, play
 from mtsql.learn.batches import alike, order_by_database
-from mtsql.learn.demonstrations import KINDS, Mistake, gold_trajectories, play
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import Executor

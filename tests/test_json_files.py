@@ -18,9 +18,9 @@ from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
 from mtsql.experiments.arms import read_lines
 from mtsql.extras.prediction_files import read_items, read_pairs
+from mtsql.extras.teacher import read_teacher
 from mtsql.files import load_json, load_json_lines
 from mtsql.learn.curriculum import read_counts
-from mtsql.learn.teacher import read_teacher
 from mtsql.report.export import read_conversations
 from mtsql.report.viewer import read_records
 

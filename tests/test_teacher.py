@@ -16,8 +16,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.config import SftConfig, read_options, user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
-from mtsql.learn.model import save_policy
-from mtsql.learn.teacher import (
+from mtsql.extras.teacher import (
     Outcome,
     Replay,
     format_replays,
@@ -27,6 +26,7 @@ from mtsql.learn.teacher import (
     read_teacher,
     replay_lines,
 )
+from mtsql.learn.model import save_policy
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict

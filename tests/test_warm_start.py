@@ -12,7 +12,7 @@ from conftest import GOLD, Tiny, environment_of, make_episode, say
 
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.config import SftConfig
-from mtsql.learn.demonstrations import gold_trajectories
+from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
 from mtsql.recipes.mtsql_r1 import make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer

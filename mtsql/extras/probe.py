@@ -11,7 +11,7 @@ gap, P(gold | seen) - P(gold | blind), is what the policy takes from the observa
 by guessing.
 
 The failures, of --split (held_out), are those of --failures (an evaluation's predictions.jsonl, of any
-policy), and --questions questions with mistakes of each kind of mtsql/learn/demonstrations.py.
+policy), and --questions questions with mistakes of each kind of mtsql/extras/demonstrations.py.
 OUT/probe.json has the means by kind, OUT/probe.jsonl each failure.
 """
 
@@ -39,8 +39,8 @@ from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.data.datasets import Example, examples
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
+from mtsql.extras.demonstrations import KINDS
 from mtsql.files import load_json_lines, write_atomically
-from mtsql.learn.demonstrations import KINDS
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.sql.normal import normal_form

@@ -24,11 +24,14 @@ from mtsql.agent.env import Environment, Episode, Recipe
 from mtsql.agent.tokens import message_text
 from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
-from mtsql.data.datasets import Example
+from mtsql.config import SftConfig
+from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import load_json_lines
+from mtsql.learn.warm_start import Collected
 from mtsql.recipes.rewards import RewardFunction, is_right
 from mtsql.sql.score import Scorer
+from mtsql.task import Task
 
 OPENING_TAG, CLOSING_TAG = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
 
@@ -268,3 +271,33 @@ def format_replays(replays: Sequence[Replay]) -> str:
     counts["kept that saw another observation than the source"] = sum(r.other_observation for r in replays)
     lines = [("lines of the teacher", len(replays)), *(line for line in counts.items() if line[1])]
     return "\n".join(f"{name:<52}{count:>8,}" for name, count in lines)
+
+
+def taught_answers(
+    config: SftConfig,
+    task: Task,
+    reward: RewardFunction,
+    taught: Sequence[TeacherLine | None],
+    pool: Sequence[Example],
+) -> list[Collected]:
+    """What a process finds in its share of a teacher's lines; the questions in `pool` are in play."""
+    questions, in_play = examples(task.dataset.dialogues, config.history), {example.id for example in pool}
+    replays = replay_lines(
+        task.processes.share(taught),
+        questions,
+        in_play,
+        task.environment,
+        reward,
+        config.correct,
+        task.processes.is_main,
+    )
+    replays = task.processes.gather(replays)
+    if task.processes.is_main:
+        print(format_replays(replays))
+    chosen = prefer_harder(replays, config.teacher_kept, task.scorer, random.Random(config.seed))
+    found = []
+    for replay in replays:
+        if replay.question is not None:
+            keep = [replay.trajectory] if any(replay.trajectory is t for t in chosen) else []
+            found.append(Collected(replay.question.id, 1, replay.outcome is Outcome.KEPT, keep))
+    return task.processes.share(found)
