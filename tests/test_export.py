@@ -11,12 +11,12 @@ from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Stop, trajectory_record
 from mtsql.config import user_errors
+from mtsql.extras.export import main
 from mtsql.extras.teacher import read_teacher
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.chat import chat_record
-from mtsql.report.export import main
 
 
 @pytest.fixture

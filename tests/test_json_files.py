@@ -17,11 +17,11 @@ from conftest import GOLD, QUESTION, ROOT, Tiny
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
 from mtsql.experiments.arms import read_lines
+from mtsql.extras.export import read_conversations
 from mtsql.extras.prediction_files import read_items, read_pairs
 from mtsql.extras.teacher import read_teacher
 from mtsql.files import load_json, load_json_lines
 from mtsql.learn.curriculum import read_counts
-from mtsql.report.export import read_conversations
 from mtsql.report.viewer import read_records
 
 SEPARATED = f"{QUESTION}\u2028\x85\u2029"  # at which str.splitlines breaks a line, and JSON does not
