@@ -90,6 +90,7 @@ def main(config: GrpoConfig) -> int:
     check_variants(config)
     task = begin_training(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
+    decode = task.tokens.tokenizer.decode
     reward = reward_function(config, task.tokens, task.scorer, config.weights)
     early = outcome_only(config, task, reward) if config.process_from_level > 1 else reward
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
@@ -130,7 +131,7 @@ def main(config: GrpoConfig) -> int:
                     "step": step,
                     "minutes": round((trained - started) / 60, 3),
                     "level": level,
-                    **group_metrics(groups, informative, replaced, sampled - began),
+                    **group_metrics(groups, informative, replaced, sampled - began, decode),
                     **statistics,
                     "learning_rate": rate,
                     "train_seconds": round(trained - sampled, 2),

@@ -15,7 +15,8 @@ from torch import Tensor
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.rewards import Rewards
+from mtsql.recipes.rewards import Decode, Rewards
+from mtsql.report.evaluation import thought_characters
 from mtsql.report.metrics import step_metrics
 from mtsql.report.records import question_record
 from mtsql.sql.score import Scorer
@@ -35,9 +36,9 @@ class Sample:
 
 
 def group_metrics(
-    groups: Sequence[Sequence[Sample]], informative: Tensor, replaced: int, seconds: float
+    groups: Sequence[Sequence[Sample]], informative: Tensor, replaced: int, seconds: float, decode: Decode
 ) -> dict[str, float]:
-    """Means over the samples of a step.
+    """Means over the samples of a step, the length of their thoughts among them (SQL-Trail, Figure 8).
 
     `informative` is (questions,) bool, `replaced` the number of groups that dynamic sampling replaced,
     `seconds` the time that the rollouts took.
@@ -45,6 +46,7 @@ def group_metrics(
     samples = [sample for group in groups for sample in group]
     return {
         **step_metrics([s.trajectory for s in samples], [s.rewards for s in samples]),
+        "thought_characters": fmean(thought_characters(s.trajectory, decode) for s in samples),
         "pass_at_group": fmean(any(s.rewards.ex for s in group) for group in groups),
         "informative_groups": informative.float().mean().item(),
         "left_out": fmean(not s.in_loss for s in samples),
