@@ -15,24 +15,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from transformers import PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from mtsql.agent.cache import cache_bytes_per_token
+from mtsql.agent.generator import Generator
 from mtsql.files import write_atomically
-from mtsql.gpu_check import (
-    QWEN3_17B,
-    bandwidth,
-    decode_speed,
-    now,
-    random_qwen3,
-    some_prompts,
-    with_lora,
-)
 from mtsql.task import pick_device
+
+QWEN3_17B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40_960,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -50,26 +50,30 @@ def main() -> None:
     device = pick_device("auto")
     cuda = device.type == "cuda"
     dtype = "bfloat16" if cuda else "float32"
-    shape = QWEN3_17B | {"vocab_size": options.vocabulary, "num_hidden_layers": options.layers}
-    model = random_qwen3(device, dtype, **shape).eval()
-    equal = some_prompts([options.context] * options.slots, options.vocabulary)
-    mixed = some_prompts(
-        [options.context // (1, 3, 8)[i % 3] for i in range(options.slots)], options.vocabulary
+    shape = Qwen3Config(**QWEN3_17B, vocab_size=options.vocabulary, num_hidden_layers=options.layers)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = (
+            Qwen3ForCausalLM._from_config(shape, attn_implementation="sdpa").to(getattr(torch, dtype)).eval()
+        )
+    lengths = [options.context // (1, 3, 8)[i % 3] for i in range(options.slots)]
+    equal, mixed = (
+        [torch.randint(1, options.vocabulary, (n,)).tolist() for n in each]
+        for each in ([options.context] * options.slots, lengths)
     )
     figures: dict[str, float] = {"memory_bandwidth_gb_per_second": bandwidth(device) / 1e9}
 
     def measure(name: str, prompts: list[list[int]], static_shapes: bool) -> None:
-        speed = decode_speed(model, prompts, options.steps, static_shapes)
-        figures[f"{name}_rows_at_once"] = speed.rows
-        figures[f"{name}_tokens_per_second"] = speed.tokens_per_second
-        figures[f"{name}_share_of_floor"] = speed.share_of_floor
+        found = decode_speed(model, prompts, options.steps, static_shapes)
+        figures.update({f"{name}_{what}": value for what, value in found.items()})
 
     shapes = "graphs" if cuda else "static_shapes"
     for name, static in ((shapes, True), ("eager", False)):
         measure(name, equal, static)
         measure(f"{name}_mixed", mixed, static)
     figures["hf_generate_tokens_per_second"] = generate_speed(model, equal, options.steps)
-    model = with_lora(model).eval()
+    lora = LoraConfig(r=16, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora).eval()
     measure(f"{shapes}_mixed_lora", mixed, static_shapes=True)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {dtype}, {vars(options)}")
     for name, value in figures.items():
@@ -78,22 +82,61 @@ def main() -> None:
         write_atomically(options.json, json.dumps(figures, indent=1))
 
 
+def now(device: torch.device) -> float:
+    """Seconds, when all that was started on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second of the fastest of several copies of 1 GiB, of 64 MiB on a CPU."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
+    target, best = torch.empty_like(source), 0.0
+    for _ in range(5):
+        start = now(device)
+        target.copy_(source)
+        best = max(best, 2 * source.nbytes / (now(device) - start))
+    return best
+
+
+def decode_speed(
+    model: PreTrainedModel, prompts: list[list[int]], steps: int, static_shapes: bool, cache_gib: float = 0.0
+) -> dict[str, float]:
+    """Time decode steps, but not those that warm up, capture a graph, or let rows in. `rows_at_once` had room
+    in the cache; `share_of_floor` is of the tokens a second if a step read weights and its rows' cache once.
+    """
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    with Generator(model, (), 1.0, static_shapes=static_shapes, cache_gib=cache_gib) as generator:
+        rows = generator.start(prompts, range(len(prompts)), [steps + 3] * len(prompts))
+        seconds = sampled = read = 0
+        for step in range(steps + 3):
+            before = generator.graphs and generator.graphs.captures, generator.in_cache
+            count, start = sum(len(row.ids) for row in rows), now(model.device)
+            generator.step()
+            took = now(model.device) - start
+            steady = before == (generator.graphs and generator.graphs.captures, generator.in_cache)
+            if step >= 3 and steady:
+                seconds += took
+                sampled += sum(len(row.ids) for row in rows) - count
+                cached = sum(row.length for row in generator.in_cache)
+                read += weights + cached * cache_bytes_per_token(model)
+        return {
+            "rows_at_once": len(generator.in_cache),
+            "tokens_per_second": sampled / seconds,
+            "share_of_floor": read / bandwidth(model.device) / seconds,
+        }
+
+
 def generate_speed(model: PreTrainedModel, prompts: list[list[int]], steps: int) -> float:
     """Sampled tokens a second of Hugging Face `generate`: `steps` + 1 tokens less the time for one."""
     ids = torch.tensor(prompts, device=model.device)  # (rows, context)
 
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": True, "top_k": 0, "eos_token_id": 0}
+
     def seconds(tokens: int) -> float:
         start = now(model.device)
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            min_new_tokens=tokens,
-            max_new_tokens=tokens,
-            eos_token_id=0,
-            pad_token_id=0,
-        )
+        model.generate(ids, min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=0, **how)
         return now(model.device) - start
 
     with torch.no_grad():

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 CONFIG = ["--config", "configs/real_qwen.toml", "--micro-batch-positions", "12288", "--save-every", "50"]
 PART_BYTES = 40 * 2**20
-NO_TOOLS = ["--tools", "none"]
+NO_TOOLS, WARM = ["--tools", "none"], ["--model", "{out}/warm_start/policy"]
 # Each job is commands that run side by side: script, arm, options. {out} is --out.
 JOBS: dict[str, list[tuple[str, str, list[str]]]] = {
     "fine_tune": [("train_sft.py", "short_sft", NO_TOOLS), ("train_sft.py", "warm_start", [])],
@@ -37,15 +37,9 @@ JOBS: dict[str, list[tuple[str, str, list[str]]]] = {
         ("train_sft.py", "warm_start_2", ["--epochs", "2"]),
     ],
     "rl_short": [("train_grpo.py", "short_rl", [*NO_TOOLS, "--model", "{out}/short_sft/policy"])],
-    "rl_outcome": [("train_grpo.py", "rl_outcome", ["--model", "{out}/warm_start/policy"])],
-    "rl": [("train_grpo.py", "rl", ["--model", "{out}/warm_start/policy", "--rewards", "process"])],
-    "rl_seed_1": [
-        (
-            "train_grpo.py",
-            "rl_1",
-            ["--model", "{out}/warm_start/policy", "--rewards", "process", "--seed", "1"],
-        )
-    ],
+    "rl_outcome": [("train_grpo.py", "rl_outcome", WARM)],
+    "rl": [("train_grpo.py", "rl", [*WARM, "--rewards", "process"])],
+    "rl_seed_1": [("train_grpo.py", "rl_1", [*WARM, "--rewards", "process", "--seed", "1"])],
 }
 
 

@@ -4,8 +4,7 @@
 at once, padded on the left, which is what people write; (c) transformers' own continuous batching, called
 each turn likewise. Every trajectory has a fixed number of messages of fixed lengths, and fixed tool
 outputs between them, so all three sample the same number of tokens. The order of the three alternates
-between the repetitions; the ratios are medians. Also how far (a) is from the floor: the bytes of decode steps
-over the measured memory bandwidth, their arithmetic and that of the prefill over a measured matrix product.
+between the repetitions; the ratios are medians. How far (a) is from the floor on a GPU: bench/decode.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +32,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.files import write_atomically
@@ -134,16 +131,10 @@ def hugging_face_generate(model: PreTrainedModel, workload: list[Conversation], 
             ids = torch.tensor([[END] * (width - len(texts[i])) + texts[i] for i in batch])  # (rows, width)
             visible = torch.tensor([[0] * (width - len(texts[i])) + [1] * len(texts[i]) for i in batch])
             lengths = [workload[i].lengths[turn] for i in batch]
-            out = model.generate(
-                ids.to(model.device),
-                attention_mask=visible.to(model.device),
-                do_sample=True,
-                top_k=0,
-                max_new_tokens=max(lengths),
-                eos_token_id=END,
-                pad_token_id=END,
-                logits_processor=[FixedLengths(width, lengths)],
-            )[:, width:]
+            how = {"do_sample": True, "top_k": 0, "max_new_tokens": max(lengths), "eos_token_id": END}
+            how |= {"pad_token_id": END, "logits_processor": [FixedLengths(width, lengths)]}
+            ids, visible = ids.to(model.device), visible.to(model.device)
+            out = model.generate(ids, attention_mask=visible, **how)[:, width:]
             for i, row, length in zip(batch, out.tolist(), lengths, strict=True):
                 texts[i] += row[:length]
                 sampled += length
@@ -159,18 +150,16 @@ def continuous_batching(model: PreTrainedModel, workload: list[Conversation], ro
     sampled = 0
     longest = max(len(c.prompt) + sum(c.lengths) + sum(map(len, c.outputs)) for c in workload)
     page = 64
+    blocks = (rows + 1) * (longest // page + 2)
     settings = ContinuousBatchingConfig(
-        page_size=page,
-        num_blocks=(rows + 1) * (longest // page + 2),
-        max_batch_tokens=2048,
-        max_requests_per_batch=rows,
+        page_size=page, num_blocks=blocks, max_batch_tokens=2048, max_requests_per_batch=rows
+    )
+    sampling = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=10_000, eos_token_id=-1, pad_token_id=END
     )
     for turn in range(len(workload[0].lengths)):
         with model.continuous_batching_context_manager(
-            GenerationConfig(
-                do_sample=True, top_k=0, max_new_tokens=10_000, eos_token_id=-1, pad_token_id=END
-            ),
-            continuous_batching_config=settings,
+            sampling, continuous_batching_config=settings
         ) as manager:
             names = [
                 manager.add_request(text, max_new_tokens=c.lengths[turn], eos_token_id=-1)
@@ -189,47 +178,6 @@ def continuous_batching(model: PreTrainedModel, workload: list[Conversation], ro
             if turn < len(conversation.outputs):
                 text += conversation.outputs[turn]
     return sampled
-
-
-def best_of(action: Callable[[], object], times: int = 5) -> float:
-    """The shortest of several durations in seconds."""
-    durations = []
-    for _ in range(times):
-        start = time.perf_counter()
-        action()
-        durations.append(time.perf_counter() - start)
-    return min(durations)
-
-
-def floor(model: PreTrainedModel, workload: list[Conversation], rows: int) -> dict[str, float]:
-    """Seconds that the bytes of all decode steps, their arithmetic and that of all prefill cannot go below.
-
-    A decode step reads every weight once and the cache of its rows; prompts are computed once a
-    question, tool outputs once a trajectory, at two operations a weight and token.
-    """
-    big = torch.ones(64 * 2**20)
-    bandwidth = 2 * big.nbytes / best_of(lambda: big.mul_(1.0))
-    left, right = torch.ones(1024, 1024), torch.ones(1024, 4096)
-    arithmetic = 2 * 1024 * 1024 * 4096 / best_of(lambda: left @ right)
-    weights = {id(p): p for p in model.parameters()}.values()
-    weight_bytes = sum(p.nbytes for p in weights)
-    in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
-    head = model.get_output_embeddings().weight.numel()
-    sampled = sum(sum(c.lengths) for c in workload)
-    steps = sampled / min(rows, len(workload))
-    context = statistics.fmean(
-        len(c.prompt) + (sum(c.lengths) + sum(map(len, c.outputs))) / 2 for c in workload
-    )
-    step_bytes = weight_bytes + min(rows, len(workload)) * context * cache_bytes_per_token(model)
-    prefill = sum(len(p) for p in {tuple(c.prompt) for c in workload})
-    prefill += sum(len(o) for c in workload for o in c.outputs)
-    return {
-        "memory_bandwidth_gb_per_second": bandwidth / 1e9,
-        "matrix_product_gflops": arithmetic / 1e9,
-        "decode_floor_seconds": steps * step_bytes / bandwidth,
-        "decode_arithmetic_seconds": 2 * sampled * (in_layers + head) / arithmetic,
-        "prefill_floor_seconds": 2 * prefill * in_layers / arithmetic,
-    }
 
 
 ROWS = {  # at once: for each way the fastest of 4 to 256 that were tried on 2 cores
@@ -307,10 +255,6 @@ def measure(
         for name in ("hf_generate", "continuous_batching"):
             ratios = [slow / fast for slow, fast in zip(seconds[name], seconds["engine"], strict=True)]
             found[f"ratio_{name}"] = statistics.median(ratios)
-        found |= floor(model, workload, rows["engine"])
-    # A decode step can go below neither its bytes nor its arithmetic.
-    decode = max(found["decode_floor_seconds"], found["decode_arithmetic_seconds"])
-    found["share_of_floor"] = (decode + found["prefill_floor_seconds"]) / found["engine_seconds"]
     return found
 
 

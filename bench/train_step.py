@@ -198,7 +198,7 @@ def step_peak(name: str, task: str, layout: str) -> float:
     return peak_of(lambda: step.run(layout))[0]
 
 
-def loss_peak(layout: str, tokens: int, chunk: int | None = None) -> tuple[float, float]:
+def loss_peak(layout: str, tokens: int) -> tuple[float, float]:
     """Peak bytes and seconds of head and loss, forward and backward; the head's gradient is there before,
     as after a first micro-batch. For a fresh process.
     """
@@ -214,11 +214,10 @@ def loss_peak(layout: str, tokens: int, chunk: int | None = None) -> tuple[float
         if layout == "plain":
             logits = head(hidden[0])  # (tokens, vocabulary)
             return -logits.log_softmax(-1).gather(-1, targets[:, None]).mean()
-        model.model.forward = lambda **_: SimpleNamespace(
-            last_hidden_state=hidden
-        )  # the layers are not measured
+        kept = SimpleNamespace(last_hidden_state=hidden)
+        model.model.forward = lambda **_: kept  # the layers are not measured
         batch = TokenBatch(everything[None], everything, targets, everything, everything, everything)
-        return sft_loss(token_logprobs(model, batch, **({"chunk": chunk} if chunk else {}))[0], tokens)
+        return sft_loss(token_logprobs(model, batch)[0], tokens)
 
     return peak_of(lambda: loss().backward())
 
@@ -255,7 +254,7 @@ def measure_steps(name: str, repetitions: int) -> dict[str, float]:
     return found
 
 
-def measure_loss(plain_tokens: int, chunks: list[int]) -> dict[str, float]:
+def measure_loss(plain_tokens: int) -> dict[str, float]:
     """Peaks at 8,000 tokens; the plain one on a line through two smaller ones if need be."""
     plain, seconds = in_fresh_process(loss_peak, "plain", plain_tokens)
     if plain_tokens < LOSS_TOKENS:
@@ -266,12 +265,9 @@ def measure_loss(plain_tokens: int, chunks: list[int]) -> dict[str, float]:
         "loss_plain_peak_mib": plain / 2**20,
         "loss_plain_seconds": seconds * LOSS_TOKENS / plain_tokens,
     }
-    for chunk in (None, *chunks):
-        key = "loss_ours" if chunk is None else f"loss_chunk_{chunk}"
-        ours, seconds = in_fresh_process(loss_peak, "ours", LOSS_TOKENS, chunk)
-        found |= {f"{key}_peak_mib": ours / 2**20, f"{key}_seconds": seconds}
-        found["loss_memory_ratio" if chunk is None else f"{key}_memory_ratio"] = ours / max(plain, 1)  # bytes
-    return found
+    ours, seconds = in_fresh_process(loss_peak, "ours", LOSS_TOKENS)
+    found |= {"loss_ours_peak_mib": ours / 2**20, "loss_ours_seconds": seconds}
+    return found | {"loss_memory_ratio": ours / max(plain, 1)}  # bytes
 
 
 def main() -> None:
@@ -281,7 +277,6 @@ def main() -> None:
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="which parts to run [all]")
     add("--repetitions", type=int, default=5, help="of a toy step; 2 at Qwen3's vocabulary [5]")
     add("--plain-tokens", type=int, default=4_000, help="of the plain loss, at most; 8,000 take 15 GB [4000]")
-    add("--chunks", type=int, nargs="*", default=[], help="of token_logprobs, for the loss, besides its own")
     add("--threads", type=int, help="of torch; 1 where others use the same cores [its default]")
     add("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
@@ -289,7 +284,7 @@ def main() -> None:
     figures = {}
     for part in options.only:
         if part == "loss":
-            found = measure_loss(min(options.plain_tokens, LOSS_TOKENS), options.chunks)
+            found = measure_loss(min(options.plain_tokens, LOSS_TOKENS))
         elif part == "toy":
             found = measure_steps(part, options.repetitions)
         else:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,20 +47,9 @@ def timed(command: Sequence[object]) -> float:
 
 def train_here(chosen: argparse.Namespace, steps: int, out: Path, seed: int) -> tuple[list[float], float]:
     """Seconds of each step of train_grpo.py, and its peak memory."""
-    command = [
-        "train_grpo.py",
-        *shared(chosen),
-        "--seed",
-        seed,
-        "--out",
-        out,
-        "--steps",
-        steps,
-        "--save-every",
-        steps,
-    ]
+    command = ["train_grpo.py", *shared(chosen), "--seed", seed, "--out", out, "--steps", steps]
+    command += ["--save-every", steps, "--questions", QUESTIONS]
     command += ["--prompts-per-step", chosen.prompts, "--samples-per-prompt", chosen.samples]
-    command += ["--questions", QUESTIONS]
     memory = timed([*command, "--learning-rate", RATE])
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -104,10 +94,8 @@ def run_trainer(argv: list[str]) -> None:
         return written, [[0.0] * len(message) for message in written]  # TRL works them out itself
 
     def play(prompts: list[str], trainer: object) -> dict[str, list]:
-        step = trainer.state.global_step
-        episodes = [
-            task.episode(name, trajectory_seed(config.seed, step, i)) for i, name in enumerate(prompts)
-        ]
+        seeds = [trajectory_seed(config.seed, trainer.state.global_step, i) for i in range(len(prompts))]
+        episodes = [task.episode(name, seed) for name, seed in zip(prompts, seeds, strict=True)]
         play_in_lockstep(task, episodes, write)
         return rollout_fields(task, episodes)
 
@@ -166,9 +154,7 @@ def main() -> None:
         "train_grpo.py": lambda steps, out, seed: train_here(chosen, steps, out, seed),
         "TRL": lambda steps, out, seed: train_there(chosen, steps, out, seed, best),
     }
-    figures = {
-        name: {"trajectories_per_second": [], "peak_gib": [], "seconds": [], "ex": []} for name in engines
-    }
+    figures = {name: defaultdict(list) for name in engines}
     for repeat in range(chosen.repeats):
         for name in list(engines)[:: 1 if repeat % 2 == 0 else -1]:
             out = folder / f"{name}_{repeat}"

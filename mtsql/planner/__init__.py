@@ -1,1 +1,0 @@
-"""Will it fit? The GPU memory of a run, from shapes alone."""
