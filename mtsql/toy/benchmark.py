@@ -15,8 +15,9 @@ import json
 import random
 import re
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from mtsql.config import user_errors
@@ -103,15 +104,14 @@ def make_dialogue(
     return turns, wrong
 
 
-def _write_part(
+def _write_databases(
     folder: Path, split: str, whose: str, databases: int, dialogues_each: int, seed: int
-) -> tuple[list[dict], list[dict], list[list[list[dict]]]]:
-    """Databases and dialogues of one part of a split: tables entries, dialogues, mistakes turn by turn."""
+) -> Iterator[tuple[dict, list[dict], list[list[dict]]]]:
+    """Write the databases of one part of a split; gives each dialogue with its tables entry and mistakes."""
     rng = random.Random(f"{seed}/{split}/{whose}")
     inventor = words.Inventor(rng)
     said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
     themes = list(words.themes(whose == "unseen").items())
-    entries, dialogues, wrong = [], [], []
     for number in range(databases):
         theme, entities = themes[number % len(themes)]
         db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
@@ -121,22 +121,10 @@ def _write_part(
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
         write_sqlite(database, path)
-        entries.append(tables_entry(database))
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         for _ in range(dialogues_each):
-            turns, found = make_dialogue(database, connection, rng, said)
-            if turns:
-                last = {key: turns[-1][key] for key in ("utterance", "query")}
-                dialogues.append({"database_id": db_id, "interaction": turns, "final": last})
-                wrong.append(found)
+            yield tables_entry(database), *make_dialogue(database, connection, rng, said)
         connection.close()
-    return entries, dialogues, wrong
-
-
-def _first_question(dialogue: dict) -> dict:
-    """A dialogue's first question in Spider's format."""
-    first = dialogue["interaction"][0]
-    return {"db_id": dialogue["database_id"], "question": first["utterance"], "query": first["query"]}
 
 
 def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
@@ -147,21 +135,27 @@ def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
-    entries = []
+    entries: dict[str, dict] = {}
     with folder_atomically(folder) as partial:
         for split, parts in SPLITS.items():
             dialogues, wrong = [], []
-            for whose, sizes in parts.items():
-                made = _write_part(partial, split, whose, *sizes, seed)
-                for all_parts, part in zip((entries, dialogues, wrong), made, strict=True):
-                    all_parts += part
-            if single:
-                dialogues, wrong = list(map(_first_question, dialogues)), [turns[:1] for turns in wrong]
+            made = (_write_databases(partial, split, whose, *sizes, seed) for whose, sizes in parts.items())
+            for entry, turns, found in chain.from_iterable(made):
+                db_id = entry["db_id"]
+                entries[db_id] = entry
+                if single and turns:
+                    first = {"question": turns[0]["utterance"], "query": turns[0]["query"]}
+                    dialogues.append({"db_id": db_id, **first})
+                elif turns:
+                    last = {key: turns[-1][key] for key in ("utterance", "query")}
+                    dialogues.append({"database_id": db_id, "interaction": turns, "final": last})
+                if turns:
+                    wrong.append(found[:1] if single else found)
             name = "train_spider.json" if single and split == "train" else f"{split}.json"
             (partial / name).write_text(json.dumps(dialogues, indent=1))
             if split == "train":
                 (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
-        (partial / "tables.json").write_text(json.dumps(entries, indent=1))
+        (partial / "tables.json").write_text(json.dumps(list(entries.values()), indent=1))
 
 
 def main() -> None:

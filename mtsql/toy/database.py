@@ -194,21 +194,18 @@ def write_sqlite(database: ToyDatabase, path: Path) -> None:
 
 def tables_entry(database: ToyDatabase) -> dict:
     """The database's entry in Spider's tables.json format."""
-    names, originals, types, starts = [[-1, "*"]], [[-1, "*"]], ["text"], {}
-    for index, table in enumerate(database.tables.values()):
-        starts[table.name] = len(names)
-        for name, phrase, kind in database.fields(table):
-            names.append([index, phrase])
-            originals.append([index, name])
-            types.append(kind)
-    linked = [t for t in database.tables.values() if t.foreign_key]
+    tables = list(database.tables.values())
+    fields = [(-1, "*", "*", "text"), *((i, *f) for i, t in enumerate(tables) for f in database.fields(t))]
+    places = [place for place, *_ in fields]
+    keys = {table.name: places.index(i) for i, table in enumerate(tables)}  # the first field of each
+    linked = [(keys[t.name] + len(t.columns) + 1, t.foreign_key[1]) for t in tables if t.foreign_key]
     return {
         "db_id": database.db_id,
-        "table_names": [t.singular for t in database.tables.values()],
+        "table_names": [t.singular for t in tables],
         "table_names_original": list(database.tables),
-        "column_names": names,
-        "column_names_original": originals,
-        "column_types": types,
-        "primary_keys": list(starts.values()),
-        "foreign_keys": [[starts[t.name] + len(t.columns) + 1, starts[t.foreign_key[1]]] for t in linked],
+        "column_names": [[place, phrase] for place, _, phrase, _ in fields],
+        "column_names_original": [[place, name] for place, name, *_ in fields],
+        "column_types": [kind for *_, kind in fields],
+        "primary_keys": list(keys.values()),
+        "foreign_keys": [[column, keys[parent]] for column, parent in linked],
     }

@@ -125,17 +125,15 @@ def render(query: Query, database: ToyDatabase) -> str:
 
 
 def _replace_column(query: Query, old: Column, new: Column) -> Query:
-    """The query with one column taken for another everywhere, without joining the new one's table."""
+    """The query with one column taken for another everywhere, but for nested queries."""
 
-    def swap(column: Column | None) -> Column | None:
-        return new if column == old else column
+    def swap(part: object) -> object:
+        if isinstance(part, Condition):
+            return replace(part, column=swap(part.column))
+        return tuple(map(swap, part)) if isinstance(part, tuple) else new if part == old else part
 
     return replace(
-        query,
-        select=tuple((a, swap(c)) for a, c in query.select),
-        where=tuple(replace(c, column=swap(c.column)) for c in query.where),
-        group=swap(query.group),
-        order=query.order and (query.order[0], swap(query.order[1]), query.order[2]),
+        query, **{name: swap(getattr(query, name)) for name in ("select", "where", "group", "order")}
     )
 
 
