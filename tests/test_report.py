@@ -36,7 +36,6 @@ from mtsql.report.metrics import (
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records, main, render
 from mtsql.sql.score import FURTHER_METRICS
-from mtsql.toy.arms_figure import plot_arms
 
 GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"
 
@@ -283,8 +282,6 @@ def test_figures_are_written(tmp_path):
     MetricsLog(path).append({"step": 0, "loss": 1.0})
     with pytest.raises(ValueError, match="no row with any of reward, ex"):
         plot_training(path, tmp_path)
-    arms = [{"name": n, "mean": 0.5, "low": 0.4, "high": 0.7} for n in ("SFT", "GRPO")]
-    assert imread(plot_arms(arms, tmp_path / "new" / "arms.png")).ndim == 3
 
 
 def test_metrics_go_to_a_tracker_too(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@
 and database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). dev and test have new
 databases of the themes of train. A part of train and dev is about invented words, new in each database
-(`mtsql.toy.invented`); test_themes has themes, names, words and ways of asking that no other split has. With
+(`mtsql.toy.words`); test_themes has themes, names, words and ways of asking that no other split has. With
 --single it is the first question of each of those dialogues, in Spider's format: train_spider.json, ...
 """
 
@@ -15,19 +15,17 @@ import json
 import random
 import re
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically
 from mtsql.toy import words
-from mtsql.toy.asked_anew import asked_anew
 from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
-from mtsql.toy.dialogue import Asked, CannotAsk, Speaker
-from mtsql.toy.followup import ask_follow_up
-from mtsql.toy.invented import Inventor
+from mtsql.toy.dialogue import CannotAsk, Speaker
 from mtsql.toy.query import Query, mistakes, render
 
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
@@ -39,6 +37,18 @@ SPLITS = {
     "test": {"known": (70, 3)},
     "test_themes": {"unseen": (60, 3)},
 }
+
+
+def asked_anew(question: str) -> str:
+    """A question in the words of the split test_themes. Raises ValueError for one that has none there."""
+    ways = words.ASKING["asked_anew"]
+    found = ((re.fullmatch(known, question), new) for known, new in ways["sentences"].items())
+    said = next((match.expand(new) for match, new in found if match), None)
+    if said is None:
+        raise ValueError(f"no other way to ask {question!r}")
+    for known, new in ways["phrases"].items():
+        said = re.sub(known, new, said)
+    return said
 
 
 def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
@@ -65,78 +75,56 @@ def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) ->
 
 def make_dialogue(
     database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
-) -> list[tuple[Asked, list[tuple[str, str]]]]:
-    """The turns of one dialogue, each with its mistakes (kind, SQL) that change the answer.
+) -> tuple[list[dict], list[list[dict]]]:
+    """The turns of one dialogue, and for each the mistakes ({kind, query}) that change the answer.
 
     `connection` is to the database's file. `said` is how a question is put that people usually put as it
     is. After 60 tries the dialogue is left as short as it is.
     """
     speaker = Speaker(database, rng)
     length = rng.choice(TURNS)
-    turns: list[tuple[Asked, list[tuple[str, str]]]] = []
-    previous, before = None, None  # query and its rows
+    turns, wrong, previous, before = [], [], None, None  # the last two: query and its rows
     for _ in range(60):
         if len(turns) == length:
             break
         try:
-            asked = ask_follow_up(speaker, previous) if previous else speaker.ask_first()
+            question, query = speaker.ask_follow_up(previous) if previous else speaker.ask_first()
         except CannotAsk:
             continue
-        rows = _answer(connection, render(asked.query, database))
-        if not _useful(rows) or rows == before or _tie(connection, asked.query, database):
+        gold = render(query, database)
+        rows = _answer(connection, gold)
+        if not _useful(rows) or rows == before or _tie(connection, query, database):
             continue
-        found = mistakes(asked.query, previous, database)
-        asked = replace(asked, question=said(asked.question))
-        turns.append((asked, [(kind, sql) for kind, sql in found if _answer(connection, sql) != rows]))
-        previous, before = asked.query, rows
-    return turns
+        question = said(question)
+        pieces = re.findall(r"\w+|[^\w\s]", question)
+        turns.append({"utterance": question, "utterance_toks": pieces, "query": gold})
+        found = mistakes(query, previous, database)
+        wrong.append([{"kind": k, "query": sql} for k, sql in found if _answer(connection, sql) != rows])
+        previous, before = query, rows
+    return turns, wrong
 
 
-def _write_part(
+def _write_databases(
     folder: Path, split: str, whose: str, databases: int, dialogues_each: int, seed: int
-) -> tuple[list[dict], list[dict], list[list[list[dict]]]]:
-    """Databases and dialogues of one part of a split: tables entries, dialogues, mistakes turn by turn."""
+) -> Iterator[tuple[dict, list[dict], list[list[dict]]]]:
+    """Write the databases of one part of a split; gives each dialogue with its tables entry and mistakes."""
     rng = random.Random(f"{seed}/{split}/{whose}")
-    inventor = Inventor(rng)
+    inventor = words.Inventor(rng)
     said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
     themes = list(words.themes(whose == "unseen").items())
-    entries, dialogues, wrong = [], [], []
     for number in range(databases):
         theme, entities = themes[number % len(themes)]
-        db_id = (
-            f"{theme}_{split}_{number:03d}" if whose == "known" else f"{theme}_{whose}_{split}_{number:03d}"
-        )
+        db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
         if whose == "invented":
             entities = inventor.theme(entities)
         database = make_database(db_id, entities, rng)
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
         write_sqlite(database, path)
-        entries.append(tables_entry(database))
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         for _ in range(dialogues_each):
-            turns = make_dialogue(database, connection, rng, said)
-            if not turns:
-                continue
-            interaction = [
-                {
-                    "utterance": asked.question,
-                    "utterance_toks": re.findall(r"\w+|[^\w\s]", asked.question),
-                    "query": render(asked.query, database),
-                }
-                for asked, _ in turns
-            ]
-            last = {key: interaction[-1][key] for key in ("utterance", "query")}
-            dialogues.append({"database_id": db_id, "interaction": interaction, "final": last})
-            wrong.append([[{"kind": k, "query": q} for k, q in found] for _, found in turns])
+            yield tables_entry(database), *make_dialogue(database, connection, rng, said)
         connection.close()
-    return entries, dialogues, wrong
-
-
-def _first_question(dialogue: dict) -> dict:
-    """A dialogue's first question in Spider's format."""
-    first = dialogue["interaction"][0]
-    return {"db_id": dialogue["database_id"], "question": first["utterance"], "query": first["query"]}
 
 
 def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
@@ -147,21 +135,27 @@ def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
-    entries = []
+    entries: dict[str, dict] = {}
     with folder_atomically(folder) as partial:
         for split, parts in SPLITS.items():
             dialogues, wrong = [], []
-            for whose, (databases, dialogues_each) in parts.items():
-                made = _write_part(partial, split, whose, databases, dialogues_each, seed)
-                for all_parts, part in zip((entries, dialogues, wrong), made, strict=True):
-                    all_parts += part
-            if single:
-                dialogues, wrong = list(map(_first_question, dialogues)), [turns[:1] for turns in wrong]
+            made = (_write_databases(partial, split, whose, *sizes, seed) for whose, sizes in parts.items())
+            for entry, turns, found in chain.from_iterable(made):
+                db_id = entry["db_id"]
+                entries[db_id] = entry
+                if single and turns:
+                    first = {"question": turns[0]["utterance"], "query": turns[0]["query"]}
+                    dialogues.append({"db_id": db_id, **first})
+                elif turns:
+                    last = {key: turns[-1][key] for key in ("utterance", "query")}
+                    dialogues.append({"database_id": db_id, "interaction": turns, "final": last})
+                if turns:
+                    wrong.append(found[:1] if single else found)
             name = "train_spider.json" if single and split == "train" else f"{split}.json"
             (partial / name).write_text(json.dumps(dialogues, indent=1))
             if split == "train":
                 (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
-        (partial / "tables.json").write_text(json.dumps(entries, indent=1))
+        (partial / "tables.json").write_text(json.dumps(list(entries.values()), indent=1))
 
 
 def main() -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtsql.toy import words
 
-RENAMED = (
-    0.1  # share of columns whose name is drawn from all that they can have, most not the question's word
-)
+# The share of columns whose name is drawn from all that they can have, most not the question's word.
+RENAMED = 0.1
+NUMBERS = ("amount", "year")  # forms of columns, see `mtsql.toy.words`
+CATEGORIES = ("proper", "common")  # whose values repeat, so that questions can ask for one of them
 
 
 @dataclass(frozen=True)
@@ -30,40 +31,30 @@ class Column:
 
     table: str
     name: str
-    other_names: tuple[str, ...]
-    phrase: str
-    kind: str
-    form: str
-    style: str
+    other_names: tuple[str, ...] = ()
+    phrase: str = "id"
+    kind: str = ""
+    form: str = "key"
+    style: str = ""
 
     @property
-    def is_amount(self) -> bool:
-        """Whether it holds amounts, whose average makes sense."""
-        return self.form == "amount"
+    def plural(self) -> str:
+        """The plural of its phrase."""
+        if self.phrase.startswith("number of"):
+            return "numbers of" + self.phrase.removeprefix("number of")
+        if self.phrase.endswith("y") and self.phrase != "pay":
+            return self.phrase[:-1] + "ies"
+        return self.phrase + ("es" if self.phrase.endswith("s") else "s")
 
     @property
-    def is_number(self) -> bool:
-        """Whether it holds amounts or years."""
-        return self.form in ("amount", "year")
-
-    @property
-    def is_proper(self) -> bool:
-        """Whether people write its values with a capital."""
-        return self.form == "proper"
-
-    @property
-    def is_category(self) -> bool:
-        """Whether its values repeat, so that questions can ask for one of them."""
-        return self.form in ("proper", "common")
+    def a(self) -> str:
+        """Its phrase behind the article."""
+        return ("an " if self.phrase[0] in "aei" else "a ") + self.phrase
 
     def stored(self, word: str, style: str | None = None) -> str:
         """The form in which the database stores `word`, by the column's style or the given one."""
-        style = self.style if style is None else style
-        if style == "lower":
-            return word.lower()
-        if style == "code":
-            return word[0].upper()
-        return word.capitalize() if style == "title" else word
+        forms = {"lower": word.lower(), "code": word[0].upper(), "title": word.capitalize()}
+        return forms.get(self.style if style is None else style, word)
 
 
 @dataclass(frozen=True)
@@ -86,6 +77,10 @@ class Table:
         """The column that names an entity; its values are unique."""
         return self.columns[0]
 
+    def of(self, forms: Collection[str], avoid: Collection[Column] = ()) -> list[Column]:
+        """The columns of these forms, or of any, but for those of `avoid`."""
+        return [c for c in self.columns if (not forms or c.form in forms) and c not in avoid]
+
 
 @dataclass(frozen=True)
 class ToyDatabase:
@@ -104,6 +99,14 @@ class ToyDatabase:
         """The table that the foreign key of `table` points to, None without one."""
         link = self.tables[table].foreign_key
         return self.tables[link[1]] if link else None
+
+    def fields(self, table: Table) -> list[tuple[str, str, str]]:
+        """(name, phrase, type) of every column of a table in order, keys included."""
+        columns = [(table.key, f"{table.singular} id", "number")]
+        columns += [(c.name, c.phrase, "number" if c.form in NUMBERS else "text") for c in table.columns]
+        if table.foreign_key:
+            columns.append((table.foreign_key[0], f"{self.parent(table.name).singular} id", "number"))
+        return columns
 
 
 def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
@@ -134,33 +137,29 @@ def make_database(db_id: str, entities: Sequence[words.EntityWords], rng: random
         return name.capitalize() if capital else name
 
     table_names = {e.singular: cased(e.plural if plural else e.singular) for e in chosen}
-    keys = {e.singular: cased(f"{e.singular}_id" if long_key else "id") for e in chosen}
-    tables, rows, words_of = {}, {}, {}
     sizes = {e.singular: rng.randint(4, 7) if not e.parent else rng.randint(10, 16) for e in chosen}
+    tables, rows, words_of = {}, {}, {}
     for entity in chosen:
         table = table_names[entity.singular]
         label, *others = entity.columns
         kept = rng.sample(others, rng.randint(min(3, len(others)), len(others)))
         columns, values = [], []
         for spec in (label, *sorted(kept, key=others.index)):
-            proper, common = spec.form == "proper", spec.form == "common"
-            styles = ("title", "title", "lower", "lower") if proper else (*("title", "lower") * 4, "code")
             name = rng.choice(spec.names) if rng.random() < RENAMED else spec.names[0]
-            others = [n for n in (*spec.names, spec.phrases[0]) if n != name and " " not in n]
+            other_names = [n for n in (*spec.names, spec.phrases[0]) if n != name and " " not in n]
+            phrase, category = rng.choice(spec.phrases), spec.form in CATEGORIES
+            styles = ("title", "title", "lower", "lower")
+            if spec.form == "common":
+                styles = (*("title", "lower") * 4, "code")
+            style = rng.choice(styles) if category else ""
             column = Column(
-                table,
-                cased(name),
-                tuple(cased(other) for other in others),
-                rng.choice(spec.phrases),
-                spec.kind,
-                spec.form,
-                rng.choice(styles) if proper or common else "",
+                table, cased(name), tuple(map(cased, other_names)), phrase, spec.kind, spec.form, style
             )
             drawn = _values(spec, sizes[entity.singular], rng)
-            if column.is_category:
+            if category:
                 words_of[column] = tuple(dict.fromkeys(drawn))
                 drawn = [column.stored(word) for word in drawn]
-                if column.style != "code" and rng.random() < 0.8:
+                if style != "code" and rng.random() < 0.8:
                     drawn[0] = None
             columns.append(column)
             values.append(drawn)
@@ -170,36 +169,24 @@ def make_database(db_id: str, entities: Sequence[words.EntityWords], rng: random
             # Parents at the end of the list are left without children, so that NOT IN finds some.
             values.append([rng.randint(1, sizes[entity.parent] - 1) for _ in values[0]])
         rows[table] = [(i + 1, *row) for i, row in enumerate(zip(*values, strict=True))]
-        tables[table] = Table(
-            table, entity.singular, entity.plural, entity.person, keys[entity.singular], tuple(columns), link
-        )  # fmt: skip
+        key = cased(f"{entity.singular}_id" if long_key else "id")
+        names = (table, entity.singular, entity.plural)
+        tables[table] = Table(*names, entity.person, key, tuple(columns), link)
     return ToyDatabase(db_id, tables, rows, words_of)
-
-
-def _all_columns(database: ToyDatabase, table: Table) -> list[tuple[str, str, str]]:
-    """(name, phrase, type) of every column in order, keys included."""
-    columns = [(table.key, f"{table.singular} id", "number")]
-    columns += [(c.name, c.phrase, "number" if c.is_number else "text") for c in table.columns]
-    if table.foreign_key:
-        parent = database.tables[table.foreign_key[1]]
-        columns.append((table.foreign_key[0], f"{parent.singular} id", "number"))
-    return columns
 
 
 def write_sqlite(database: ToyDatabase, path: Path) -> None:
     """Write tables, keys and rows to `path`, a new SQLite file."""
     connection = sqlite3.connect(path)
     for table in database.tables.values():
-        lines = [
-            f"{name} {'integer' if kind == 'number' else 'text'}"
-            for name, _, kind in _all_columns(database, table)
-        ]
+        fields = database.fields(table)
+        lines = [f"{name} {'integer' if kind == 'number' else 'text'}" for name, _, kind in fields]
         lines.append(f"primary key ({table.key})")
         if table.foreign_key:
             column, parent = table.foreign_key
             lines.append(f"foreign key ({column}) references {parent}({database.tables[parent].key})")
         connection.execute(f"create table {table.name} ({', '.join(lines)})")
-        places = ", ".join("?" * len(_all_columns(database, table)))
+        places = ", ".join("?" * len(fields))
         connection.executemany(f"insert into {table.name} values ({places})", database.rows[table.name])
     connection.commit()
     connection.close()
@@ -207,25 +194,18 @@ def write_sqlite(database: ToyDatabase, path: Path) -> None:
 
 def tables_entry(database: ToyDatabase) -> dict:
     """The database's entry in Spider's tables.json format."""
-    names, originals, types, starts = [[-1, "*"]], [[-1, "*"]], ["text"], {}
-    for index, table in enumerate(database.tables.values()):
-        starts[table.name] = len(names)
-        for name, phrase, kind in _all_columns(database, table):
-            names.append([index, phrase])
-            originals.append([index, name])
-            types.append(kind)
-    links = [
-        [starts[t.name] + len(t.columns) + 1, starts[t.foreign_key[1]]]
-        for t in database.tables.values()
-        if t.foreign_key
-    ]
+    tables = list(database.tables.values())
+    fields = [(-1, "*", "*", "text"), *((i, *f) for i, t in enumerate(tables) for f in database.fields(t))]
+    places = [place for place, *_ in fields]
+    keys = {table.name: places.index(i) for i, table in enumerate(tables)}  # the first field of each
+    linked = [(keys[t.name] + len(t.columns) + 1, t.foreign_key[1]) for t in tables if t.foreign_key]
     return {
         "db_id": database.db_id,
-        "table_names": [t.singular for t in database.tables.values()],
+        "table_names": [t.singular for t in tables],
         "table_names_original": list(database.tables),
-        "column_names": names,
-        "column_names_original": originals,
-        "column_types": types,
-        "primary_keys": list(starts.values()),
-        "foreign_keys": links,
+        "column_names": [[place, phrase] for place, _, phrase, _ in fields],
+        "column_names_original": [[place, name] for place, name, *_ in fields],
+        "column_types": [kind for *_, kind in fields],
+        "primary_keys": list(keys.values()),
+        "foreign_keys": [[column, keys[parent]] for column, parent in linked],
     }

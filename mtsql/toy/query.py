@@ -29,14 +29,14 @@ class Condition:
 class Query:
     """One SELECT. `select` and `order` hold (aggregate or "", column or None for *), `order` ASC or DESC too.
 
-    `having` is (operator, number) on count(*). `combined` is INTERSECT, EXCEPT or UNION with another query.
+    `least` stands for HAVING count(*) >= it. `combined` is INTERSECT, EXCEPT or UNION with another query.
     """
 
     table: str
     select: tuple[tuple[str, Column | None], ...]
     where: tuple[Condition, ...] = ()
     group: Column | None = None
-    having: tuple[str, int] | None = None
+    least: int | None = None
     order: tuple[str, Column | None, str] | None = None
     limit: int | None = None
     combined: tuple[str, Query] | None = None
@@ -46,8 +46,19 @@ class Query:
         """Every table that the FROM clause needs for the columns named, the main table first."""
         columns = [c for _, c in self.select] + [c.column for c in self.where] + [self.group]
         columns += [self.order[1]] if self.order else []
-        named = [self.table] + [c.table for c in columns if c] + ([self.joined] if self.joined else [])
-        return list(dict.fromkeys(named))
+        return list(dict.fromkeys([self.table, *(c.table for c in columns if c), self.joined or self.table]))
+
+    def showing(self, column: Column) -> Query:
+        """The query with this column alone selected."""
+        return replace(self, select=(("", column),))
+
+    def under(self, condition: Condition) -> Query:
+        """The query with one more condition."""
+        return replace(self, where=(*self.where, condition))
+
+    def changed(self, old: Condition, new: Condition) -> Query:
+        """The query with one condition in place of another."""
+        return replace(self, where=tuple(new if c == old else c for c in self.where))
 
 
 def _value(condition: Condition, database: ToyDatabase) -> str:
@@ -85,13 +96,11 @@ def render(query: Query, database: ToyDatabase) -> str:
     path = _join_path(database, query.tables())
     alias = {t: f"t{i + 1}" for i, t in enumerate(path)}
 
-    def name(column: Column | None) -> str:
-        if column is None:
-            return "*"
-        return f"{alias[column.table]}.{column.name}" if len(path) > 1 else column.name
-
     def expression(aggregate: str, column: Column | None) -> str:
-        return f"{aggregate}({name(column)})" if aggregate else name(column)
+        name = "*" if column is None else column.name
+        if column is not None and len(path) > 1:
+            name = f"{alias[column.table]}.{name}"
+        return f"{aggregate}({name})" if aggregate else name
 
     sql = "SELECT " + ", ".join(expression(a, c) for a, c in query.select)
     sql += f" FROM {path[0]}" + (f" AS {alias[path[0]]}" if len(path) > 1 else "")
@@ -100,12 +109,12 @@ def render(query: Query, database: ToyDatabase) -> str:
         left, right = database.tables[child].foreign_key[0], database.tables[parent].key
         sql += f" JOIN {table} AS {alias[table]} ON {alias[child]}.{left} = {alias[parent]}.{right}"
     if query.where:
-        conditions = (f"{name(c.column)} {c.op} {_value(c, database)}" for c in query.where)
+        conditions = (f"{expression('', c.column)} {c.op} {_value(c, database)}" for c in query.where)
         sql += " WHERE " + " AND ".join(conditions)
     if query.group:
-        sql += f" GROUP BY {name(query.group)}"
-        if query.having:
-            sql += f" HAVING count(*) {query.having[0]} {query.having[1]}"
+        sql += f" GROUP BY {expression('', query.group)}"
+        if query.least:
+            sql += f" HAVING count(*) >= {query.least}"
     if query.order:
         sql += f" ORDER BY {expression(*query.order[:2])} {query.order[2]}"
     if query.limit:
@@ -116,17 +125,15 @@ def render(query: Query, database: ToyDatabase) -> str:
 
 
 def _replace_column(query: Query, old: Column, new: Column) -> Query:
-    """The query with one column taken for another everywhere, without joining the new one's table."""
+    """The query with one column taken for another everywhere, but for nested queries."""
 
-    def swap(column: Column | None) -> Column | None:
-        return new if column == old else column
+    def swap(part: object) -> object:
+        if isinstance(part, Condition):
+            return replace(part, column=swap(part.column))
+        return tuple(map(swap, part)) if isinstance(part, tuple) else new if part == old else part
 
     return replace(
-        query,
-        select=tuple((a, swap(c)) for a, c in query.select),
-        where=tuple(replace(c, column=swap(c.column)) for c in query.where),
-        group=swap(query.group),
-        order=query.order and (query.order[0], swap(query.order[1]), query.order[2]),
+        query, **{name: swap(getattr(query, name)) for name in ("select", "where", "group", "order")}
     )
 
 
@@ -135,32 +142,26 @@ def mistakes(query: Query, previous: Query | None, database: ToyDatabase) -> lis
 
     Kinds: lost_constraint, stale_value, value_form, look_alike, misnamed_column.
     """
-    found = []
-    if previous is not None:
-        for lost in (c for c in query.where if c in previous.where):
-            kept = tuple(c for c in query.where if c != lost)
-            found.append(("lost_constraint", replace(query, where=kept)))
-        for condition in query.where:
-            for old in previous.where:
-                same = old.column == condition.column and old.op == condition.op
-                if same and old.value != condition.value and isinstance(old.value, str):
-                    changed = tuple(old if c == condition else c for c in query.where)
-                    found.append(("stale_value", replace(query, where=changed)))
-    for condition in query.where:
-        if isinstance(condition.value, str):
-            for style in ("title", "lower") if condition.column.is_proper else ("lower", "title"):
-                if style != condition.column.style:
-                    changed = tuple(replace(c, style=style) if c == condition else c for c in query.where)
-                    found.append(("value_form", replace(query, where=changed)))
-    columns = list(dict.fromkeys([c for _, c in query.select if c] + [c.column for c in query.where]))
-    for column in columns:
+    found: list[tuple[str, Query]] = []
+    earlier = previous.where if previous else ()
+    for lost in (c for c in query.where if c in earlier):
+        found.append(("lost_constraint", replace(query, where=tuple(c for c in query.where if c != lost))))
+    for now in query.where:
+        for old in earlier:
+            same = (old.column, old.op) == (now.column, now.op)
+            if same and old.value != now.value and isinstance(old.value, str):
+                found.append(("stale_value", query.changed(now, old)))
+    for now in (c for c in query.where if isinstance(c.value, str)):
+        for style in ("title", "lower") if now.column.form == "proper" else ("lower", "title"):
+            if style != now.column.style:
+                found.append(("value_form", query.changed(now, replace(now, style=style))))
+    for column in dict.fromkeys([c for _, c in query.select if c] + [c.column for c in query.where]):
         for table in database.tables.values():
             twin = next((c for c in table.columns if c.name == column.name), None)
-            repeats = twin and column.form != "label"
-            if repeats and _link(database, column.table, twin.table):
+            if twin and column.form != "label" and _link(database, column.table, twin.table):
                 found.append(("look_alike", _replace_column(query, column, twin)))
         own = {c.name for c in database.tables[column.table].columns}
         for wrong in (n for n in column.other_names if n not in own):
             found.append(("misnamed_column", _replace_column(query, column, replace(column, name=wrong))))
-    rendered = [(kind, render(wrong, database)) for kind, wrong in found]
-    return [(kind, sql) for kind, sql in dict.fromkeys(rendered) if sql != render(query, database)]
+    rendered = dict.fromkeys((kind, render(wrong, database)) for kind, wrong in found)
+    return [(kind, sql) for kind, sql in rendered if sql != render(query, database)]

@@ -20,19 +20,10 @@ from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
-from mtsql.experiments.arms import (
-    Answer,
-    Evaluation,
-    answers,
-    estimate,
-    measure_of,
-    paired_answers,
-    read_evaluation,
-)
+from mtsql.experiments.arms import Answer, answers, estimate, measure_of, paired_answers, read_evaluation
 from mtsql.experiments.markdown import difference_of
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
-from mtsql.toy.arms_figure import plot_arms
 from mtsql.toy.benchmark import MODELS_SEED
 from mtsql.toy.tiny import MODELS
 
@@ -48,13 +39,9 @@ ARMS = {  # arm: (phase that made its policy, tools it is evaluated with, split)
     "rl_themes": ("grpo", "both", "test_themes"),
 }
 COMPARISONS = (
-    ("rl", "warm_start"),
-    ("rl", "short_horizon"),
-    ("rl", "rl_no_execution"),
-    ("rl", "rl_no_memory"),
-    ("rl_themes", "warm_start_themes"),
-    ("rl_themes", "short_horizon_themes"),
-)
+    ("rl", "warm_start"), ("rl", "short_horizon"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"),
+    ("rl_themes", "warm_start_themes"), ("rl_themes", "short_horizon_themes"),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -63,9 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/toy"), help="run folder [runs/toy]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tiny model, training, sampling [0]")
     parser.add_argument("--imitate", action="store_true", help="make the tiny model anew, in OUT/imitation")
-    parser.add_argument(
-        "--config", default="configs/toy.toml", help="settings of all phases [configs/toy.toml]"
-    )
+    parser.add_argument("--config", default="configs/toy.toml", help="of all phases [configs/toy.toml]")
     arguments = parser.parse_args()
     out, seed = arguments.out, str(arguments.seed)
     data = out / "benchmark"
@@ -93,61 +78,45 @@ def main() -> None:
     _report(out, policies, arguments.seed)
 
 
-def _accuracy(seed: int, evaluation: Evaluation, metric: str) -> dict[str, float]:
-    return _mean_and_interval(answers({seed: evaluation}, measure_of(metric)), metric)
-
-
-def _mean_and_interval(found: Sequence[Answer], metric: str) -> dict[str, float]:
+def _mean_and_interval(found: Sequence[Answer], key: str) -> dict[str, float]:
     """A mean and the ends of its interval over databases."""
     difference = estimate(found)
     low, high = difference.interval
-    return {metric: difference.mean, f"{metric}_low": low, f"{metric}_high": high}
+    return {key: difference.mean, f"{key}_low": low, f"{key}_high": high}
 
 
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
+    """Write and print the arms' figures and their differences."""
     made = policies | {"imitation": policies["imitation"] / "run.json"}
     minutes = dict(zip(policies, accumulate(map(minutes_of, made.values())), strict=True))
     arms = {arm: read_evaluation(out / "evaluation" / arm) for arm in ARMS}
-    results = [
-        {
-            "arm": arm,
-            **_accuracy(seed, arms[arm], "ex"),
-            **_accuracy(seed, arms[arm], "em"),
-            "ex_sampled": arms[arm].summary["ex_sampled"],
-            "questions": arms[arm].summary["questions"],
-            "status": arms[arm].summary["status"],
-            "minutes": round(minutes[phase], 2),
-            "seed": seed,
-        }
-        for arm, (phase, *_) in ARMS.items()
-    ]
+    results, differences = [], []
+    for arm, (phase, *_) in ARMS.items():
+        found = {"arm": arm}
+        for key in ("ex", "em"):
+            found |= _mean_and_interval(answers({seed: arms[arm]}, measure_of(key)), key)
+        found |= {key: arms[arm].summary[key] for key in ("ex_sampled", "questions", "status")}
+        results.append(found | {"minutes": round(minutes[phase], 2), "seed": seed})
     write_atomically(out / "results.json", json.dumps(results, indent=1))
-    bars = [{"name": r["arm"], "mean": r["ex"], "low": r["ex_low"], "high": r["ex_high"]} for r in results]
-    plot_arms(bars, out / "results.png")
     print(f"\nUnseen databases, {results[0]['questions']} questions, % with 95 % interval over databases;")
     print(f"..._themes: themes and ways of asking that training lacks, {results[-1]['questions']} questions.")
     print("sampled: EX at temperature 1; minutes: of training, that of a model from models/ not counted.\n")
     print(f"{'arm':<21} {'EX greedy':<20} {'EM greedy':<20} {'EX sampled':>10} {'minutes':>8}")
     for r in results:
-        ex, em = (
-            f"{100 * r[k]:5.1f} [{100 * r[k + '_low']:.1f}, {100 * r[k + '_high']:.1f}]" for k in ("ex", "em")
-        )
+        found = ([100 * r[key + end] for end in ("", "_low", "_high")] for key in ("ex", "em"))
+        ex, em = (f"{mean:5.1f} [{low:.1f}, {high:.1f}]" for mean, low, high in found)
         print(f"{r['arm']:<21} {ex:<20} {em:<20} {100 * r['ex_sampled']:>10.1f} {r['minutes']:>8.1f}")
     print("\npaired differences in EX, points with 95 % interval likewise (sampled EX; greedy EM):")
-    differences = []
     for better, worse in COMPARISONS:
-        pairs = {
-            key: paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key))
-            for key in ("ex", "em", "ex_sampled")
-        }
-        of_ex, of_em, sampled = (difference_of(pairs[key]) for key in ("ex", "em", "ex_sampled"))
-        print(f"{better} - {worse}: {of_ex} ({sampled}; {of_em})")
-        found = {"better": better, "worse": worse, "seed": seed}
-        for key, of_key in pairs.items():
-            found |= _mean_and_interval(of_key, key)
+        found, said = {"better": better, "worse": worse, "seed": seed}, {}
+        for key in ("ex", "em", "ex_sampled"):
+            pairs = paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key))
+            found |= _mean_and_interval(pairs, key)
+            said[key] = difference_of(pairs)
         differences.append(found)
+        print(f"{better} - {worse}: {said['ex']} ({said['ex_sampled']}; {said['em']})")
     write_atomically(out / "differences.json", json.dumps(differences, indent=1))
-    print(f"\n{out}/results.json, differences.json, results.png hold this, {out}/grpo the training curves.")
+    print(f"\n{out}/results.json, differences.json hold this, {out}/grpo the training curves.")
     print(f"python -m mtsql.report.viewer {out}/evaluation/rl/trajectories.jsonl shows what the agent did.")
 
 

@@ -1,20 +1,26 @@
-"""The scripted agent that the embedded model imitates.
+"""What the embedded model imitates: a scripted agent, and exercises on random words.
 
-It knows the SQL and uses its tools unevenly: its first query is often wrong, in a way that the database or
-the memory reveals, it often skips a tool, and notices only sometimes what a tool shows. It plays in the real
-environment: observations, tokens and loss masks are those of the recipe.
+The agent knows the SQL and uses its tools unevenly: its first query is often wrong, in a way that the
+database or the memory reveals, it often skips a tool, and notices only sometimes what a tool shows. It plays
+in the real environment: observations, tokens and loss masks are those of the recipe.
+
+The exercises teach what a pre-trained model brings along: to copy from its context, and to do what a verdict
+asks for, the same again or one thing changed. Real demonstrations show both too seldom for a model that
+learns from nothing in minutes; an exercise is short.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtsql.agent.env import Environment, Episode
+from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
-from mtsql.agent.trajectory import ActionType, Stop, Trajectory
+from mtsql.agent.trajectory import ActionType, Segment, Stop, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
+from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,6 @@ class Habits:
 
 
 ATTENTIVE = Habits(wrong_first=1, wrong_name=1, notices_execution=1, notices_memory=1, false_alarm=0)
-
-
 # Mistakes that a tool reveals and a careful second look repairs; wrong columns come where there is none.
 CARELESS = ("lost_constraint", "stale_value", "value_form")
 
@@ -51,97 +55,134 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
     if tools and likely and rng.random() < (habits.wrong_first if careless else habits.wrong_name):
         sql = rng.choice(likely)
 
-    def repair() -> str:
-        others = [q for q in likely if q != sql]
-        return gold if not others or rng.random() < habits.right_repair else rng.choice(others)
-
     def say(text: str) -> None:
         ids = episode.tokens.message_ids(text)
         episode.step(ids, [0.0] * len(ids), stop=Stop.END_OF_TURN)
 
-    has_memory = recipe.verifies and MEMORY_RETRIEVE in tools and bool(episode.example.history)
     verdicts = ""
-    executed = " WHERE " not in sql and rng.random() < habits.skips_execution
-    checked_memory = rng.random() < habits.skips_memory
+    executed = EXEC_SQL not in tools
+    executed = (" WHERE " not in sql and rng.random() < habits.skips_execution) or executed
+    recalled = rng.random() < habits.skips_memory
+    recalled = recalled or not (recipe.verifies and MEMORY_RETRIEVE in tools and episode.example.history)
     while True:
-        last = episode.trajectory.interactions == episode.limits.max_interactions
-        if last or ((executed or EXEC_SQL not in tools) and (checked_memory or not has_memory)):
+        if (executed and recalled) or episode.trajectory.interactions == episode.limits.max_interactions:
             say(verdicts + recipe.answer(sql))
             return episode.trajectory
-        if not executed and EXEC_SQL in tools:
-            say(verdicts + recipe.call(sql))
-            suspicious = _suspicious(episode)
-            alarm = rng.random() < (habits.notices_execution if suspicious else habits.false_alarm)
-            verdicts = verdict(EXEC_SQL, not alarm) + "\n" if recipe.verifies else ""
-            if alarm and suspicious:
-                sql = repair()
-            executed = not alarm
-        else:
-            say(verdicts + tool_call(MEMORY_RETRIEVE, sql))
-            alarm = rng.random() < (habits.notices_memory if sql != gold else habits.false_alarm)
-            verdicts = verdict(MEMORY_RETRIEVE, not alarm) + "\n"
-            checked_memory = not alarm or rng.random() < habits.skips_memory
-            if alarm:
-                sql = repair() if sql != gold else sql
-                executed = False
-
-
-def _suspicious(episode: Episode) -> bool:
-    """Whether the last result looks wrong: an error, nothing, or a lone zero."""
-    observation = episode.trajectory.observations[-1]
-    return observation.outcome != "ok" or episode.result.rows == ((0,),)
+        tool = MEMORY_RETRIEVE if executed else EXEC_SQL
+        say(verdicts + (tool_call(tool, sql) if executed else recipe.call(sql)))
+        if executed:
+            fault, notices = sql != gold, habits.notices_memory
+        else:  # an error, nothing, or a lone zero looks wrong
+            outcome = episode.trajectory.observations[-1].outcome
+            fault, notices = outcome != "ok" or episode.result.rows == ((0,),), habits.notices_execution
+        alarm = rng.random() < (notices if fault else habits.false_alarm)
+        verdicts = verdict(tool, not alarm) + "\n" if recipe.verifies else ""
+        if executed:
+            recalled = not alarm or rng.random() < habits.skips_memory
+        if alarm and fault:
+            others = [q for q in likely if q != sql]
+            sql = gold if not others or rng.random() < habits.right_repair else rng.choice(others)
+        executed = EXEC_SQL not in tools or not alarm
 
 
 def repair_lesson(
-    environments: dict[str, Environment], example: Example, wrong: list[dict], rng: random.Random
+    environment: Environment, example: Example, wrong: list[dict], rng: random.Random
 ) -> list[Trajectory]:
     """A demonstration up to its first repair, with loss mask 1 on the repair alone, behind the verdict.
 
     Empty where there is nothing to repair.
     """
-    episode = environments["both"].episodes(example, [0])[0]
+    episode = environment.episodes(example, [0])[0]
     verifies = episode.recipe.verifies
     kind = rng.choice(sorted({m["kind"] for m in wrong}) or [""])
-    demonstration = demonstrate(episode, [m for m in wrong if m["kind"] == kind], ATTENTIVE, rng)
+    shown = demonstrate(episode, [m for m in wrong if m["kind"] == kind], ATTENTIVE, rng)
     repairs = [
-        a.message
-        for a in demonstration.actions
-        if (a.passed is False if verifies else a.type is ActionType.SELF_CORRECT)
+        a for a in shown.actions if (a.passed is False if verifies else a.type is ActionType.SELF_CORRECT)
     ]
     if not repairs:
         return []
-    last = 2 * min(repairs) + 1  # segments: prompt, message, observation, message, ...
-    segments = [
-        replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in demonstration.segments[: last + 1]
-    ]
-    ids = segments[last].ids
-    seen = verdict(demonstration.observations[min(repairs)].tool, False) + "\n" if verifies else ""
+    message = min(action.message for action in repairs)
+    *before, repair = shown.segments[: 2 * message + 2]  # prompt, message, observation, message, ...
+    seen = verdict(shown.observations[message].tool, False) + "\n" if verifies else ""
     behind = episode.tokens.count(seen)
-    segments[last] = replace(segments[last], loss_mask=tuple(int(i >= behind) for i in range(len(ids))))
-    return [replace(demonstration, segments=segments)]
+    segments = [replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in before]
+    loss_mask = tuple(int(i >= behind) for i in range(len(repair.ids)))
+    return [replace(shown, segments=[*segments, replace(repair, loss_mask=loss_mask)])]
 
 
 def demonstrations(
-    phase: str,
-    environments: dict[str, Environment],
+    played: Mapping[str, Environment],
     example: Example,
     wrong: list[dict],
     habits: Habits,
     rng: random.Random,
 ) -> list[Trajectory]:
-    """What one question gives to one phase.
+    """What one question gives to the last phase, by the set of tools.
 
-    "answers": a direct answer without tools. "agent": a demonstration with all tools, and at times
-    without any or, where there are two, with a single one, so that the model knows every set of Table 4.
-    A repair lesson goes with it.
+    A demonstration with all tools, and at times without any or, where there are two, with a single one, so
+    that the model knows every set of Table 4. A repair lesson goes with it.
+    """
+    single = ("no_execution", "no_memory", None, None) if played["both"].recipe.verifies else (None,)
+    others = filter(None, (rng.choice(("none", None)), rng.choice(single)))
+    lessons = repair_lesson(played["both"], example, wrong, rng)
+    shown = [played[tools].episodes(example, [0])[0] for tools in ("both", *others)]
+    return [*(demonstrate(episode, wrong, habits, rng) for episode in shown), *lessons]
+
+
+def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Trajectory:
+    """`length` random ids, then as many again in pieces copied from them.
+
+    The loss mask leaves out the first token of each piece, which nothing foretells.
+    """
+    source = rng.choices(ids, k=length)
+    copied: list[int] = []
+    loss_mask: list[int] = []
+    while len(copied) < length:
+        size = min(rng.randint(2, 10), length - len(copied))
+        start = rng.randint(0, length - size)
+        copied += source[start : start + size]
+        loss_mask += [0] + [1] * (size - 1)
+    response = Segment("model", tuple(copied), tuple(loss_mask), (0.0,) * length)
+    return Trajectory("copying", 0, [Segment.given("prompt", source), response])
+
+
+def repair_exercise(tokens: ChatTokens, words: list[int], length: int, rng: random.Random) -> Trajectory:
+    """A query of random words with one quoted value, a verdict on it, and what a verdict asks for.
+
+    After "pass" the query comes again as it was. After "no_pass" on an empty result it comes with the
+    value in the other form, capital or not; on an error, with the word that the error names changed to
+    the one that stands there in the question. The loss mask is 1 on that second query. `words` are ids
+    of single words.
     """
 
-    def show(tools: str) -> Trajectory:
-        return demonstrate(environments[tools].episodes(example, [0])[0], wrong, habits, rng)
+    def some(least: int, most: int) -> list[str]:
+        return [tokens.tokenizer.decode([i]).strip() for i in rng.choices(words, k=rng.randint(least, most))]
 
-    if phase == "answers":
-        return [show("none")]
-    single = ("no_execution", "no_memory", None, None) if environments["both"].recipe.verifies else (None,)
-    others = filter(None, (rng.choice(("none", None)), rng.choice(single)))
-    lessons = repair_lesson(environments, example, wrong, rng)
-    return [show("both"), *map(show, others), *lessons]
+    query, (value,) = some(3, length // 2), some(1, 1)
+    place = rng.randint(2, len(query))  # where the value comes
+    capital = rng.random() < 0.5
+    fault = rng.choice(("", "", "form", "name"))
+    wrong, (named,) = list(query), some(1, 1)
+    if fault == "name":
+        wrong[rng.randint(1, len(query) - 1)] = named
+
+    def sql(words: list[str], capital: bool) -> str:
+        quoted = f"= '{value.capitalize() if capital else value}'"
+        return " ".join([*words[:place], quoted, *words[place:]])
+
+    asked = [*some(0, length // 2), *query, *some(0, length // 2)]
+    tool = rng.choice((EXEC_SQL, MEMORY_RETRIEVE)) if not fault else EXEC_SQL
+    found = {
+        "": " ".join(some(1, 6)),
+        "form": rng.choice(("empty", "0", "null")),
+        "name": f"error: no such column: {rng.choice(('', 't1.', 't2.'))}{named}",
+    }[fault]
+    before = [
+        *tokens.message_ids(" ".join(asked) + tool_call(tool, sql(wrong, capital))),
+        *tokens.observation_suffix(found, True),
+        *tokens.message_ids(verdict(tool, not fault) + "\n")[:-1],
+    ]
+    again = sql(query, capital != (fault == "form"))
+    after = tokens.message_ids(rng.choice([tool_call(EXEC_SQL, again)] + [final_answer(again)] * (not fault)))
+    response = Segment.sampled(after, [0.0] * len(after))
+    return Trajectory("repair", 0, [Segment.given("prompt", before), response])

@@ -25,14 +25,12 @@ GLUE = "\ue0ff"  # stands before a word without a blank before it
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
-    "<exec_verify>", "</exec_verify>", "<memory_verify>", "</memory_verify>",
-    "<answer_sql>", "</answer_sql>",
+    "<exec_verify>", "</exec_verify>", "<memory_verify>", "</memory_verify>", "<answer_sql>", "</answer_sql>",
     '{"name": "exec_sql", "arguments": {"code": "', '"}}',
     '{"name": "memory_retrieve", "arguments": {"code": "',
     # What always stands together, and each verdict, is one token.
-    "<|im_start|>user\n", "<|im_start|>assistant\n",
-    "<|im_start|>user\n<tool_response>\n", "\n</tool_response>",
-    '<tool_call>\n{"name": "exec_sql", "arguments": {"code": "', '"}}\n</tool_call>',
+    "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_start|>user\n<tool_response>\n",
+    "\n</tool_response>", '<tool_call>\n{"name": "exec_sql", "arguments": {"code": "', '"}}\n</tool_call>',
     '<tool_call>\n{"name": "memory_retrieve", "arguments": {"code": "',
     "<exec_verify>pass</exec_verify>\n", "<exec_verify>no_pass</exec_verify>\n",
     "<memory_verify>pass</memory_verify>\n", "<memory_verify>no_pass</memory_verify>\n",
@@ -77,12 +75,8 @@ def train_tokenizer(
     )
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in (*MARKUP_TOKENS, *markup)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
+    control = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **control)
     fast.chat_template = (Path(__file__).parent / "tiny_chat_template.jinja").read_text()
     return fast
 
@@ -90,20 +84,14 @@ def train_tokenizer(
 def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 for `tokenizer` in fp32, random but for its copying heads."""
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 32 * 32,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 48,
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 32 * 32,
+        num_hidden_layers=layers, num_attention_heads=hidden // 48,
         num_key_value_heads=hidden // 96,
-        head_dim=48,
-        max_position_embeddings=4096,
+        head_dim=48, max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
     start_with_copying_heads(model)

@@ -1,37 +1,48 @@
-"""The words of the toy benchmark, from words.toml, which says what entries mean, and words_unseen.toml."""
+"""The words of the toy benchmark, known, unseen and invented.
+
+words.toml, which says what entries mean, has those of train, dev and test, words_unseen.toml those of
+test_themes, questions.toml those with which one asks.
+
+A model that meets no other words than those of a dozen themes learns a list. With a part of its training
+databases about words like "pandor" and "chuble", new in each database, it has to find a question's word in
+the schema, and a value in the question, copy both, and pass over what it does not know.
+"""
 
 from __future__ import annotations
 
+import random
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-
-from sqlglot.dialects.sqlite import SQLite
 
 
 def _read(name: str) -> dict:
     return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
-_WORDS = re.compile(r"[a-z]+")
-_KNOWN, _UNSEEN = _read("words.toml"), _read("words_unseen.toml")
+_WORD = re.compile(r"[a-z]+")
+_KNOWN, _UNSEEN, ASKING = _read("words.toml"), _read("words_unseen.toml"), _read("questions.toml")
 ADJECTIVES: Mapping[str, Sequence[str]] = _KNOWN["adjectives"] | _UNSEEN["adjectives"]
 PERSONS = ("person", "person_unseen")  # the kinds of label that people say "who" of
+KEPT = ("number", "of", "id")  # words of grammar in the names and phrases of columns
+LENGTHS = range(4, 10)  # letters of an invented word
+POOL, LABELS = 12, 24  # values of an invented list; of one that names entities, of which a table has up to 16
 
 
-def _pools(source: dict) -> dict[str, tuple[str, Sequence[str]]]:
+def _pools(source: dict, titles: str) -> dict[str, tuple[str, Sequence[str]]]:
     """The lists of values in a file: kind -> form and values. A title is two words."""
-    titles = list(map(" ".join, product(source["titles"]["first"], source["titles"]["second"])))
-    pools = {("title_unseen" if source is _UNSEEN else "title"): ("label", titles)}
+    pools = {
+        titles: ("label", [*map(" ".join, product(source["titles"]["first"], source["titles"]["second"]))])
+    }
     for section, form in (("labels", "label"), ("proper", "proper"), ("common", "common")):
         pools |= {kind: (form, values) for kind, values in source[section].items()}
     return pools
 
 
-_POOLS = _pools(_KNOWN) | _pools(_UNSEEN)
+_POOLS = _pools(_KNOWN, "title") | _pools(_UNSEEN, "title_unseen")
 
 
 @dataclass(frozen=True)
@@ -65,40 +76,97 @@ class EntityWords:
     person: bool = False
 
 
-def _column(entry: dict) -> ColumnWords:
-    """A column as a file has it."""
-    form, values = _POOLS.get(entry["kind"], (entry["kind"], ()))
-    return ColumnWords(**entry, form=form, values=values)
-
-
-def _entity(entry: dict, shared: Mapping[str, dict]) -> EntityWords:
-    """An entity as a file has it; a column may be the name of one of the `shared` columns."""
-    columns = (shared[column] if isinstance(column, str) else column for column in entry["columns"])
-    made = tuple(map(_column, columns))
-    return EntityWords(**entry | {"columns": made}, person=made[0].kind in PERSONS)
-
-
-def taken_words() -> frozenset[str]:
-    """What an invented word must not be, in lower case.
-
-    Words of both files, those with which questions are asked and queries are written, and SQL's own.
-    """
-    asking = ("dialogue", "followup", "asked_anew", "query", "database")
-    code = " ".join((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in asking)
-    return frozenset(
-        _WORDS.findall(f"{_KNOWN} {_UNSEEN} {code} {' '.join(SQLite.Tokenizer.KEYWORDS)}".lower())
-    )
-
-
-def known_words() -> list[str]:
-    """The words of the known themes, in lower case, once each: what invented words are to look like."""
-    return sorted(set(_WORDS.findall(str(_KNOWN).lower())))
-
-
 def themes(unseen: bool = False) -> dict[str, list[EntityWords]]:
     """The themes of all splits, or of `test_themes` alone: name -> its entities, parents before children."""
     source = _UNSEEN if unseen else _KNOWN
-    return {
-        name: [_entity(entity, source["columns"]) for entity in entities]
-        for name, entities in source["themes"].items()
-    }
+
+    def column(entry: dict | str) -> ColumnWords:
+        entry = source["columns"][entry] if isinstance(entry, str) else entry
+        form, values = _POOLS.get(entry["kind"], (entry["kind"], ()))
+        return ColumnWords(**entry, form=form, values=values)
+
+    def entity(entry: dict) -> EntityWords:
+        columns = tuple(map(column, entry["columns"]))
+        return EntityWords(**entry | {"columns": columns}, person=columns[0].kind in PERSONS)
+
+    return {name: list(map(entity, entities)) for name, entities in source["themes"].items()}
+
+
+class Inventor:
+    """Invents words letter by letter: each follows the two before it as often as in the known words."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.following: dict[str, list[str]] = {}
+        for word in sorted(set(_WORD.findall(str(_KNOWN).lower()))):
+            for at, letter in enumerate(f"{word}."):
+                self.following.setdefault(f"..{word}"[at : at + 2], []).append(letter)
+        self.taken = set(_WORD.findall(f"{_KNOWN} {_UNSEEN} {ASKING['taken']['words']}".lower()))
+
+    def word(self) -> str:
+        """A new word, in lower case: none that means something, and none that it has given before.
+
+        It does not end in an s, so that another s makes its plural.
+        """
+        while True:
+            word = ".."
+            while word == ".." or (word[-1] != "." and len(word) < LENGTHS.stop + 2):  # ".." and one too long
+                word += self.rng.choice(self.following[word[-2:]])
+            word = word.strip(".")
+            if len(word) in LENGTHS and word[-1] != "s" and not {word, f"{word}s"} & self.taken:
+                self.taken.add(word)
+                return word
+
+    def theme(self, entities: Sequence[EntityWords]) -> list[EntityWords]:
+        """A theme with other words: the same word of `entities` becomes the same word everywhere."""
+        renamed: dict[str, str] = {word: word for word in KEPT}
+        pools: dict[str, Sequence[str]] = {}
+
+        def rename(text: str) -> str:
+            """Every word of a noun, name or phrase but for those of grammar; a plural stays one."""
+            for word in _WORD.findall(text):
+                renamed[word] = renamed.get(word) or self.word()
+            return _WORD.sub(lambda found: renamed[found[0]], text)
+
+        def column(known: ColumnWords) -> ColumnWords:
+            if known.values and known.kind not in pools:
+                pools[known.kind] = self._pool(known)
+            names, phrases = ([rename(text) for text in texts] for texts in (known.names, known.phrases))
+            return replace(known, names=names, phrases=phrases, kind="", values=pools.get(known.kind, ()))
+
+        for entity in entities:
+            renamed[entity.plural] = rename(entity.singular) + "s"
+        return [
+            EntityWords(
+                rename(entity.singular),
+                rename(entity.plural),
+                parent=entity.parent and rename(entity.parent),
+                columns=tuple(map(column, entity.columns)),
+                person=entity.person,
+            )
+            for entity in entities
+        ]
+
+    def asked(self, question: str) -> str:
+        """A question with words around it that mean nothing, in half of the cases: not all words matter."""
+        if self.rng.random() < 0.5:
+            return question
+        before, behind = self.rng.choice(((1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (1, 1), (2, 1)))
+        words = [self.word() for _ in range(before)]
+        if words:
+            question = " ".join([words[0].capitalize(), *words[1:], question[0].lower() + question[1:]])
+        return " ".join([question[:-1], *(self.word() for _ in range(behind))]) + question[-1]
+
+    def _pool(self, known: ColumnWords) -> list[str]:
+        """Values in place of a column's: labels of as many words as its own, others of one.
+
+        Others may be stored by their first letter, so no two of a pool share it.
+        """
+        if known.form == "label":
+            count = len(known.values[0].split())
+            return [" ".join(self.word().capitalize() for _ in range(count)) for _ in range(LABELS)]
+        values: dict[str, str] = {}
+        while len(values) < POOL:
+            word = self.word()
+            values.setdefault(word[0], word)
+        return [word.capitalize() if known.form == "proper" else word for word in values.values()]
