@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOTES = sorted((ROOT / "docs" / "results").glob("*.md"))
-HAND_WRITTEN = ("suite_toy_notes.md", "recipes_notes.md", "prompt_lengths.md")
+HAND_WRITTEN = ("suite_toy_notes.md", "recipes_notes.md")
 STOP = re.compile(r"^(\d+)\. `([\w/]+\.py)`: `([\w.]+)`", re.MULTILINE)
 PLACE = re.compile(r"`([\w/]+\.py)`((?:: `[\w.]+`(?:, `[\w.]+`)*)?)")
 COMMAND = re.compile(r"python (?:-m (mtsql[\w.]*)|([\w/]+\.py))((?: (?!&|#|\|).*)?)")
@@ -44,8 +44,6 @@ def _assigned(node: ast.stmt) -> set[str]:
 def options(script: Path) -> set[str]:
     """Flags of a script: fields of its configuration and of the shared one, and what argparse is told."""
     text = script.read_text(encoding="utf-8")
-    if "mtsql.experiments.suite" in text:
-        text += (ROOT / "mtsql/experiments/suite.py").read_text(encoding="utf-8")
     if "official" in text:
         text += (ROOT / "mtsql/commands/official.py").read_text(encoding="utf-8")
     found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}

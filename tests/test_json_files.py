@@ -17,7 +17,7 @@ from conftest import GOLD, QUESTION, ROOT, Tiny
 from mtsql.commands.prediction_files import read_items, read_pairs
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
-from mtsql.experiments.arms import read_lines
+from mtsql.extras.reproduce.numbers import read_lines
 from mtsql.files import load_json, load_json_lines
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.teacher import read_teacher

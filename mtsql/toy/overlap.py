@@ -18,7 +18,7 @@ from statistics import fmean
 from mtsql.config import user_errors
 from mtsql.data.schema import read_json
 from mtsql.errors import UserError
-from mtsql.experiments.markdown import decimal, table
+from mtsql.extras.reproduce.page import decimal, table
 
 SPLITS = ("train", "dev", "test", "test_themes")
 KINDS = ("questions", "gold SQL", "sets of tables", "schemas", "words of questions", "words of schemas")

@@ -14,22 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
-from mtsql.experiments.arms import (
-    Answer,
-    Evaluation,
-    answers,
-    estimate,
-    measure_of,
-    paired_answers,
-    read_evaluation,
-)
-from mtsql.experiments.markdown import difference_of
+from mtsql.extras.reproduce.numbers import Values, difference_text, estimate, read_evaluation, subtract
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
 from mtsql.toy.arms_figure import plot_arms
@@ -55,6 +45,7 @@ COMPARISONS = (
     ("rl_themes", "warm_start_themes"),
     ("rl_themes", "short_horizon_themes"),
 )
+DRAWS = 100_000  # of an interval
 
 
 def main() -> None:
@@ -93,15 +84,11 @@ def main() -> None:
     _report(out, policies, arguments.seed)
 
 
-def _accuracy(seed: int, evaluation: Evaluation, metric: str) -> dict[str, float]:
-    return _mean_and_interval(answers({seed: evaluation}, measure_of(metric)), metric)
-
-
-def _mean_and_interval(found: Sequence[Answer], metric: str) -> dict[str, float]:
+def _mean_and_interval(values: Values, metric: str) -> dict[str, float]:
     """A mean and the ends of its interval over databases."""
-    difference = estimate(found)
-    low, high = difference.interval
-    return {metric: difference.mean, f"{metric}_low": low, f"{metric}_high": high}
+    found = estimate({0: values}, draws=DRAWS)
+    low, high = found.interval
+    return {metric: found.mean, f"{metric}_low": low, f"{metric}_high": high}
 
 
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
@@ -111,8 +98,8 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     results = [
         {
             "arm": arm,
-            **_accuracy(seed, arms[arm], "ex"),
-            **_accuracy(seed, arms[arm], "em"),
+            **_mean_and_interval(arms[arm].values("ex"), "ex"),
+            **_mean_and_interval(arms[arm].values("em"), "em"),
             "ex_sampled": arms[arm].summary["ex_sampled"],
             "questions": arms[arm].summary["questions"],
             "status": arms[arm].summary["status"],
@@ -137,10 +124,12 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     differences = []
     for better, worse in COMPARISONS:
         pairs = {
-            key: paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key))
+            key: subtract(arms[better].values(key), arms[worse].values(key))
             for key in ("ex", "em", "ex_sampled")
         }
-        of_ex, of_em, sampled = (difference_of(pairs[key]) for key in ("ex", "em", "ex_sampled"))
+        of_ex, of_em, sampled = (
+            difference_text(estimate({0: pairs[key]}, draws=DRAWS), 100) for key in ("ex", "em", "ex_sampled")
+        )
         print(f"{better} - {worse}: {of_ex} ({sampled}; {of_em})")
         found = {"better": better, "worse": worse, "seed": seed}
         for key, of_key in pairs.items():

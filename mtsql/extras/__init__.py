@@ -1,0 +1,1 @@
+"""What is used beside the three scripts: they import nothing of this."""
