@@ -25,7 +25,7 @@ are kept as they come: the same command goes on after an interruption.
 Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
 - EM is the official exact set match, where the paper's reward compares strings (`em_string` does here).
-- Errors are sorted by rules; the paper asks GPT-5 (mtsql.experiments.judge asks a model, in our words).
+- Errors are sorted by rules; the paper asks GPT-5.
 - --history predicted puts the policy's own earlier answers in the memory. The paper's main numbers are read
   as with gold history, our default; by its review it reports predicted history too. There is no vote then:
   the N answers have different histories.

@@ -18,7 +18,7 @@ Departures from the paper:
   --process-from-level 2 of three levels.
 - The dev set is evaluated after steps, not before the first.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
-  other presets of --rewards take those of the authors' code. `mtsql.experiments.grid_search` searches.
+  other presets of --rewards take those of the authors' code.
 - Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
   is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs it.

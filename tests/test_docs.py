@@ -44,8 +44,6 @@ def _assigned(node: ast.stmt) -> set[str]:
 def options(script: Path) -> set[str]:
     """Flags of a script: fields of its configuration and of the shared one, and what argparse is told."""
     text = script.read_text(encoding="utf-8")
-    if "mtsql.experiments.suite" in text:
-        text += (ROOT / "mtsql/experiments/suite.py").read_text(encoding="utf-8")
     if "official" in text:
         text += (ROOT / "mtsql/extras/official.py").read_text(encoding="utf-8")
     found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}

@@ -16,9 +16,9 @@ from conftest import GOLD, QUESTION, ROOT, Tiny
 
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
-from mtsql.experiments.arms import read_lines
 from mtsql.extras.export import read_conversations
 from mtsql.extras.prediction_files import read_items, read_pairs
+from mtsql.extras.reproduce.numbers import read_lines
 from mtsql.extras.teacher import read_teacher
 from mtsql.files import load_json, load_json_lines
 from mtsql.learn.curriculum import read_counts

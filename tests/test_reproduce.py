@@ -1,4 +1,4 @@
-"""The parts of the reproduction: every command is valid, comes after what it needs, and is not run twice."""
+"""The suites: their commands are valid and in order, and are not run twice; a page is made of rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TOY, run
+from conftest import ROOT, run
+from matplotlib.image import imread
 
-from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, from_toml, read_options
-from mtsql.data.datasets import examples
-from mtsql.experiments.asked_questions import asked_questions
-from mtsql.learn.curriculum import SuccessCount, question_order, read_counts
+from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, read_options
+from mtsql.errors import UserError
+from mtsql.extras.reproduce.numbers import difference_text, estimate, read_evaluation, subtract
+from mtsql.extras.reproduce.page import write_page
+from mtsql.extras.reproduce.suites import SUITES, Arm, Suite, Training, parts_of
 from mtsql.parts import minutes_of, run_part
-from mtsql.task import load_split
+from mtsql.recipes import RECIPES
+from mtsql.toy.benchmark import MODELS_SEED
 from mtsql.toy.imitation import ImitationConfig
-from mtsql.toy.tiny import MODELS
-from reproduce import SUITES, seed_parts
 
 SCRIPTS = {
     "train_sft.py": SftConfig,
@@ -28,112 +29,265 @@ SCRIPTS = {
     "evaluate.py": EvaluateConfig,
     "mtsql.toy.imitation": ImitationConfig,
     "mtsql.extras.curriculum": CurriculumConfig,
-    "mtsql.experiments.asked_questions": GrpoConfig,
 }
+SMALL = Suite(
+    "A small suite",
+    "",
+    (),
+    {"test": (), "themes": ()},
+    {"rl": Training(("train_grpo.py",)), "sft": Training(("train_sft.py",))},
+    {"warm": Arm("warm start", "sft"), "rl": Arm("after RL", "rl"), "cut": Arm("cut", "rl", (), ("test",))},
+    (("what RL is worth", "rl", "warm"),),
+    once=("sft",),
+    benchmark=("made",),
+)
 
 
-def configs(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """The parsed options of every part of a seed, by title; fails on a wrong one."""
-    monkeypatch.chdir(ROOT)
-    found = {}
-    for part in seed_parts(SUITES[name], "data", "other", model, Path("runs/x"), 3):
-        words = part.command[1:] if part.command[0] == "-m" else part.command
-        found[part.title] = (read_options(SCRIPTS[words[0]], "", words[1:]), part.done)
-    return found
-
-
-@pytest.mark.parametrize("rank", [16, 0])
-def test_the_configuration_says_whether_adapters_are_trained(rank, tmp_path):
-    text = (ROOT / SUITES["sparc"].config).read_text().replace("lora_rank = 32", f"lora_rank = {rank}")
-    (tmp_path / "c.toml").write_text(text)
-    suite = SUITES["sparc"]._replace(config=str(tmp_path / "c.toml"))
-    parts = {part.title: part.command for part in seed_parts(suite, "data", "", "m", Path("x"), 0)}
-    of = {name: read_options(SCRIPTS[parts[name][0]], "", parts[name][1:]).lora_rank for name in parts
-          if name in ("sft", "sft_no_memory", "short_sft", "short_rl", "rl_process")}  # fmt: skip
-    assert of.pop("rl_process") == 0  # goes on with the warm start's
-    assert set(of.values()) == {rank}
+def listed(*words) -> list[list[str]]:
+    """The commands that reproduce.py --list shows, as words."""
+    lines = run("reproduce.py", "--list", *words).splitlines()
+    assert all(line.startswith(("to do  python ", "done   python ")) for line in lines)
+    return [line[14:].split() for line in lines]
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), [("toy", ""), ("toy", "base"), ("sparc", "Qwen/Qwen3-1.7B"), ("cosql", "base")]
+    ("name", "words"),
+    [
+        ("toy", []),
+        ("toy", ["--model", "base"]),
+        ("sparc", ["--data", "D", "--other", "O", "--model", "base"]),
+        ("cosql", ["--data", "D", "--model", "base"]),
+        ("real", ["--data", "D", "--model", "base"]),
+        ("real", ["--data", "D", "--model", "base", "--config", "configs/real_qwen3.toml"]),
+        ("recipes", []),
+    ],
 )
-def test_commands_are_valid_and_in_order(name, model, monkeypatch):
-    made = {model} if model else set(map(str, MODELS.glob("seed*")))
-    for title, (config, done) in configs(name, model, monkeypatch).items():
-        assert config.seed == 3 and done.is_relative_to(config.out), title
-        assert title == "imitation" or config.model in made, title
-        if getattr(config, "curriculum", ""):
-            assert config.curriculum in made, title
-        made.add(str(done))
-        made.add(config.out)
-        if title == "sft":
-            assert config.rounds == 3
-            made |= {f"{config.out}/policies/round_{n}" for n in (1, 2)}
+def test_commands_are_valid_and_come_after_what_they_need(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    made = {"base", "models/toy/seed0"}
+    asked, budgets = {}, set()
+    for command in listed("--suite", name, *words, "--seeds", 0, 3, "--out", tmp_path):
+        words = command[1:] if command[0] == "-m" else command
+        if words[0] == "mtsql.toy.benchmark":
+            made.add(words[1])
+            continue
+        config = read_options(SCRIPTS[words[0]], "", words[1:])
+        assert f"seed{config.seed}/" in config.out
+        assert {*config.data} <= made or config.data[0].startswith(("D", "O"))
+        assert words[0] == "mtsql.toy.imitation" or config.model in made, command
+        assert getattr(config, "curriculum", "") in {*made, ""}, command
+        made |= {config.out, *(f"{config.out}/{done}" for done in ("policy", "counts.jsonl"))}
+        made |= {f"{config.out}/policies/round_{n}" for n in range(1, getattr(config, "rounds", 0))}
+        if isinstance(config, EvaluateConfig):
+            *_, dataset, arm = config.out.split("/")
+            asked.setdefault(arm, []).append(dataset)
+            assert config.out not in asked
+        elif isinstance(config, GrpoConfig):
+            budgets.add((config.steps, config.prompts_per_step, config.samples_per_prompt))
+    arms, sets = SUITES[name].arms, SUITES[name].sets
+    there = [dataset for dataset in sets if name != "cosql" or dataset == "cosql"]
+    assert asked.keys() == arms.keys() and len(budgets) == 1
+    assert all({*asked[arm]} == {*(spec.sets or there)} & {*there} for arm, spec in arms.items())
+    assert all(pair[1] in arms and pair[2] in arms for pair in SUITES[name].pairs)
+
+
+def configs(name: str, model: str = "base") -> dict:
+    """The parsed options of every part of a seed, by title."""
+    places = {"data": "data", "other": "other", "model": model, "rank": "16"}
+    parts = parts_of(SUITES[name], Path("runs"), 0, places)
+    words = {part.title: part.command[part.command[0] == "-m" :] for part in parts}
+    return {title: read_options(SCRIPTS[found[0]], "", found[1:]) for title, found in words.items()}
 
 
 def test_arms_differ_in_what_they_are_named_after(monkeypatch):
-    parts = {title: config for title, (config, _) in configs("toy", "", monkeypatch).items()}
-    rl = [
-        f"rl_{arm}" for arm in ("outcome", "process", "shuffled", "no_execution_trained", "no_memory_trained")
-    ]
-    asked = ("data", "steps", "prompts_per_step", "samples_per_prompt", "seed")
-    assert len({tuple(getattr(parts[arm], field) for field in asked) for arm in (*rl, "short_rl")}) == 1
-    ordered = {parts[arm].curriculum for arm in (*rl, "short_rl", "asked") if arm != "rl_shuffled"}
-    assert len(ordered) == 1  # and what they ask of it, the shuffled run asks in another order
-    assert parts["rl_shuffled"].curriculum == str(Path(parts["asked"].out) / "counts.jsonl")
-    for tools in ("no_execution", "no_memory"):
-        assert parts[f"sft_{tools}"].tools == parts[f"rl_{tools}_trained"].tools == tools
-        assert parts[f"evaluate rl_{tools}_trained"].tools == tools
-        assert parts[f"rl_{tools}_trained"].model == str(Path(parts[f"sft_{tools}"].out) / "policy")
-    assert (parts["rl_process"].level_size > 0, parts["rl_shuffled"].level_size) == (True, 0)
+    monkeypatch.chdir(ROOT)
+    parts = configs("toy")
+    rl = ("rl_outcome", "rl_process", "rl_no_execution_trained", "rl_no_memory_trained", "short_rl")
+    assert {parts[arm].curriculum for arm in rl} == {"runs/seed0/curriculum/counts.jsonl"}
     assert (parts["rl_outcome"].rewards, parts["rl_process"].rewards) == ("outcome", "process")
-    assert {parts[f"evaluate {arm}"].tools for arm in ("base_direct", "short_sft", "short_rl")} == {"none"}
-    final = parts["evaluate rl_process"]
+    assert (parts["short_rl"].lora_rank, parts["rl_process"].lora_rank) == (16, 0)  # that of the warm start
+    for tools in ("no_execution", "no_memory"):
+        trained = f"rl_{tools}_trained"
+        assert {parts[f"sft_{tools}"].tools, parts[trained].tools} == {tools}
+        assert parts[trained].model == f"runs/seed0/sft_{tools}/policy"
+    final = parts["evaluate rl_process on test"]
     for arm, field, value in (
         ("rl_no_execution", "tools", "no_execution"),
         ("rl_no_memory", "tools", "no_memory"),
         ("rl_process_predicted", "history", "predicted"),
         ("rl_cap_60", "max_response_tokens", 60),
-        ("rl_process_elsewhere", "data", ("other",)),
+        ("rl_no_memory_trained", "tools", "no_memory"),
     ):
-        other = parts[f"evaluate {arm}"]
-        different = {k for k in vars(final) if vars(final)[k] != vars(other)[k]}
+        other = parts[f"evaluate {arm} on test"]
+        different = {key for key in vars(final) if vars(final)[key] != vars(other)[key]}
         assert getattr(other, field) == value
-        timed = {"sampled_runs", "latency_questions"} if arm != "rl_cap_60" else set()
-        assert different - {"split"} == {field, "out", *timed}
+        assert different == {field, "out", *(["model"] if "trained" in arm else [])}
+    assert SUITES["toy"].benchmark[-1] == str(MODELS_SEED)  # models/toy have seen train of this one
 
 
-@pytest.mark.parametrize("sizes", [(250, 250, 250, 250, 248), (250, 250, 250, 250, 180), (30,), (7, 3)])
-def test_the_shuffled_run_asks_what_the_ordered_one_asks(sizes):
-    suite = from_toml(ROOT / SUITES["toy"].config, GrpoConfig)
-    config = GrpoConfig(**suite | {"model": "m", "data": ("d",), "out": "o", "seed": 3})
-    asked = asked_questions(config, sizes)
-    step_sizes = [min(config.prompts_per_step, size) for size in sizes]
-    assert all(0 <= index < sizes[level] for level, index in asked)
-    if sum(sizes) > config.steps * config.prompts_per_step:
-        assert len(asked) == config.steps * config.prompts_per_step < sum(sizes)
-        shuffled = [
-            index
-            for step in range(config.steps)
-            for index in question_order(config.seed, len(asked), config.prompts_per_step, 0, step)
-        ]
-        assert sorted(shuffled) == list(range(len(asked)))  # each once, as in the ordered run
-    else:
-        assert len(asked) >= max(step_sizes)
+def test_the_recipes_have_their_own_settings_and_the_same_budget(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parts = configs("recipes", "")
+    for recipe, interactions in zip(RECIPES, (4, 4, 9, 5), strict=True):
+        config = parts[f"{recipe}_rl"]
+        assert config.recipe == parts[f"evaluate {recipe}_rl on test"].recipe == recipe
+        assert config.max_interactions == interactions
+        assert config.model == parts["counts"].model == "runs/seed0/imitation"
+    filters = [parts[f"mtir_sql{how}_rl"].filter_rollouts for how in ("", "_unfiltered")]
+    assert filters == [True, False]
+    single = parts["sql_trail_single_rl"]
+    assert (single.tools, single.max_interactions, single.weights) == ("none", 0, "turns=0")
+    assert parts["evaluate skyrl_sql_rl_names on test"].schema == "names"
 
 
-def test_the_asked_questions_are_written_with_their_counts(work, tmp_path):
-    data = [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
-    options = EvaluateConfig(model="", data=(str(work / "benchmark"),), out="")
-    questions = examples(load_split(options, "train").dialogues)
-    counts = [SuccessCount(e.id, n % 3, 3, e.db_id) for n, e in enumerate(questions)]
-    path = tmp_path / "counts.jsonl"
-    path.write_text("".join(json.dumps(vars(c)) + "\n" for c in counts))
-    steps = ["--curriculum", path, "--level-size", 8, "--steps", 4, "--prompts-per-step", 2]
-    said = run("-m", "mtsql.experiments.asked_questions", *data, *steps, "--out", tmp_path / "asked")
-    kept = read_counts(tmp_path / "asked" / "counts.jsonl")
-    assert len(kept) == 8 and set(kept) < set(counts) and f"8 of {len(counts)} questions are asked" in said
-    run("-m", "mtsql.experiments.asked_questions", *data, "--out", tmp_path / "none", expect=2)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["toy", "--data", "D"], "--suite toy makes its own data"),
+        (["sparc", "--data", "D"], "--suite sparc needs --data and --model"),
+        (["real", "--data", "D", "--model", "M", "--other", "O"], "--suite real has no --other"),
+        (["real", "--data", "D", "--model", "M"], "--data D lacks real/train_mix.json, sparc/dev.json, "),
+        (["recipes", "--page"], "has no finished evaluation of this suite yet"),
+    ],
+)
+def test_wrong_input_is_answered_before_any_part_runs(words, said, tmp_path):
+    printed = run("reproduce.py", "--suite", *words, "--out", tmp_path / "out", expect=2)
+    assert said in printed and printed.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_estimates_by_hand():
+    values = [("a", 1), ("a", 0), ("b", 1), ("b", 1)]
+    found = estimate({0: values})
+    # Drawn means 1/2, 3/4 and 1, the ends more than 2.5 % each, widened by the root of 2 for two databases.
+    assert found.mean == 0.75 and found.by_seed == {0: 0.75}
+    assert found.interval == pytest.approx((0.75 - 0.25 * 2**0.5, 0.75 + 0.25 * 2**0.5))
+    assert found.sure and not estimate({0: [("a", 1), ("b", -1)]}).sure
+    assert estimate({0: [("a", 1), ("a", 0)]}).interval is None and estimate({}) is None
+    assert estimate({0: values, 1: values}, other_seeds=True).interval == pytest.approx(found.interval)
+    # Seeds of 0 and 1, databases alike: 12.7 standard errors of 1/2 with one degree of freedom.
+    seeds = {0: [("a", 0), ("b", 0)], 1: [("a", 1), ("b", 1)]}
+    assert estimate(seeds).interval == (0.5, 0.5)
+    low, high = estimate(seeds, other_seeds=True, draws=100_000).interval
+    assert (low, high) == pytest.approx((0.5 - 12.71 / 2, 0.5 + 12.71 / 2), rel=0.06)
+    gained = subtract(values, [("a", 0), ("a", 0), ("b", 1), ("b", 1)])
+    assert gained == [("a", 1), ("a", 0), ("b", 0), ("b", 0)]
+    assert difference_text(estimate({0: gained}), 100) == "+25.0 [-10.4, +60.4]"
+    with pytest.raises(UserError, match="different questions"):
+        subtract(values, values[1:])
+
+
+def lay_out(out: Path, arm: str, bits: str, seed: int = 0, dataset: str = "test") -> Path:
+    """A finished evaluation over two databases, whose EM is that of the first question alone."""
+    folder = out / f"seed{seed}" / "evaluation" / dataset / arm
+    folder.mkdir(parents=True)
+    ids = zip("aabbb", bits, strict=False)
+    records = [
+        {"db_id": name, "ex": int(bit), "em": int(bit) * (n == 0)} for n, (name, bit) in enumerate(ids)
+    ]
+    means = {key: {"mean": sum(r[key] for r in records) / len(records)} for key in ("ex", "em")}
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "summary.json").write_text(json.dumps({"questions": len(records), **means}))
+    (folder / "run.json").write_text(json.dumps({"commit": "abc", "hardware": "two cores"}))
+    return folder
+
+
+def cells(page: str, *starts: str) -> list[str]:
+    """The cells after the first ones of the only table row that starts with them."""
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    (found,) = [row[len(starts) :] for row in rows if row[: len(starts)] == list(starts)]
+    return found
+
+
+def test_a_page_is_made_of_what_is_finished_and_again_of_its_rows(tmp_path):
+    lay_out(tmp_path, "warm", "10000")
+    for seed in (0, 1):
+        lay_out(tmp_path, "rl", ("11000", "11110")[seed], seed)
+        training = tmp_path / f"seed{seed}" / "rl"
+        training.mkdir()
+        (training / "dev.csv").write_text(f"step,ex,em\n9,0.{seed}5,0\n19,0.5,0\n")
+    lay_out(tmp_path, "rl", "111", dataset="themes")
+    cut_off = lay_out(tmp_path, "cut", "11111") / "predictions.jsonl"
+    cut_off.write_text(cut_off.read_text()[:-60])
+    page = write_page(SMALL, "small", tmp_path / "small.md")
+    rows = json.loads((tmp_path / "small.json").read_text())
+    assert [(r["dataset"], r["arm"], r["seed"], r["ex"], r["right"], r["exact"]) for r in rows] == [
+        ("test", "warm", 0, 20.0, "10000", "10000"), ("test", "rl", 0, 40.0, "11000", "10000"),
+        ("test", "rl", 1, 80.0, "11110", "10000"), ("themes", "rl", 0, 100.0, "111", "100"),
+    ]  # fmt: skip
+    assert [r["curve"] for r in rows] == [[], [[10, 5.0], [20, 50.0]], [[10, 15.0], [20, 50.0]], []]
+    assert rows[0]["databases"] == [["a", 2], ["b", 3]] and rows[0]["commit"] == "abc"
+    text = page.read_text()
+    what, ex, em, seeds = cells(text.split("## themes")[0], "`rl`")
+    assert what == "after RL" and ex.startswith("60.0 [") and em.startswith("20.0 [")
+    assert seeds == "0: 40.0, 1: 80.0"
+    # The warm start of seed 0 stands beside both seeds of RL.
+    arms, ex, seeds, em = cells(text, "what RL is worth")
+    assert (arms, seeds, em) == ("`rl` - `warm`", "0: +20.0, 1: +60.0", "+0.0 [+0.0, +0.0]")
+    assert ex.startswith("+40.0 [-")  # two seeds that differ say little
+    assert "**Not measured** on test: `cut`\n" in text and "on themes: `warm`\n" in text
+    assert "Seeds: 0, 1." in text and "## themes: 3 questions" in text and str(tmp_path) not in text
+    for name in ("small_bars.png", "small_curves.png"):
+        assert f"({name})" in text and imread(tmp_path / name).ndim == 3
+    kept = {path.name: path.read_bytes() for path in tmp_path.glob("small*")}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "small.json").write_bytes(kept["small.json"])
+    write_page(SMALL, "small", elsewhere / "small.md")
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
+
+
+def test_rows_of_other_machines_stay_and_other_questions_are_refused(tmp_path):
+    lay_out(tmp_path, "warm", "10000")
+    old = {"dataset": "test", "arm": "old", "seed": 2, "ex": 50.0, "em": 25.0, "curve": []}
+    old |= {"questions": 5, "databases": [["a", 2], ["b", 3]]}
+    (tmp_path / "small.json").write_text(json.dumps([old]))
+    text = write_page(SMALL, "small", tmp_path / "small.md").read_text()
+    assert cells(text, "`old`") == ["", "50.0", "25.0", "2: 50.0"]  # no interval: its answers were not kept
+    before = (tmp_path / "small.json").read_bytes()
+    lay_out(tmp_path, "rl", "1111")
+    with pytest.raises(UserError, match="test: rl, seed 0, has other questions than warm, seed 0"):
+        write_page(SMALL, "small", tmp_path / "small.md")
+    assert (tmp_path / "small.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_committed_pages_are_those_of_their_rows(name, tmp_path):
+    """But for the intervals, which another numpy may draw otherwise."""
+    page = ROOT / "docs" / "results" / (name if name in ("real", "recipes") else f"suite_{name}")
+    if page.with_suffix(".json").exists():
+        text = page.with_suffix(".md").read_text()
+        for row in json.loads(page.with_suffix(".json").read_text()):
+            assert f"{row['seed']}: {row['ex']:.1f}" in text.split(f"## {row['dataset']}:")[1]
+
+
+def test_a_small_toy_suite_runs_and_resumes(work, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = (ROOT / "configs" / "toy_suite.toml").read_text()
+    for setting in ("steps = 40", "prompts_per_step = 24", "evaluate_every = 10", "evaluate_dialogues = 60"):
+        assert setting in settings
+        settings = settings.replace(setting, f"{setting.split()[0]} = 2")
+    (tmp_path / "small.toml").write_text(settings)
+    whole = SUITES["toy"]
+    trainings = {
+        "short_sft": whole.trainings["short_sft"],
+        "short_rl": whole.trainings["short_rl"]._replace(counts=""),
+    }
+    arms = {arm: whole.arms[arm] for arm in ("base_direct", "short_sft", "short_rl")}
+    suite = whole._replace(
+        config=str(tmp_path / "small.toml"), trainings=trainings, arms=arms, sets={"test": whole.sets["test"]}
+    )
+    places = {"data": str(work / "benchmark"), "other": "", "model": str(work / "imitation"), "rank": "0"}
+    parts = parts_of(suite, tmp_path, 0, places)
+    assert len(parts) == 5
+    for _ in range(2):
+        for part in parts:
+            run_part(*part)
+    assert capfd.readouterr().out.count("is there already") == 5
+    text = write_page(suite, "toy", tmp_path / "suite_toy.md").read_text()
+    for arm in arms:
+        found = read_evaluation(tmp_path / "seed0" / "evaluation" / "test" / arm)
+        assert cells(text, f"`{arm}`")[1].startswith(f"{100 * found.summary['ex']['mean']:.1f} [")
+    assert "suite_toy_curves.png" in text and "Not measured" not in text
 
 
 def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):

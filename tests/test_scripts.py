@@ -232,21 +232,6 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
     assert {c.example_id.split("/")[0] for c in counts} <= {d.id for d in splits["train"]}
 
 
-def test_grid_search_compares_weights_on_held_out_databases(work):
-    small = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--steps", 1]
-    out = run(
-        "-m", "mtsql.experiments.grid_search", *TOY,
-        "--data", work / "benchmark", "--model", work / "imitation",
-        "--held-out", 1, "--out", work / "grid", "--proposal", 0, 0.8, "--verify", 0.1, "--", *small,
-    )  # fmt: skip
-    results = json.loads((work / "grid" / "grid.json").read_text())
-    assert sorted((r["w3"], r["w4"]) for r in results) == [(0.0, 0.1), (0.8, 0.1)]
-    questions = sum(len(d.turns) for d in load_split(config_for(work), "held_out").dialogues)
-    assert f"{questions} held-out questions" in out
-    trained = json.loads((work / "grid" / "w3_0.8_w4_0.1" / "grpo" / "run.json").read_text())["config"]
-    assert (trained["weights"], trained["held_out"], trained["steps"]) == ("proposal=0.8,verify=0.1", 1, 1)
-
-
 def config_for(work, held_out=1):
     return EvaluateConfig(model="", data=(str(work / "benchmark"),), out="", held_out=held_out)
 

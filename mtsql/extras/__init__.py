@@ -1,1 +1,1 @@
-"""What the three scripts do not need: other ways in, other ways out, long reproductions."""
+"""What is used beside the three scripts: they import nothing of this."""

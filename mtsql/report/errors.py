@@ -1,7 +1,7 @@
 """What is wrong with a wrong answer: the error kinds of MTSQL-R1 (section 4.4, Figure 7), by rules.
 
-The paper names the kinds and leaves the counting to a language model, as `mtsql.experiments.judge`
-does; these rules read them off the two queries. The borders are drawn so that one slip is one kind:
+The paper names the kinds and leaves the counting to a language model; these rules read them off the two
+queries. The borders are drawn so that one slip is one kind:
 
 - execution: there is no answer, or it does not run. It stands alone.
 - constraint: a condition of WHERE, HAVING or ON is lost, added, or has another operator or value; OR for AND;

@@ -25,7 +25,8 @@ from mtsql.sql.score import FURTHER_METRICS
 HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
 RESAMPLES = 10_000  # of a bootstrap interval
-DRAWN_AT_ONCE = 2_000_000  # dialogues, so that memory stays bounded
+MANY_GROUPS = 100  # beyond, those with equal sums and sizes are drawn as one, which is faster
+DRAWN_AT_ONCE = 2_000_000  # groups, so that memory stays bounded
 COUNTS = ("interactions", "sampled_tokens", "response_tokens", "turns", "thought_characters")
 
 
@@ -49,23 +50,29 @@ def step_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards])
     }
 
 
-def bootstrap_means(values_by_dialogue: Sequence[Sequence[float]], seed: int = 0) -> np.ndarray:
-    """Means over questions after drawing whole dialogues anew: (RESAMPLES,), float64.
+def bootstrap_means(
+    values_by_group: Sequence[Sequence[float]], seed: int = 0, draws: int = RESAMPLES
+) -> np.ndarray:
+    """Means over questions after drawing whole groups, dialogues or databases, anew: (draws,), float64.
 
-    The questions of a dialogue depend on each other, so dialogues are what is drawn. Raises ValueError if
-    there is no dialogue, or one without questions.
+    The questions of a dialogue or a database depend on each other, so groups are what is drawn. Raises
+    ValueError if there is no group, or one without questions.
     """
-    sizes = np.array([len(values) for values in values_by_dialogue])  # (dialogues,)
-    if len(sizes) == 0 or not sizes.all():
-        raise ValueError("an interval needs at least one dialogue, and a question in each")
-    sums = np.array([sum(values) for values in values_by_dialogue], dtype=float)  # (dialogues,)
+    count = len(values_by_group)
+    if not all(map(len, values_by_group)) or not count:
+        raise ValueError("an interval needs at least one group, and a question in each")
+    totals = np.array([(sum(values), len(values)) for values in values_by_group], dtype=float)
+    shares = np.full(count, 1 / count)
+    if count > MANY_GROUPS:
+        totals, alike = np.unique(totals, axis=0, return_counts=True)
+        shares = alike / count
     rng = np.random.default_rng(seed)
-    means = np.empty(RESAMPLES)
-    at_once = max(1, DRAWN_AT_ONCE // len(sizes))
-    for start in range(0, RESAMPLES, at_once):
+    means = np.empty(draws)
+    at_once = max(1, DRAWN_AT_ONCE // len(totals))
+    for start in range(0, draws, at_once):
         part = means[start : start + at_once]
-        drawn = rng.integers(len(sizes), size=(len(part), len(sizes)))  # (draws, dialogues)
-        part[:] = sums[drawn].sum(1) / sizes[drawn].sum(1)
+        sums, sizes = (rng.multinomial(count, shares, size=len(part)) @ totals).T
+        part[:] = sums / sizes
     return means
 
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
-from mtsql.experiments.arms import Answer, answers, estimate, measure_of, paired_answers, read_evaluation
-from mtsql.experiments.markdown import difference_of
+from mtsql.extras.reproduce.numbers import Values, difference_text, estimate, read_evaluation, subtract
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
 from mtsql.toy.benchmark import MODELS_SEED
@@ -42,6 +40,7 @@ COMPARISONS = (
     ("rl", "warm_start"), ("rl", "short_horizon"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"),
     ("rl_themes", "warm_start_themes"), ("rl_themes", "short_horizon_themes"),
 )  # fmt: skip
+DRAWS = 100_000  # of an interval
 
 
 def main() -> None:
@@ -78,11 +77,11 @@ def main() -> None:
     _report(out, policies, arguments.seed)
 
 
-def _mean_and_interval(found: Sequence[Answer], key: str) -> dict[str, float]:
+def _mean_and_interval(values: Values, key: str) -> dict[str, float]:
     """A mean and the ends of its interval over databases."""
-    difference = estimate(found)
-    low, high = difference.interval
-    return {key: difference.mean, f"{key}_low": low, f"{key}_high": high}
+    found = estimate({0: values}, draws=DRAWS)
+    low, high = found.interval
+    return {key: found.mean, f"{key}_low": low, f"{key}_high": high}
 
 
 def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
@@ -94,7 +93,7 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     for arm, (phase, *_) in ARMS.items():
         found = {"arm": arm}
         for key in ("ex", "em"):
-            found |= _mean_and_interval(answers({seed: arms[arm]}, measure_of(key)), key)
+            found |= _mean_and_interval(arms[arm].values(key), key)
         found |= {key: arms[arm].summary[key] for key in ("ex_sampled", "questions", "status")}
         results.append(found | {"minutes": round(minutes[phase], 2), "seed": seed})
     write_atomically(out / "results.json", json.dumps(results, indent=1))
@@ -110,9 +109,9 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
     for better, worse in COMPARISONS:
         found, said = {"better": better, "worse": worse, "seed": seed}, {}
         for key in ("ex", "em", "ex_sampled"):
-            pairs = paired_answers({seed: arms[better]}, {seed: arms[worse]}, measure_of(key))
+            pairs = subtract(arms[better].values(key), arms[worse].values(key))
             found |= _mean_and_interval(pairs, key)
-            said[key] = difference_of(pairs)
+            said[key] = difference_text(estimate({0: pairs}, draws=DRAWS), 100)
         differences.append(found)
         print(f"{better} - {worse}: {said['ex']} ({said['ex_sampled']}; {said['em']})")
     write_atomically(out / "differences.json", json.dumps(differences, indent=1))

@@ -1,1 +1,0 @@
-"""Whatever only makes pages: suites, arms, findings, tables, figures, comparisons."""

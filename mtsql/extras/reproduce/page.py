@@ -1,0 +1,282 @@
+"""The page of a suite: a table and paired differences for every set of questions, curves, and bars.
+
+All of it is made of rows, one an evaluation, which stand beside the page as JSON. Finished evaluations below
+the run folder replace their rows, and the others stay: parts may run on several machines.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import cycle, groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from mtsql.errors import UserError
+from mtsql.extras.reproduce.numbers import (
+    Estimate,
+    Values,
+    difference_text,
+    estimate,
+    read_evaluation,
+    read_json,
+    signed,
+    subtract,
+)
+from mtsql.extras.reproduce.suites import Suite
+from mtsql.files import write_atomically
+from mtsql.report.plots import save_figure
+
+Row = dict[str, Any]
+BITS = {"ex": "right", "em": "exact"}  # a character a question
+READING = (
+    "EX is execution accuracy, EM exact set match, greedy, in %; a mean is over seeds. In brackets: 95 "
+    "% intervals, for which databases are drawn anew. In the differences, on the same questions and in "
+    "points, the spread of the seeds is added to that as Student's t; with one seed they say nothing of "
+    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. Nothing is "
+    "corrected for the number of differences. An arm that seed 0 has made for all stands beside every "
+    "seed. Where there is no interval, the single answers were not kept."
+)
+
+
+def write_page(suite: Suite, name: str, path: Path) -> Path:
+    """Bring the .json beside `path` up to date, write the page and its figures and return its path.
+
+    Finished evaluations are looked for in the folder of `path`. Raises UserError if there are none and no
+    .json, and for a row with other questions than the others of its set.
+    """
+    out = path.parent
+    rows = {(r["dataset"], r["arm"], r["seed"]): r for r in read_json(path.with_suffix(".json")) or []}
+    for folder in out.glob("seed*/evaluation/*/*"):
+        row = finished_row(folder, next(iter(suite.sets)))
+        if row:
+            rows[row["dataset"], row["arm"], row["seed"]] = row
+    if not rows:
+        raise UserError(f"{out} has no finished evaluation of this suite yet, and no {path.stem}.json")
+    arms = [*suite.arms, *sorted({arm for _, arm, _ in rows} - suite.arms.keys())]
+    sets = [*suite.sets, *sorted({dataset for dataset, *_ in rows} - suite.sets.keys())]
+    order = sorted(rows, key=lambda key: (sets.index(key[0]), arms.index(key[1]), key[2]))
+    found = [rows[key] for key in order]
+    check_questions(found)
+    write_atomically(path.with_suffix(".json"), "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+    of = {  # set: arm: seed: row
+        dataset: {
+            arm: {r["seed"]: r for r in found if (r["dataset"], r["arm"]) == (dataset, arm)} for arm in arms
+        }
+        for dataset in sets
+        if any(r["dataset"] == dataset for r in found)
+    }
+    accuracy = {dataset: accuracies(by_arm) for dataset, by_arm in of.items()}
+    bars = save_figure(bar_figure(accuracy), path.with_name(f"{path.stem}_bars.png"))
+    sections = [f"![EX of every arm]({bars.name})"]
+    for dataset, by_arm in of.items():
+        count = next(r["questions"] for r in found if r["dataset"] == dataset)
+        sections.append(f"## {dataset}: {count} questions")
+        sections += [accuracy_table(suite, accuracy[dataset]), difference_table(suite, by_arm)]
+    curves = curve_figure(found)
+    if curves:
+        file = save_figure(curves, path.with_name(f"{path.stem}_curves.png"))
+        shown = "EX during RL, on the dialogues that it evaluates, or without any on the sampled batch"
+        sections.append(f"## During RL\n\n![{shown}]({file.name})\n\n{shown}; thick: the mean of the seeds.")
+    top = f"# {suite.title}\n\n{heading(suite, name, of, found, path)}"
+    write_atomically(path, joined(top, READING, *sections) + "\n")
+    return path
+
+
+def finished_row(folder: Path, first_set: str) -> Row | None:
+    """The row of the evaluation in out/seed<S>/evaluation/<set>/<arm>, None if it is not finished.
+
+    The curve of the training of the same name is kept once, with `first_set`.
+    """
+    evaluation = read_evaluation(folder)
+    if evaluation is None:
+        return None
+    records, run, home = evaluation.records, evaluation.run, folder.parents[2]
+    done = datetime.fromtimestamp((folder / "summary.json").stat().st_mtime, UTC)
+    return {
+        "dataset": folder.parent.name,
+        "arm": folder.name,
+        "seed": int(home.name.removeprefix("seed")),
+        **{metric: round(100 * evaluation.summary[metric]["mean"], 4) for metric in BITS},
+        "questions": len(records),
+        "date": done.date().isoformat(),
+        "hardware": run.get("hardware"),
+        "commit": run.get("commit"),
+        "databases": [[name, len(list(group))] for name, group in groupby(r["db_id"] for r in records)],
+        "curve": curve(home / folder.name) if folder.parent.name == first_set else [],
+        **{bits: "".join(str(int(r[metric])) for r in records) for metric, bits in BITS.items()},
+    }
+
+
+def curve(training: Path) -> list[list[float]]:
+    """Step and EX in % of the run of GRPO in a folder; none of another."""
+    for path in (training / "dev.csv", training / "metrics.csv"):
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = [row for row in csv.DictReader(file) if None not in row.values() and row.get("ex")]
+            return [[int(row["step"]) + 1, round(100 * float(row["ex"]), 2)] for row in rows]
+    return []
+
+
+def check_questions(rows: Sequence[Row]) -> None:
+    """Raise UserError for a row whose questions are not those of its set's first row."""
+    first = {r["dataset"]: r for r in reversed(rows)}
+    for row in rows:
+        other = first[row["dataset"]]
+        if any(row.get(key) != other.get(key) for key in ("questions", "databases")):
+            raise UserError(
+                f"{row['dataset']}: {row['arm']}, seed {row['seed']}, has other questions than "
+                f"{other['arm']}, seed {other['seed']}; evaluate it on the same data and databases"
+            )
+
+
+def values_of(row: Row, metric: str) -> Values:
+    """100 or 0 of each question; the mean alone, of no database, where the answers were not kept."""
+    if BITS[metric] not in row:
+        return [("", row[metric])]
+    names = (name for name, count in row["databases"] for _ in range(count))
+    return [(name, 100.0 * int(bit)) for name, bit in zip(names, row[BITS[metric]], strict=True)]
+
+
+def accuracies(by_arm: Mapping[str, Mapping[int, Row]]) -> dict[str, dict[str, Estimate]]:
+    """EX and EM of every arm that has rows."""
+    return {
+        arm: {m: estimate({seed: values_of(row, m) for seed, row in rows.items()}) for m in BITS}
+        for arm, rows in by_arm.items()
+        if rows
+    }
+
+
+def accuracy_table(suite: Suite, found: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """EX and EM of every arm on one set."""
+    lines = []
+    for arm, of in found.items():
+        cells = []
+        for of_metric in of.values():
+            ends = of_metric.interval
+            interval = f" [{', '.join(map(decimal, ends))}]" if ends else ""
+            cells.append(f"{of_metric.mean:.1f}{interval}")
+        each = {seed: decimal(mean) for seed, mean in of["ex"].by_seed.items()}
+        what = suite.arms[arm].what if arm in suite.arms else ""
+        lines.append([f"`{arm}`", what, *cells, seeds_text(each)])
+    return table(["arm", "what it is", "EX", "EM", "EX of each seed"], lines)
+
+
+def difference_table(suite: Suite, by_arm: Mapping[str, Mapping[int, Row]]) -> str:
+    """The paired differences on one set."""
+    lines = []
+    for what, better, worse in suite.pairs:
+        cells = []
+        for metric in BITS:
+            pairs = {}
+            for seed, row in by_arm.get(better, {}).items():
+                other = by_arm.get(worse, {}).get(0 if suite.is_once(worse) else seed)
+                if other:
+                    pairs[seed] = subtract(values_of(row, metric), values_of(other, metric))
+            found = estimate(pairs, other_seeds=True)
+            if found:
+                text = difference_text(found)
+                cells.append(f"**{text}**" if found.sure else text)
+                each = {seed: signed(mean) for seed, mean in found.by_seed.items()}
+                cells += [seeds_text(each)] if metric == "ex" else []
+        if cells:
+            lines.append([what, f"`{better}` - `{worse}`", *cells])
+    return table(["difference", "arms", "EX", "EX of each seed", "EM"], lines)
+
+
+def heading(suite: Suite, name: str, of: Mapping, rows: Sequence[Row], path: Path) -> str:
+    """Where the numbers come from, and what is missing."""
+
+    def listed(key: str, length: int = 99) -> str:
+        return ", ".join(sorted({str(r[key])[:length] for r in rows if r.get(key) is not None})) or "not kept"
+
+    given = "" if suite.benchmark else " --data DATA --model MODEL"
+    lines = [
+        f"- Dates: {listed('date')}. Hardware: {listed('hardware')}. Seeds: {listed('seed')}.",
+        f"- Commits: {listed('commit', 10)}.",
+        f"- `python reproduce.py --suite {name}{given}` makes it, in parts that resume; with `--page` again "
+        f"from [{path.stem}.json]({path.stem}.json).",
+    ]
+    notes = path.with_name(f"{path.stem}_notes.md")
+    if notes.exists():
+        lines.append(f"- How to read it, and what was tried: [{notes.name}]({notes.name})")
+    for dataset, by_arm in of.items():
+        asked = [arm for arm, spec in suite.arms.items() if dataset in (spec.sets or suite.sets)]
+        lacking = ", ".join(f"`{arm}`" for arm in asked if not by_arm[arm])
+        lines += [f"- **Not measured** on {dataset}: {lacking}"] if lacking else []
+    return "\n".join(lines)
+
+
+def bar_figure(accuracy: Mapping[str, Mapping[str, Mapping[str, Estimate]]]) -> Figure:
+    """EX of every arm with its interval, a panel for each set."""
+    arms = list(dict.fromkeys(arm for found in accuracy.values() for arm in found))
+    figure = Figure(figsize=(2.2 + 3 * len(accuracy), 0.8 + 0.2 * len(arms)), layout="constrained")
+    panels = figure.subplots(1, len(accuracy), sharey=True, squeeze=False)[0]
+    for axes, (dataset, found) in zip(panels, accuracy.items(), strict=True):
+        for arm, of in found.items():
+            low, high = of["ex"].interval or (of["ex"].mean,) * 2
+            errors = [[max(0, of["ex"].mean - low)], [max(0, high - of["ex"].mean)]]
+            axes.barh(arms.index(arm), of["ex"].mean, 0.7, xerr=errors, color="#7fa8cc", ecolor="#444444")
+        axes.set_title(f"{dataset}: EX, %")
+        axes.set_xlim(0, 100)
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].set_yticks(range(len(arms)), arms)
+    panels[0].invert_yaxis()
+    return figure
+
+
+def curve_figure(rows: Sequence[Row]) -> Figure | None:
+    """EX over the steps of RL: each seed thin, and the mean at the steps that all seeds of a run have."""
+    runs: dict[str, list[dict[float, float]]] = {}
+    for row in rows:
+        if row["curve"]:
+            runs.setdefault(row["arm"], []).append(dict(map(tuple, row["curve"])))
+    if not runs:
+        return None
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for (arm, curves), colour in zip(runs.items(), cycle(colormaps["tab10"].colors), strict=False):
+        for seed in curves if len(curves) > 1 else ():
+            axes.plot(seed.keys(), seed.values(), color=colour, linewidth=0.5, alpha=0.5)
+        steps = sorted(set.intersection(*map(set, curves)))
+        means = [fmean(seed[step] for seed in curves) for step in steps]
+        axes.plot(steps, means, color=colour, linewidth=1.6, label=arm, marker="o", ms=2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("EX, %")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def seeds_text(values: Mapping[int, str]) -> str:
+    """Those of several seeds with each seed's number."""
+    return ", ".join(f"{seed}: {value}" for seed, value in sorted(values.items()))
+
+
+def table(header: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; "" without rows.
+
+    Columns of numbers, signs and intervals are aligned right, the others left.
+    """
+    if not rows:
+        return ""
+    numbers = [all(re.match(r"[-+*\[\d–]", cell) for cell in column) for column in zip(*rows, strict=True)]
+    rule = ["---:" if number else "---" for number in numbers]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def joined(*paragraphs: str) -> str:
+    """The paragraphs that are not empty, with a blank line between them."""
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def decimal(number: float) -> str:
+    """With one decimal."""
+    return f"{number:.1f}"
