@@ -152,8 +152,8 @@ def test_a_random_model_is_played_by_every_recipe(random_model, tmp_path, monkey
     given |= {"dialogues": 4, "max-turn-tokens": 12, "rows": 4}
     for name in RECIPES[1:]:
         out = tmp_path / name
-        words = [f"--{option}={value}" for option, value in (given | {"recipe": name, "out": out}).items()]
-        evaluate.main(read_options(EvaluateConfig, "", words))
+        words = [f"--{option}={value}" for option, value in (given | {"out": out}).items()]
+        evaluate.main(read_options(EvaluateConfig, "", ["--config", f"configs/{name}.toml", *words]))
         assert json.loads((out / "summary.json").read_text())["questions"] == 4
         assert "EX" in capsys.readouterr().out
         records = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]

@@ -130,8 +130,8 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
     config = EvaluateConfig(data=(str(folder),), out="")
 
     def options() -> dict:
-        run = SimpleNamespace(dataset=load_split(config, "dev"))
-        return answer_options(config, "dev", run)
+        task = SimpleNamespace(dataset=load_split(config, "dev"), about={})
+        return answer_options(config, "dev", task)
 
     log, before = tmp_path / "answers.jsonl", options()
     AnswerLog(log, before)
