@@ -25,8 +25,9 @@ Departures from the paper:
 - One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (--beta2) and there is no weight decay
   (--weight-decay), where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
-- Other papers' variants (mtsql/learn/variants.py, loss.py, advantages.py) are off unless --recipe sets them,
-  but for truncated importance sampling where sampler and trainer round apart: in half precision, on a GPU.
+- Other papers' variants (mtsql/learn/variants.py, loss.py, advantages.py) are off unless a paper's file sets
+  them, but for truncated importance sampling where sampler and trainer round apart: in half precision or on a
+  GPU.
 """
 
 from __future__ import annotations

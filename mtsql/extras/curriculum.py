@@ -35,24 +35,24 @@ from mtsql.task import (
 def main(config: CurriculumConfig) -> None:
     """Count."""
     check_samples(config)
-    run = begin_task(config, "rl" if config.for_rl else "train")
-    reward = reward_function(config, run.tokens, run.scorer)
-    asked = training_questions(config, run)
-    share = run.processes.share(list(enumerate(asked)))
+    task = begin_task(config, "rl" if config.for_rl else "train")
+    reward = reward_function(config, task.tokens, task.scorer)
+    asked = training_questions(config, task)
+    share = task.processes.share(list(enumerate(asked)))
     counts = []
-    with weights_for_rollouts(config, run):
-        for example, sampled in sample_questions(config, run, share, (config.seed,), "count"):
+    with weights_for_rollouts(config, task):
+        for example, sampled in sample_questions(config, task, share, (config.seed,), "count"):
             right = sum(is_right(reward(t, example), config.correct) for t in sampled)
             counts.append([SuccessCount(example.id, right, len(sampled), example.db_id)] if sampled else [])
-    counts = list(chain.from_iterable(run.processes.gather(counts)))
-    if run.processes.is_main:
-        save_config(config, run.out)
+    counts = list(chain.from_iterable(task.processes.gather(counts)))
+    if task.processes.is_main:
+        save_config(config, task.out)
         lines = "".join(json.dumps(vars(count)) + "\n" for count in counts)
-        write_atomically(run.out / "counts.jsonl", lines)
+        write_atomically(task.out / "counts.jsonl", lines)
         print(f"{len(counts)} questions, right of {config.samples_per_question} samples:")
         for right, questions in sorted(Counter(c.right for c in counts).items(), reverse=True):
             print(f"{right:>4} {questions:>6} questions")
-    leave_processes(run.processes)
+    leave_processes(task.processes)
 
 
 if __name__ == "__main__":
