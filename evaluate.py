@@ -34,18 +34,49 @@ Departures from the paper:
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from mtsql.config import EvaluateConfig, idle_options, read_options, save_config, user_errors
+from mtsql.config import (
+    Common,
+    Count,
+    NotNegative,
+    Served,
+    idle_options,
+    option,
+    read_options,
+    save_config,
+    user_errors,
+)
 
-# Before torch is imported, so that --help and wrong options are answered at once.
-OFFICIAL = {argument.partition("=")[0] for argument in sys.argv[1:]} & {"--gold", "--pred", "--compare"}
-if __name__ == "__main__" and OFFICIAL:
-    from mtsql.extras import official
 
-    user_errors(official.main)
-    sys.exit()
-if __name__ == "__main__":
-    OPTIONS = read_options(EvaluateConfig, __doc__)
+@dataclass(frozen=True, kw_only=True)
+class Args(Served, Common):
+    """The options of an evaluation; those of every script are in mtsql/config.py."""
+
+    SECTION: ClassVar = "evaluate"
+    history: Literal["gold", "predicted", "questions"] = option("gold", "earlier turns in memory")
+    split: Literal["train", "dev", "test", "test_themes", "held_out", "rl"] = option(
+        "dev", "part of the data (see --held-out)"
+    )
+    dialogues: Count = option(0, "first dialogues of the split only; 0 is all of them")
+    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy (SkyRL-SQL, Table 5: 0.6)")
+    top_p: NotNegative = option(
+        1.0, "where sampled: the likeliest tokens that hold so much, up to 1 (Qwen3: 0.95)"
+    )
+    sampled_runs: Count = option(
+        0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
+    )
+    latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    if {word.partition("=")[0] for word in sys.argv[1:]} & {"--gold", "--pred", "--compare"}:
+        from mtsql.extras import official
+
+        user_errors(official.main)
+        sys.exit()
+    OPTIONS = read_options(Args, __doc__)
 
 import json
 import time
@@ -79,7 +110,7 @@ from mtsql.task import (
 )
 
 
-def main(config: EvaluateConfig) -> None:
+def main(config: Args) -> None:
     """The evaluation protocol."""
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p should be above 0 and at most 1, not {config.top_p:g}")
@@ -146,7 +177,7 @@ def main(config: EvaluateConfig) -> None:
 
 
 def write_evaluation(
-    config: EvaluateConfig,
+    config: Args,
     task: Task,
     summary: dict,
     records: list[dict],
@@ -167,7 +198,7 @@ def write_evaluation(
         log.unlink()
 
 
-def seconds_an_answer(config: EvaluateConfig, task: Task) -> float:
+def seconds_an_answer(config: Args, task: Task) -> float:
     """Mean latency of --latency-questions, answered one at a time (whole dialogues)."""
     started, asked = time.perf_counter(), []
     sampling = make_sampling(config, task.environment, config.temperature, config.top_p)

@@ -23,12 +23,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mtsql.config import SftConfig, from_toml, user_errors
+from mtsql.config import from_toml, user_errors
 from mtsql.errors import UserError
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import SUITES, parts_of
 from mtsql.parts import Part, run_part
 from mtsql.toy.tiny import MODELS
+from train_sft import Args as SftArgs
 
 
 def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
@@ -48,7 +49,7 @@ def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
     missing = [file for file in suite.files if not (chosen.list or (Path(data) / file).exists())]
     if missing:  # a part may read it hours later
         raise UserError(f"--data {data} lacks {', '.join(missing)}, which --suite {name} needs")
-    rank = str(from_toml(Path(suite.config), SftConfig).get("lora_rank", 0))
+    rank = str(from_toml(Path(suite.config), SftArgs).get("lora_rank", 0))
     for seed in chosen.seeds or suite.seeds:
         shipped = MODELS / f"seed{seed}"
         own = str(shipped) if name == "toy" and shipped.exists() else ""

@@ -14,8 +14,8 @@ Departures from the paper:
 - EM is the official exact set match, as in the authors' code; the text (--rewards paper) compares strings.
   EX is the official one too: DISTINCT and the order of columns do not count.
 - Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py; how clause F1 is read:
-  docs/recipe.md) and are paid at every level; the paper begins with those of medium difficulty (Finding 9):
-  --process-from-level 2 of three levels.
+  docs/recipe.md) and are paid at every level; the paper begins with those of medium difficulty (Finding 9),
+  an edit of this file (docs/how_to.md).
 - The dev set is evaluated after steps, not before the first.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code.
@@ -25,23 +25,73 @@ Departures from the paper:
 - One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (--beta2) and there is no weight decay
   (--weight-decay), where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
-- Other papers' variants (mtsql/learn/variants.py, loss.py, advantages.py) are off unless a paper's file sets
-  them, but for truncated importance sampling where sampler and trainer round apart: in half precision or on a
-  GPU.
+- Other papers' variants (mtsql/learn/loss.py, advantages.py) are off unless a paper's file sets them, but for
+  truncated importance sampling where sampler and trainer round apart: in half precision or on a GPU.
 """
 
 from __future__ import annotations
 
-from mtsql.config import GrpoConfig, read_options, save_config, user_errors
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+from mtsql.config import (
+    AtLeast,
+    Count,
+    NotNegative,
+    Positive,
+    Training,
+    idle_options,
+    option,
+    read_options,
+    save_config,
+    user_errors,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Training):
+    """The options of GRPO; those of every training are in mtsql/config.py."""
+
+    SECTION: ClassVar = "grpo"
+    steps: Positive = option(100, "batches of questions")
+    prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
+    samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
+    temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
+    learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
+    beta2: NotNegative = option(0.99, "of AdamW, below 1")
+    curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
+    level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
+    clip_low: NotNegative = option(0.2, "epsilon below 1")
+    clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
+    updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
+    aggregate: Literal["trajectory", "token", "constant"] = option(
+        "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
+    )
+    divide_by: Literal["group", "batch", "none"] = option(
+        "group",
+        "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
+    )
+    beta: NotNegative = option(0.0, "weight of the KL penalty (k3)")
+    tis_cap: float = option(
+        -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
+    )
+    resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
+    layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
+    micro_batch_positions: Positive = option(16384, "positions in one forward pass")
+    evaluate_every: Count = option(
+        0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
+    )
+    evaluate_dialogues: Count = option(100, "first dialogues in these evaluations; 0 is all")
+    save_every: Positive = option(20, "steps between checkpoints")
+
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    OPTIONS = read_options(GrpoConfig, __doc__)
+    OPTIONS = read_options(Args, __doc__)
 
 import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -49,7 +99,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtsql.agent.rollout import trajectory_seed
-from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -64,46 +113,39 @@ from mtsql.learn.model import Reference
 from mtsql.learn.optimizer import optimizer_step, stepped_parameters, warmup_rate
 from mtsql.learn.parallel import leave_processes
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps
-from mtsql.learn.variants import check_variants, dynamic_sampling, idle_variants
-from mtsql.recipes.rewards import RewardFunction, Rewards
-from mtsql.report.evaluation import score_records
-from mtsql.report.metrics import HARDNESS, MetricsLog, summarise
+from mtsql.recipes.rewards import RewardFunction
+from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
 from mtsql.report.viewer import drop_later_records
 from mtsql.task import (
     Task,
-    answer_split,
     begin_training,
+    dev_scores,
+    dev_task,
     fitting_questions,
-    load_split,
     make_sampling,
     raise_not_finite,
     reward_function,
     save_result,
-    task_over,
     training_questions,
     weights_for_rollouts,
 )
 
 
-def main(config: GrpoConfig) -> int:
+def main(config: Args) -> int:
     """The GRPO loop; returns the exit code."""
-    check_variants(config)
+    check(config)
     task = begin_training(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
-    decode = task.tokens.tokenizer.decode
-    reward = reward_function(config, task.tokens, task.scorer, config.weights)
-    early = outcome_only(config, task, reward) if config.process_from_level > 1 else reward
+    config = replace(config, tis_cap=truncation_cap(config.tis_cap, policy))
+    reward = reward_function(config, task.tokens, task.scorer)
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
     optimizer, first, state = resume(config, out, policy, processes)
-    counts = read_counts(Path(config.curriculum)) if config.curriculum else []
-    levels = [fitting_questions(config, task, training_questions(config, task, counts))]
-    if config.curriculum:
-        levels = curriculum_levels(levels[0], counts, config.level_size)
-    dev = dev_task(config, task) if config.evaluate_every else None
+    levels = curriculum(config, task)
+    dev = dev_task(config, task, config.evaluate_dialogues) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, out)
-        for sentence in idle_variants(config):
+        for sentence in idle(config):
             print(sentence)
         if config.curriculum:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
@@ -114,28 +156,26 @@ def main(config: GrpoConfig) -> int:
     bar = tqdm(range(first, config.steps), desc="GRPO", unit="step", disable=not processes.is_main)
     with finish_step_on_interrupt() as interrupted:
         for step in bar:
-            # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
-            level = level_of_step(step, config.steps, list(map(len, levels)))[0] + 1
-            rewarded_by = reward if level >= config.process_from_level else early
-            groups, replaced = sample_groups(config, task, rewarded_by, levels, step)
-            asked |= {group[0].example.id for group in groups}
+            # 1. Rollout: G trajectories of each question, each with its reward.
+            groups, replaced = sample_groups(config, task, reward, levels, step)
             sampled = time.perf_counter()
-            # Normalise the rewards within each group.
+            # 2. Advantages: the rewards normalised within each group.
             informative = set_advantages(config, groups)  # (questions,)
-            # Clipped policy gradient on what the policy wrote.
-            rate = warmup_rate(config.learning_rate, step)
-            statistics = clipped_step(config, task, reference, optimizer, groups, informative, rate, step)
-            trained = time.perf_counter()
+            # 3. A clipped policy-gradient step on the tokens that the policy wrote.
+            statistics = clipped_step(config, task, reference, optimizer, groups, informative, step)
+            # 4. Log, evaluate, save.
+            asked |= {group[0].example.id for group in groups}
             if processes.is_main:
                 row = {
                     "step": step,
-                    "minutes": round((trained - started) / 60, 3),
-                    "level": level,
-                    **group_metrics(groups, informative, replaced, sampled - began, decode),
+                    "minutes": round((time.perf_counter() - started) / 60, 3),
+                    "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
+                    **group_metrics(
+                        groups, informative, replaced, sampled - began, task.tokens.tokenizer.decode
+                    ),
                     **statistics,
-                    "learning_rate": rate,
-                    "train_seconds": round(trained - sampled, 2),
+                    "train_seconds": round(time.perf_counter() - sampled, 2),
                 }
                 log.append(row)
                 append_trajectories(out / "trajectories.jsonl", step, groups[:1], task.tokens, task.scorer)
@@ -166,42 +206,65 @@ def main(config: GrpoConfig) -> int:
     return INTERRUPTED if stop else 0
 
 
-def outcome_only(config: GrpoConfig, task: Task, reward: RewardFunction) -> RewardFunction:
-    """The rewards with totals that leave out the process rewards, whose means are logged all the same."""
-    outcome = reward_function(config, task.tokens, task.scorer, f"{config.weights},proposal=0,verify=0")
+def check(config: Args) -> None:
+    """Raise UserError for what the types of the options cannot say."""
+    if config.temperature <= 0:
+        raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
+    if config.tis_cap < 0 and config.tis_cap != -1:
+        raise UserError(f"--tis-cap should be above 0, 0 for none, or -1, not {config.tis_cap:g}")
 
-    def without_process(trajectory: Trajectory, example: Example) -> Rewards:
-        return replace(reward(trajectory, example), total=outcome(trajectory, example).total)
 
-    return without_process
+def curriculum(config: Args, task: Task) -> list[list[Example]]:
+    """The training questions in levels from easy to hard (section 3.3.1), one level without --curriculum."""
+    counts = read_counts(Path(config.curriculum)) if config.curriculum else []
+    questions = fitting_questions(config, task, training_questions(config, task, counts))
+    return curriculum_levels(questions, counts, config.level_size) if counts else [questions]
+
+
+def idle(config: Args) -> list[str]:
+    """A sentence for each option that was set but does nothing, given the others."""
+    ratio = config.updates_per_batch == 1 and "the importance ratio is 1 at one update a batch"
+    return idle_options(
+        config,
+        {
+            "clip_low": ratio,
+            "clip_high": ratio,
+            "level_size": not config.curriculum and "there is no --curriculum",
+            "evaluate_dialogues": config.evaluate_every == 0 and "--evaluate-every is 0",
+        },
+    )
 
 
 def sample_groups(
-    config: GrpoConfig, task: Task, reward: RewardFunction, levels: Sequence[Sequence[Example]], step: int
+    config: Args, task: Task, reward: RewardFunction, levels: Sequence[Sequence[Example]], step: int
 ) -> tuple[list[list[Sample]], int]:
-    """G rewarded samples of each of a step's questions, and how many groups `dynamic_sampling` replaced."""
+    """G rewarded samples of each of a step's questions, and how many groups were replaced.
+
+    Dynamic sampling (DAPO, section 3.2): up to --resample-rounds times, groups whose rewards are all equal
+    are set aside and other questions are played. If there are too few then, those set aside fill the step.
+    """
     level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
     questions = levels[level]
     wanted = min(config.prompts_per_step, len(questions))
+    groups: list[list[Sample]] = []
+    asked: list[int] = []
+    equal: list[int] = []  # places in `groups` of those without variance
+    for attempt in range(config.resample_rounds + 1):
+        order = question_order(config.seed, len(questions), wanted, level, step_in_level, attempt)
+        missing = wanted - len(groups) + len(equal)
+        fresh = [i for i in order if i not in set(asked)][:missing]
+        groups += play(config, task, reward, [questions[i] for i in fresh], step, len(asked))
+        asked += fresh
+        equal = [i for i, teaches in enumerate(informative_groups(rewards_of(groups))) if not teaches]
+        if len(groups) - len(equal) >= wanted:
+            break
+    surplus = len(groups) - wanted
+    dropped = set(equal[len(equal) - surplus :])
+    return [group for i, group in enumerate(groups) if i not in dropped], surplus
 
-    def order(attempt: int = 0) -> list[int]:
-        return question_order(config.seed, len(questions), wanted, level, step_in_level, attempt)
 
-    def play(indices: list[int], asked: int = 0) -> list[list[Sample]]:
-        return play_questions(config, task, reward, [questions[i] for i in indices], step, asked)
-
-    if config.resample_rounds:
-        return dynamic_sampling(play, order, wanted, config.resample_rounds)
-    return play(order()), 0
-
-
-def play_questions(
-    config: GrpoConfig,
-    task: Task,
-    reward: RewardFunction,
-    questions: Sequence[Example],
-    step: int,
-    asked: int,
+def play(
+    config: Args, task: Task, reward: RewardFunction, questions: Sequence[Example], step: int, asked: int
 ) -> list[list[Sample]]:
     """A group of G rewarded samples of each question; the step has `asked` so many before them."""
     size, sampling = config.samples_per_prompt, make_sampling(config, task.environment, config.temperature)
@@ -213,14 +276,17 @@ def play_questions(
     with weights_for_rollouts(config, task):
         trajectories = task.play(episodes, sampling)
     samples = [Sample(t, e, reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
-    for sample in samples:
-        sample.in_loss = sample.rewards.kept or not config.filter_rollouts
     return task.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
 
 
-def set_advantages(config: GrpoConfig, groups: Sequence[Sequence[Sample]]) -> Tensor:
+def rewards_of(groups: Sequence[Sequence[Sample]]) -> Tensor:
+    """Rewards, (questions, G) float32."""
+    return torch.tensor([[sample.rewards.total for sample in group] for group in groups])
+
+
+def set_advantages(config: Args, groups: Sequence[Sequence[Sample]]) -> Tensor:
     """A_i of every sample (section 3.3.3); which groups teach something, (questions,) bool."""
-    rewards = torch.tensor([[s.rewards.total for s in group] for group in groups])  # (questions, G)
+    rewards = rewards_of(groups)  # (questions, G)
     informative = informative_groups(rewards)  # (questions,)
     advantages = group_advantages(rewards, informative, config.divide_by)
     for group, of_group in zip(groups, advantages.tolist(), strict=True):
@@ -230,29 +296,26 @@ def set_advantages(config: GrpoConfig, groups: Sequence[Sequence[Sample]]) -> Te
 
 
 def clipped_step(
-    config: GrpoConfig,
+    config: Args,
     task: Task,
     reference: Reference | None,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[Sample]],
     informative: Tensor,
-    rate: float,
     step: int,
 ) -> dict[str, float]:
     """One update of a batch (or --updates-per-batch) by the clipped surrogate (section 3.3.3); statistics.
 
     Groups without variance add nothing to it, or the KL in the loss.
     """
-    counted = [s.trajectory for group in groups for s in group if s.in_loss]
-    denominator = loss_denominator(counted, config.aggregate, config.max_response_tokens)
-    kept = [
-        [s.trajectory for s in group if s.in_loss]
-        for group, teaches in zip(groups, informative, strict=True)
-        if teaches or reference
-    ]
-    trained = sorted(filter(None, kept), key=lambda group: sum(len(t.ids) for t in group))
+    counted = [[s.trajectory for s in group if s.rewards.kept] for group in groups]  # GRPO-Filter (MTIR-SQL)
+    denominator = loss_denominator(
+        [t for group in counted for t in group], config.aggregate, config.max_response_tokens
+    )
+    trained = [g for g, teaches in zip(counted, informative, strict=True) if g and (teaches or reference)]
+    trained.sort(key=lambda group: sum(len(t.ids) for t in group))
     parts = step_batches(trained, config.layout, config.micro_batch_positions, task.processes)
-    parameters = stepped_parameters(optimizer)
+    parameters, rate = stepped_parameters(optimizer), warmup_rate(config.learning_rate, step)
     task.policy.train()
     sums: Counter[str] = Counter()  # updated, never added: + would drop what is negative
     gaps, norm = [], 0.0
@@ -265,18 +328,7 @@ def clipped_step(
                 with torch.no_grad(), reference.policy() as frozen:
                     reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
             loss, statistics = grpo_loss(
-                logprobs,
-                batch.advantages,
-                batch.trajectory_index,
-                denominator,
-                aggregate=config.aggregate,
-                old_logprobs=part.old_logprobs,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                reference_logprobs=reference_logprobs,
-                beta=config.beta,
-                sampling_logprobs=batch.sampling_logprobs,
-                tis_cap=truncation_cap(config, task.policy),
+                logprobs, batch, denominator, config, part.old_logprobs, reference_logprobs
             )
             if not torch.isfinite(loss):
                 raise_not_finite(task, step, part.trajectories)
@@ -294,38 +346,11 @@ def clipped_step(
         totals.update(share)
     return {
         "entropy": totals["entropy"] / max(1, totals["trained_tokens"]),
-        "clip_fraction": totals["clip_fraction"] / (totals["weight"] or 1.0),
-        "kl": totals["kl"] / (totals["weight"] or 1.0),
-        "tis_weight": totals["tis_weight"] / (totals["weight"] or 1.0),
+        **{name: totals[name] / (totals["weight"] or 1.0) for name in ("clip_fraction", "kl", "tis_weight")},
         **logprob_gaps([gap for share in task.processes.all_gather(gaps) for gap in share]),
         "gradient_norm": norm,
+        "learning_rate": rate,
     }
-
-
-def dev_task(config: GrpoConfig, task: Task) -> Task:
-    """The task with the first dialogues of another split, for evaluations during training.
-
-    With --held-out it is `held_out`, else `dev`. Raises UserError where that would be what is trained on.
-    """
-    files = [source for source in config.data if Path(source).is_file()]
-    if files and not config.held_out:
-        raise UserError(
-            f"--evaluate-every needs other questions than those trained on, and {files[0]} has one split; "
-            "give --held-out, or --evaluate-every 0"
-        )
-    dataset = load_split(config, "held_out" if config.held_out else "dev")
-    dataset = replace(dataset, dialogues=dataset.dialogues[: config.evaluate_dialogues or None])
-    return replace(task, **task_over(config, task.tokens, dataset))
-
-
-def dev_scores(config: GrpoConfig, dev: Task) -> dict[str, float]:
-    """EX, EM, and EX by hardness of greedy answers."""
-    with weights_for_rollouts(config, dev):
-        greedy = make_sampling(config, dev.environment, 0.0)
-        answered = answer_split(config, dev, dev.dataset.dialogues, greedy, config.seed)
-    scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
-    by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
-    return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 
 
 if __name__ == "__main__":

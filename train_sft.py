@@ -33,10 +33,53 @@ Departures from the paper, and how we read it:
 
 from __future__ import annotations
 
-from mtsql.config import SftConfig, read_options, save_config, user_errors
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from mtsql.config import (
+    Count,
+    NotNegative,
+    Positive,
+    Training,
+    idle_options,
+    option,
+    read_options,
+    save_config,
+    user_errors,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Training):
+    """The options of the warm start; those of every training are in mtsql/config.py."""
+
+    SECTION: ClassVar = "sft"
+    rounds: Positive = option(3, "N of Algorithm 1 (paper: 3)")
+    targets: Literal["self", "gold", "teacher"] = option(
+        "self", "own right trajectories, gold answers, a teacher's"
+    )
+    teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
+    teacher_kept: Count = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
+    samples_per_question: Positive = option(20, "rollouts of each question in each round (paper: 20)")
+    temperature: NotNegative = option(0.7, "of these rollouts (paper: 0.7)")
+    correct: Literal["ex_em", "ex"] = option("ex_em", "a rollout is right by (paper: ex_em)")
+    embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
+    epochs: NotNegative = option(
+        2.0, "passes over the kept trajectories in each round; the last may be a part"
+    )
+    trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
+    databases_per_step: Count = option(
+        0, "databases they are over, so that with --layout shared they share its schema; 0: whatever comes"
+    )
+    learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
+    warmup: NotNegative = option(0.03, "share of a round's steps, below 1, in which it rises to that peak")
+    beta2: NotNegative = option(0.999, "of AdamW, below 1")
+    layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
+    save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
+
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    OPTIONS = read_options(SftConfig, __doc__)
+    OPTIONS = read_options(Args, __doc__)
 
 import json
 import math
@@ -61,7 +104,7 @@ from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
 from mtsql.learn.selection import select_trajectories
-from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
+from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
@@ -80,9 +123,9 @@ from mtsql.task import (
 )
 
 
-def main(config: SftConfig) -> int:
+def main(config: Args) -> int:
     """Algorithm 1; returns the exit code."""
-    check_options(config)
+    check(config)
     task = begin_training(config, "train")
     processes, out = task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer)
@@ -102,7 +145,7 @@ def main(config: SftConfig) -> int:
     log = None
     if processes.is_main:
         save_config(config, out)
-        for sentence in idle_targets(config):
+        for sentence in idle(config):
             print(sentence)
         log = MetricsLog(out / "metrics.csv", first, config.track)
     stop = False
@@ -159,7 +202,7 @@ def main(config: SftConfig) -> int:
     return INTERRUPTED if stop else 0
 
 
-def check_options(config: SftConfig) -> None:
+def check(config: Args) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.targets == "gold" and config.rounds != 1:
         raise UserError("--targets gold needs --rounds 1: another would learn the same SQL")
@@ -177,8 +220,18 @@ def check_options(config: SftConfig) -> None:
         raise UserError("--targets teacher needs --rounds 1: another would replay the same trajectories")
 
 
+def idle(config: Args) -> list[str]:
+    """A sentence for each option that was set in vain, because --targets gold or teacher samples nothing."""
+    why = config.targets != "self" and f"--targets {config.targets} samples nothing"
+    names = ("samples_per_question", "temperature", "embedding")
+    gold = config.targets == "gold" and "--targets gold takes every answer"
+    lines = config.targets != "teacher" and "--targets is not teacher"
+    reasons = {"correct": gold, "rewards": gold, "teacher_kept": lines}
+    return idle_options(config, dict.fromkeys(names, why) | reasons)
+
+
 def collect(
-    config: SftConfig,
+    config: Args,
     task: Task,
     reward: RewardFunction,
     embed: Embedder,
@@ -204,7 +257,7 @@ def collect(
 
 
 def fine_tune(
-    config: SftConfig,
+    config: Args,
     task: Task,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
@@ -279,7 +332,7 @@ def save(task: Task, optimizer: torch.optim.Optimizer, progress: Progress) -> No
         save_checkpoint(task.out, task.policy, task.tokens.tokenizer, optimizer, at, state)
 
 
-def write_collected(config: SftConfig, task: Task, progress: Progress, pool: Sequence[Example]) -> None:
+def write_collected(config: Args, task: Task, progress: Progress, pool: Sequence[Example]) -> None:
     """Print and save Table 7, and save T as chat messages."""
     example_of = {example.id: example for example in pool}
     if config.targets == "self":

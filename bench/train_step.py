@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +39,7 @@ from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import TokenBatch, row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, sft_loss
+from train_grpo import Args
 
 SAMPLES = 8  # G
 LOSS_TOKENS = 8_000
@@ -147,7 +148,8 @@ class Step:
         if self.task == "sft":
             return sft_loss(logprobs, self.tokens)
         advantages = torch.stack([self.advantage_of[id(t)] for group in part for t in group])
-        return grpo_loss(logprobs, advantages, batch.trajectory_index, len(self.flat))[0]
+        batch, options = replace(batch, advantages=advantages), Args(model="", data=(), out="", tis_cap=0.0)
+        return grpo_loss(logprobs, batch, len(self.flat), options)[0]
 
     def plain_loss(self, part: list[Trajectory]) -> Tensor:
         """As a tutorial."""

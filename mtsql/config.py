@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
-    ClassVar,
     Literal,
     NamedTuple,
     TypeVar,
@@ -60,15 +59,46 @@ def option(default: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonOptions:
-    """What every command has."""
+class Agent:
+    """A policy with its tools, and what an episode of it may use."""
 
-    seed: Count = option(0, "seed of every random choice")
+    model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
+    recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
+    tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
+    wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
+    schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
+    native_thinking: bool = option(
+        False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
+    )
+    without: Literal["none", "guidance", "headers", "thoughts"] = option(
+        "none",
+        "left out of the prompt: SQL-Trail's selection guidance, it and its column headers (Table 4), "
+        "MTIR-SQL's thoughts (Direct Output, Table 4)",
+    )
+    thinking: bool = option(True, "enable_thinking of the chat template")
+    result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
+    error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
+    max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
+    max_prompt_tokens: Positive = option(4000, "longest prompt (paper: 4000)")
+    max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
+    max_turn_tokens: Positive = option(4000, "longest model message (paper: none)")
+    max_tool_tokens: Positive = option(2000, "longest tool response (paper: none)")
+    max_sequence_tokens: Positive = option(40960, "longest prompt and response together")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "to compute in; training steps float32 copies; float16 without training"
+    )
+    merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
+    quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = option(
+        "auto", "auto: flash-attn where it is installed and can run, else sdpa"
+    )
     sql_timeout: Seconds = option(5.0, "seconds before a query is stopped")
+    seed: Count = option(0, "seed of every random choice")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(CommonOptions):
+class Data:
     """Which questions over which databases, and where the run goes."""
 
     data: Paths = option(..., "folders in the format of SParC, CoSQL, ..., or .json files of dialogues")
@@ -81,56 +111,8 @@ class DataOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionOptions(CommonOptions):
-    """How a question is put, and what an episode may use."""
-
-    recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
-    wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
-    schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
-    native_thinking: bool = option(
-        False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
-    )
-    without: Literal["none", "guidance", "headers", "thoughts"] = option(
-        "none",
-        "left out of the prompt: SQL-Trail's selection guidance, it and its column headers (Table 4), "
-        "MTIR-SQL's thoughts (Direct Output, Table 4)",
-    )
-    result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
-    error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
-    max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
-    max_prompt_tokens: Positive = option(4000, "longest prompt (paper: 4000)")
-    max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
-    max_turn_tokens: Positive = option(4000, "longest model message (paper: none)")
-    max_tool_tokens: Positive = option(2000, "longest tool response (paper: none)")
-    max_sequence_tokens: Positive = option(40960, "longest prompt and response together")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeOptions(QuestionOptions, DataOptions):
-    """The questions of some data, put to an agent."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentOptions(QuestionOptions):
-    """The policy and its tools."""
-
-    model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
-    tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
-    thinking: bool = option(True, "enable_thinking of the chat template")
-    dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "to compute in; training steps float32 copies; float16 without training"
-    )
-    merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
-    quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = option(
-        "auto", "auto: flash-attn where it is installed and can run, else sdpa"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions(AgentOptions, EpisodeOptions):
-    """How many episodes of the policy are played."""
+class Common(Agent, Data):
+    """The questions of some data, put to a policy: what evaluation and training have in common."""
 
     history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
     ex: Literal["official", "keep_distinct", "bird"] = option(
@@ -141,7 +123,7 @@ class PolicyOptions(AgentOptions, EpisodeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardOptions(PolicyOptions):
+class Rewarded(Common):
     """The questions of training, and what counts as right."""
 
     questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
@@ -153,7 +135,7 @@ class RewardOptions(PolicyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(RewardOptions):
+class Training(Rewarded):
     """What warm start and GRPO have in common."""
 
     micro_batch_positions: Positive = option(8192, "positions in one forward pass")
@@ -166,154 +148,16 @@ class TrainingOptions(RewardOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurriculumConfig(RewardOptions):
-    """Success counts (mtsql.extras.curriculum)."""
+class Served:
+    """A policy behind an address (mtsql/extras/served.py)."""
 
-    SECTION: ClassVar = "curriculum"
-    samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
-    temperature: NotNegative = option(1.0, "of these trajectories")
-    correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftConfig(TrainingOptions):
-    """The warm start (train_sft.py)."""
-
-    SECTION: ClassVar = "sft"
-    rounds: Positive = option(3, "N of Algorithm 1 (paper: 3)")
-    targets: Literal["self", "gold", "teacher"] = option(
-        "self", "own right trajectories, gold answers, a teacher's"
-    )
-    teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
-    teacher_kept: Count = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
-    samples_per_question: Positive = option(20, "rollouts of each question in each round (paper: 20)")
-    temperature: NotNegative = option(0.7, "of these rollouts (paper: 0.7)")
-    correct: Literal["ex_em", "ex"] = option("ex_em", "a rollout is right by (paper: ex_em)")
-    embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
-    epochs: NotNegative = option(
-        2.0, "passes over the kept trajectories in each round; the last may be a part"
-    )
-    trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
-    databases_per_step: Count = option(
-        0, "databases they are over, so that with --layout shared they share its schema; 0: whatever comes"
-    )
-    learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
-    warmup: NotNegative = option(0.03, "share of a round's steps, below 1, in which it rises to that peak")
-    beta2: NotNegative = option(0.999, "of AdamW, below 1")
-    layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
-    save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoConfig(TrainingOptions):
-    """GRPO (train_grpo.py)."""
-
-    SECTION: ClassVar = "grpo"
-    steps: Positive = option(100, "batches of questions")
-    prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
-    samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
-    temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
-    learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
-    beta2: NotNegative = option(0.99, "of AdamW, below 1")
-    curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
-    level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
-    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
-    process_from_level: Positive = option(
-        1, "process rewards from this level of the curriculum on (mtsql_r1; paper: medium difficulty)"
-    )
-    clip_low: NotNegative = option(0.2, "epsilon below 1")
-    clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
-    updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
-    aggregate: Literal["trajectory", "token", "constant"] = option(
-        "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
-    )
-    divide_by: Literal["group", "batch", "none"] = option(
-        "group",
-        "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
-    )
-    beta: NotNegative = option(0.0, "weight of the KL penalty (k3)")
-    tis_cap: float = option(
-        -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
-    )
-    filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
-    resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
-    layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
-    micro_batch_positions: Positive = option(16384, "positions in one forward pass")
-    evaluate_every: Count = option(
-        0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
-    )
-    evaluate_dialogues: Count = option(100, "first dialogues in these evaluations; 0 is all")
-    save_every: Positive = option(20, "steps between checkpoints")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddressOptions(CommonOptions):
-    """A policy behind an address."""
-
+    model: str = option("", "local folder or hub name of a causal LM or a PEFT adapter; or give --address")
     address: str = option("", "http(s)://host:port/v1 of a server that is the policy instead of --model")
     api_model: str = option("", "the policy's name at --address")
     protocol: Literal["auto", "tokens", "chat"] = option("auto", "token ids in and out, or chat messages")
     tokenizer: str = option("", "folder or hub name of its tokenizer; with chat any, to count tokens")
     own_temperature: bool = option(False, "ask --address without a temperature, which some models refuse")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedOptions(AddressOptions, PolicyOptions):
-    """A policy in this process or behind an address."""
-
-    model: str = option("", "local folder or hub name of a causal LM or a PEFT adapter; or give --address")
     concurrency: Positive = option(8, "questions that --address is asked at once")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(ServedOptions):
-    """Evaluation (evaluate.py)."""
-
-    SECTION: ClassVar = "evaluate"
-    history: Literal["gold", "predicted", "questions"] = option("gold", "earlier turns in memory")
-    split: Literal["train", "dev", "test", "test_themes", "held_out", "rl"] = option(
-        "dev", "part of the data (see --held-out)"
-    )
-    dialogues: Count = option(0, "first dialogues of the split only; 0 is all of them")
-    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy (SkyRL-SQL, Table 5: 0.6)")
-    top_p: NotNegative = option(
-        1.0, "where sampled: the likeliest tokens that hold so much, up to 1 (Qwen3: 0.95)"
-    )
-    sampled_runs: Count = option(
-        0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
-    )
-    latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeConfig(PolicyOptions):
-    """Whether a policy reads what its tool returned (mtsql.extras.probe)."""
-
-    SECTION: ClassVar = "probe"
-    split: Literal["train", "dev", "held_out", "rl"] = option("held_out", "part of the data")
-    failures: str = option("", "predictions.jsonl of an evaluation over these questions")
-    questions: Count = option(40, "questions with a mistake of each kind")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatConfig(AddressOptions, AgentOptions):
-    """A dialogue over one's own database (mtsql.extras.chat)."""
-
-    SECTION: ClassVar = "chat"
-    database: str = option(..., "SQLite file; it is only read")
-    model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
-    port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
-    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectConfig(ServedOptions):
-    """A teacher's trajectories (mtsql.extras.collect)."""
-
-    SECTION: ClassVar = "collect"
-    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
-    samples_per_question: Positive = option(1, "trajectories of each question")
-    temperature: NotNegative = option(0.7, "of these trajectories")
 
 
 OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circle: no defect of the code
@@ -405,7 +249,7 @@ def _plain(kind: Any) -> type:
 
 
 def from_toml(path: Path, cls: type) -> dict[str, Any]:
-    """What [common], which may set what `TrainingOptions` has, and the table of the command `cls` set.
+    """What [common], which may set what `Training` has, and the table of the command `cls` set.
 
     Raises UserError for whatever is wrong.
     """
@@ -421,7 +265,7 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
     if unknown:
         raise UserError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
     own = get_type_hints(cls, include_extras=True)
-    known = get_type_hints(TrainingOptions, include_extras=True) | own
+    known = get_type_hints(Training, include_extras=True) | own
     values = {}
     for table, hints in (("common", known), (cls.SECTION, own)):
         for name, value in content.get(table, {}).items():

@@ -22,15 +22,7 @@ from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
-from mtsql.config import (
-    AgentOptions,
-    DataOptions,
-    Paths,
-    PolicyOptions,
-    QuestionOptions,
-    RewardOptions,
-    TrainingOptions,
-)
+from mtsql.config import Agent, Common, Data, Paths, Rewarded, Training
 from mtsql.data.datasets import (
     Dataset,
     Dialogue,
@@ -51,7 +43,8 @@ from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.answer_log import AnswerLog
-from mtsql.report.evaluation import answer_dialogues
+from mtsql.report.evaluation import answer_dialogues, score_records
+from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, print_left_out, scorable
 
@@ -89,7 +82,7 @@ class Task:
         return self.policy.config._attn_implementation
 
 
-def begin_task(config: PolicyOptions, split: str, **how: Any) -> Task:
+def begin_task(config: Common, split: str, **how: Any) -> Task:
     """The questions of a split and the policy of --model, loaded as `how` says."""
     questions = begin_questions(config, split, config.model)
     tokens = questions["tokens"]
@@ -106,7 +99,7 @@ def begin_task(config: PolicyOptions, split: str, **how: Any) -> Task:
     return Task(**questions, policy=policy, play=play)
 
 
-def begin_training(config: TrainingOptions, split: str) -> Task:
+def begin_training(config: Training, split: str) -> Task:
     """The training split and the policy to train. Raises UserError for options that do not go together."""
     if config.beta2 >= 1:
         raise UserError(f"--beta2 should be below 1, not {config.beta2:g}")
@@ -121,7 +114,7 @@ def begin_training(config: TrainingOptions, split: str) -> Task:
     return task
 
 
-def begin_questions(config: PolicyOptions, split: str, tokenizer: str) -> dict[str, Any]:
+def begin_questions(config: Common, split: str, tokenizer: str) -> dict[str, Any]:
     """All fields of a Task but the policy's, which has the tokenizer of this name."""
     processes = join_processes()
     tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking)
@@ -131,14 +124,14 @@ def begin_questions(config: PolicyOptions, split: str, tokenizer: str) -> dict[s
     return {"processes": processes, "out": out, "lock": lock, "tokens": tokens, **over}
 
 
-def task_over(config: PolicyOptions, tokens: ChatTokens, dataset: Dataset) -> dict[str, Any]:
+def task_over(config: Common, tokens: ChatTokens, dataset: Dataset) -> dict[str, Any]:
     """The fields of a Task that depend on its data."""
     environment = make_environment(config, dataset, tokens, config.tools)
     scorer = Scorer(environment.schemas, environment.executor, config.ex)
     return {"dataset": dataset, "environment": environment, "scorer": scorer}
 
 
-def chosen_policy(config: AgentOptions, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
+def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
     """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
     device = pick_device(config.device)
     options = {"dtype": config.dtype, "attention": config.attention, "quantise": config.quantise, **how}
@@ -187,7 +180,7 @@ def find_split(data: str, split: str) -> Path:
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
-def split_files(config: DataOptions, split: str, index: int) -> tuple[list[Path], Path, Path]:
+def split_files(config: Data, split: str, index: int) -> tuple[list[Path], Path, Path]:
     """Of source `index`: the files of its dialogues, that of its tables, the folder of its databases.
 
     Raises UserError as `load_split` does for what is not there.
@@ -206,7 +199,7 @@ def split_files(config: DataOptions, split: str, index: int) -> tuple[list[Path]
     return [path, others] if joined else [path], tables, databases
 
 
-def load_split(config: DataOptions, split: str) -> Dataset:
+def load_split(config: Data, split: str) -> Dataset:
     """The dialogues of a split from all sources of --data, with their schemas.
 
     Tables and databases are by default beside each source. A folder with Spider's train_spider.json gives
@@ -238,7 +231,7 @@ def load_split(config: DataOptions, split: str) -> Dataset:
     return dataset
 
 
-def _of_source(given: Paths, index: int, config: DataOptions, flag: str) -> Path | None:
+def _of_source(given: Paths, index: int, config: Data, flag: str) -> Path | None:
     """What the option `flag` says of source `index`, None if nothing; UserError for a wrong number."""
     if len(given) not in (0, 1, len(config.data)):
         raise UserError(f"{flag} should be one for all or one each of the {len(config.data)} --data")
@@ -250,9 +243,7 @@ def _scrambled(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def make_environment(
-    config: QuestionOptions, dataset: Dataset, tokens: ChatTokens, tools: str
-) -> Environment:
+def make_environment(config: Agent, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
     """The environment that all episodes of a run share."""
     limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
     recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
@@ -262,7 +253,7 @@ def make_environment(
     )
 
 
-def prompt_options(config: QuestionOptions) -> PromptOptions:
+def prompt_options(config: Agent) -> PromptOptions:
     """How the recipe puts its questions; UserError for --native-thinking where no thoughts are asked for."""
     if config.native_thinking and config.recipe.startswith("mtsql_r1"):
         raise UserError(f"--native-thinking changes nothing with --recipe {config.recipe}; leave it out")
@@ -277,24 +268,20 @@ def prompt_options(config: QuestionOptions) -> PromptOptions:
 
 
 def make_sampling(
-    config: AgentOptions, environment: Environment, temperature: float, top_p: float = 1.0
+    config: Agent, environment: Environment, temperature: float, top_p: float = 1.0
 ) -> Sampling:
     """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
     stops = environment.recipe.stop_strings
     return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops, top_p=top_p)
 
 
-def reward_function(
-    config: RewardOptions, tokens: ChatTokens, scorer: Scorer, weights: str = ""
-) -> RewardFunction:
-    """The recipe's rewards in the preset of --rewards, with those `weights` changed that are given."""
+def reward_function(config: Rewarded, tokens: ChatTokens, scorer: Scorer) -> RewardFunction:
+    """The recipe's rewards as --rewards says."""
     decode, options = tokens.tokenizer.decode, prompt_options(config)
-    return load_recipe(config.recipe).make_reward(config.rewards, weights, scorer, decode, options)
+    return load_recipe(config.recipe).make_reward(config.rewards, "", scorer, decode, options)
 
 
-def training_questions(
-    config: RewardOptions, task: Task, counted: Sequence[SuccessCount] = ()
-) -> list[Example]:
+def training_questions(config: Rewarded, task: Task, counted: Sequence[SuccessCount] = ()) -> list[Example]:
     """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
     (0: all), less those that cannot be scored. They are drawn first, since the check executes every gold SQL.
 
@@ -311,7 +298,7 @@ def training_questions(
     return [e for e in kept if e.id in everywhere]
 
 
-def fitting_questions(config: RewardOptions, task: Task, asked: Sequence[Example]) -> list[Example]:
+def fitting_questions(config: Rewarded, task: Task, asked: Sequence[Example]) -> list[Example]:
     """The questions whose prompt is not too long; says how many others there are.
 
     Raises UserError if there is none.
@@ -328,14 +315,14 @@ def fitting_questions(config: RewardOptions, task: Task, asked: Sequence[Example
     return kept
 
 
-def check_samples(config: RewardOptions) -> None:
+def check_samples(config: Rewarded) -> None:
     """Raise UserError where the samples of a question would all be the same."""
     if config.samples_per_question > 1 and config.temperature <= 0:
         raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
 
 
 def sample_questions(
-    config: RewardOptions,
+    config: Rewarded,
     task: Task,
     numbered: Sequence[tuple[int, Example]],
     seed: tuple[int, ...],
@@ -362,13 +349,13 @@ def sample_questions(
             bar.n = start + len(chunk)
 
 
-def weights_for_rollouts(config: PolicyOptions, task: Task) -> AbstractContextManager[None]:
+def weights_for_rollouts(config: Common, task: Task) -> AbstractContextManager[None]:
     """While the block runs, the adapter is part of the weights if --merge-adapter asks for it."""
     return merged_adapter(task.policy) if config.merge_adapter and task.policy else nullcontext()
 
 
 def answer_split(
-    config: PolicyOptions,
+    config: Common,
     task: Task,
     dialogues: Sequence[Dialogue],
     sampling: Sampling,
@@ -390,7 +377,33 @@ def answer_split(
     return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
 
-def answer_options(config: PolicyOptions, split: str, task: Task) -> dict[str, Any]:
+def dev_task(config: Training, task: Task, dialogues: int) -> Task:
+    """The task with the first `dialogues` (0: all) of another split, for evaluations during training.
+
+    With --held-out it is `held_out`, else `dev`. Raises UserError where that would be what is trained on.
+    """
+    files = [source for source in config.data if Path(source).is_file()]
+    if files and not config.held_out:
+        raise UserError(
+            f"--evaluate-every needs other questions than those trained on, and {files[0]} has one split; "
+            "give --held-out, or --evaluate-every 0"
+        )
+    dataset = load_split(config, "held_out" if config.held_out else "dev")
+    dataset = replace(dataset, dialogues=dataset.dialogues[: dialogues or None])
+    return replace(task, **task_over(config, task.tokens, dataset))
+
+
+def dev_scores(config: Training, dev: Task) -> dict[str, float]:
+    """EX, EM, and EX by hardness of greedy answers."""
+    with weights_for_rollouts(config, dev):
+        greedy = make_sampling(config, dev.environment, 0.0)
+        answered = answer_split(config, dev, dev.dataset.dialogues, greedy, config.seed)
+    scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
+    by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
+    return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
+
+
+def answer_options(config: Common, split: str, task: Task) -> dict[str, Any]:
     """What answers to `split` depend on: options, the files of policy and data, and how a server is asked.
 
     An interrupted evaluation goes on only if all of it is the same (`mtsql.report.answer_log`).

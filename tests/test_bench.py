@@ -17,7 +17,9 @@ import pytest
 from conftest import ROOT, run
 from conftest import TOY as TOY_CONFIG
 
-from mtsql.config import GrpoConfig, SftConfig, read_options
+from mtsql.config import read_options
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
 
 BENCH = ROOT / "bench"
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py"))
@@ -74,7 +76,7 @@ def test_gpu_queue(script, monkeypatch, capsys, real, work, tmp_path):
     queue = script("gpu_queue")
     for commands in queue.JOBS.values():
         for name, arm, options in commands:
-            config = {"train_sft.py": SftConfig, "train_grpo.py": GrpoConfig}[name]
+            config = {"train_sft.py": SftArgs, "train_grpo.py": GrpoArgs}[name]
             given = [*queue.CONFIG, *options, "--data", "d", "--out", arm, "--resume"]
             assert read_options(config, "", [option.format(out="o") for option in given]).out == arm
     small = ["--model", str(work / "imitation"), "--targets", "gold", "--rounds", "1", "--questions", "2"]

@@ -37,6 +37,7 @@ from mtsql.learn.loss import grpo_loss, loss_denominator
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.mtsql_r1_prompts import final_answer
+from train_grpo import Args as GrpoArgs
 
 GREEDY = 0.0
 
@@ -226,7 +227,7 @@ def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
     batch = row_batch(trajectories, "cpu")
     logprobs, _ = token_logprobs(policy, batch)  # (tokens,)
     denominator = loss_denominator(trajectories, "trajectory", 0)
-    loss, _ = grpo_loss(logprobs, batch.advantages, batch.trajectory_index, denominator)
+    loss, _ = grpo_loss(logprobs, batch, denominator, GrpoArgs(model="", data=(), out="", tis_cap=0.0))
     loss.backward()
     ours = torch.cat([p.grad.flatten() for p in policy.parameters()])  # (parameters,)
     theirs = torch.cat([gradients[name].flatten() for name, _ in policy.named_parameters()])  # (parameters,)

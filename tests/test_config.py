@@ -13,13 +13,12 @@ from typing import ClassVar
 
 import pytest
 
+import train_grpo
+from evaluate import Args as EvaluateArgs
 from mtsql.config import (
     ChatConfig,
+    Common,
     CurriculumConfig,
-    EvaluateConfig,
-    GrpoConfig,
-    PolicyOptions,
-    SftConfig,
     from_toml,
     option,
     read_options,
@@ -29,16 +28,17 @@ from mtsql.config import (
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
 from mtsql.extras.served import idle_policy
-from mtsql.learn.variants import idle_variants
 from mtsql.task import find_split
 from mtsql.toy.imitation import ImitationConfig
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Small(PolicyOptions):
+class Small(Common):
     """A configuration for these tests."""
 
     SECTION: ClassVar = "sft"
@@ -53,7 +53,7 @@ def load(*argv):
 @pytest.mark.parametrize("given", ["--learning-rate=-1e-4", "--epochs=nan", "--temperature=inf"])
 def test_numbers_that_break_training_are_refused_at_once(given, capsys):
     with pytest.raises(SystemExit) as stopped:
-        read_options(SftConfig, "", ["--data", "D", "--out", "O", "--model", "M", given])
+        read_options(SftArgs, "", ["--data", "D", "--out", "O", "--model", "M", given])
     name, value = given.split("=")
     assert stopped.value.code == 2
     assert f"{name} should be at least 0 and finite, not {float(value)}" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_saved_config_says_what_ran(tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-@pytest.mark.parametrize("cls", [ImitationConfig, SftConfig, GrpoConfig, EvaluateConfig, CurriculumConfig])
+@pytest.mark.parametrize("cls", [ImitationConfig, SftArgs, GrpoArgs, EvaluateArgs, CurriculumConfig])
 def test_shipped_configs_are_valid(path, cls):
     model = [] if cls is ImitationConfig else ["--model", "m"]
     config = read_options(cls, "test", ["--config", str(path), "--data", "d", "--out", "o", *model])
@@ -131,7 +131,7 @@ def test_shipped_configs_are_valid(path, cls):
 
 def test_of_several_files_the_later_overrides():
     files = ["--config", "configs/sql_trail.toml", "configs/recipes.toml"]
-    config = read_options(GrpoConfig, "", [*files, "--data", "d", "--out", "o", "--model", "m"])
+    config = read_options(GrpoArgs, "", [*files, "--data", "d", "--out", "o", "--model", "m"])
     assert (config.recipe, config.clip_high, config.prompts_per_step) == ("sql_trail", 0.28, 24)
 
 
@@ -139,7 +139,7 @@ def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text("[common]\nrows = 7\nseed = 5\n")
     argv = ["--config", str(path), "--data", "d", "--out", "o"]
-    assert read_options(SftConfig, "", [*argv, "--model", "m"]).rows == 7
+    assert read_options(SftArgs, "", [*argv, "--model", "m"]).rows == 7
     assert read_options(ImitationConfig, "", argv).seed == 5
     with pytest.raises(SystemExit):  # imitation samples nothing, so that it takes no --rows
         read_options(ImitationConfig, "", [*argv, "--rows", "7"])
@@ -148,7 +148,7 @@ def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
 def test_a_recipe_sets_the_temperature_of_training_alone():
     paper = ["--config", "configs/skyrl_sql.toml"]
     shared = [*paper, "--data", "d"]
-    grpo = read_options(GrpoConfig, "", [*shared, "--out", "o", "--model", "m"])
+    grpo = read_options(GrpoArgs, "", [*shared, "--out", "o", "--model", "m"])
     assert grpo.temperature == 0.6
     assert read_options(ChatConfig, "", [*paper, "--database", "d"]).temperature == 0
 
@@ -157,7 +157,7 @@ def test_help_shows_the_settings_of_the_chosen_files(capsys):
     shown = {}
     for file in ("toy", "sql_trail"):
         with pytest.raises(SystemExit) as stop:
-            read_options(GrpoConfig, "", ["--config", f"configs/{file}.toml", "--help"])
+            read_options(GrpoArgs, "", ["--config", f"configs/{file}.toml", "--help"])
         assert stop.value.code == 0
         described = " ".join(capsys.readouterr().out.split()).rpartition("--clip-high X ")[2]
         shown[file] = described.partition(" --updates")[0].rpartition(" ")[2]
@@ -212,8 +212,8 @@ def _closed_pipe():
 
 def test_options_that_do_nothing_say_so():
     def said(*argv):
-        config = read_options(GrpoConfig, "", ["--data", "d", "--out", "o", "--model", "m", *argv])
-        return [sentence.split()[0] for sentence in idle_variants(config)]
+        config = read_options(GrpoArgs, "", ["--data", "d", "--out", "o", "--model", "m", *argv])
+        return [sentence.split()[0] for sentence in train_grpo.idle(config)]
 
     assert said() == []
     assert said("--clip-high", "0.3", "--evaluate-dialogues", "3") == ["--clip-high", "--evaluate-dialogues"]
@@ -223,7 +223,7 @@ def test_options_that_do_nothing_say_so():
 
 def test_options_of_the_other_policy_say_so():
     def said(*argv):
-        config = read_options(EvaluateConfig, "", ["--data", "d", "--out", "o", *argv])
+        config = read_options(EvaluateArgs, "", ["--data", "d", "--out", "o", *argv])
         return [sentence.split()[0] for sentence in idle_policy(config)]
 
     assert said("--model", "m", "--rows", "3") == []

@@ -18,12 +18,12 @@ from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.generator import Generator
 from mtsql.agent.head import float32_logits
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.config import GrpoConfig
 from mtsql.extras import planner
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import load_policy, merged_adapter
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.task import pick_device
+from train_grpo import Args as GrpoArgs
 
 SHAPE = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -165,7 +165,7 @@ def test_flash_attention_has_the_gradient_of_sdpa():
 def test_a_training_step_peaks_within_the_plan(tmp_path):
     shape = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12}
     Qwen3Config(**SHAPE | shape).save_pretrained(tmp_path)
-    config = GrpoConfig(
+    config = GrpoArgs(
         model=str(tmp_path), data=(), out="", dtype="bfloat16", lora_rank=16, gradient_checkpointing=True,
         max_prompt_tokens=1000, max_response_tokens=1000, micro_batch_positions=8000, samples_per_prompt=7,
     )  # fmt: skip

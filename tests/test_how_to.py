@@ -13,7 +13,7 @@ from conftest import GOLD, QUESTION, ROOT, Tiny, say
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tools import Tool, make_tools
 from mtsql.agent.trajectory import Status
-from mtsql.config import DataOptions
+from mtsql.config import Data
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.learn.samples import Sample
@@ -168,5 +168,5 @@ def test_a_dataset_of_dialogues(tiny: Tiny, tmp_path):
         (tmp_path / name).symlink_to(tiny.folder / name)
     turns = [("How many singers are there?", "SELECT count(*) FROM singer"), (QUESTION, GOLD)]
     run_block("A dataset", 1)["write_sparc"]([("music", turns)], tmp_path / "dev.json")
-    dialogue = load_split(DataOptions(data=(str(tmp_path),), out=""), "dev").dialogues[0]
+    dialogue = load_split(Data(data=(str(tmp_path),), out=""), "dev").dialogues[0]
     assert [(turn.question, turn.gold_sql) for turn in dialogue.turns] == turns

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import ActionType, Status
-from mtsql.config import DataOptions
+from mtsql.config import Data
 from mtsql.errors import UserError
 from mtsql.learn.optimizer import set_learning_rate
 from mtsql.recipes.mtsql_r1 import MtsqlR1
@@ -37,7 +37,7 @@ from mtsql.toy.tiny import tiny_qwen3
 
 def test_the_tokenizer_has_no_word_of_the_unseen_themes(work):
     tokenizer = AutoTokenizer.from_pretrained(work / "imitation")
-    asked = load_split(DataOptions(data=(str(work / "benchmark"),), out=""), "test_themes")
+    asked = load_split(Data(data=(str(work / "benchmark"),), out=""), "test_themes")
     assert len({dialogue.db_id for dialogue in asked.dialogues}) == 6
     tables = [asked.schemas[dialogue.db_id].tables[0].name for dialogue in asked.dialogues]
     assert all(len(tokenizer.tokenize(f" {name.lower()}")) > 1 for name in tables)

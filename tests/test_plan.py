@@ -13,12 +13,13 @@ from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.config import GrpoConfig, user_errors
+from mtsql.config import user_errors
 from mtsql.extras import planner
 from mtsql.learn import logprobs
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.optimizer import make_optimizer, stepped_parameters
+from train_grpo import Args as GrpoArgs
 
 NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 TINY = dict(zip(NAMES, (64, 160, 4, 4, 2), strict=True)) | {"vocab_size": 512, "head_dim": 16}
@@ -29,16 +30,16 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8)}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> GrpoConfig:
+def tiny(tmp_path_factory) -> GrpoArgs:
     folder = tmp_path_factory.mktemp("tiny")
     Qwen3Config(**TINY, tie_word_embeddings=True).save_pretrained(folder)
-    return GrpoConfig(
+    return GrpoArgs(
         data=(), out="", model=str(folder), lora_rank=4, micro_batch_positions=600, samples_per_prompt=4,
         rows=4, max_prompt_tokens=100, max_response_tokens=120, max_tool_tokens=50,
     )  # fmt: skip
 
 
-def real_model(config: GrpoConfig) -> torch.nn.Module:
+def real_model(config: GrpoArgs) -> torch.nn.Module:
     """What `build_model` builds, with weights, on the CPU."""
     shape = Qwen3Config(**TINY, tie_word_embeddings=True)
     model = Qwen3ForCausalLM._from_config(shape, attn_implementation="sdpa")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import TOY, run
 
-from mtsql.config import EvaluateConfig, ProbeConfig
+from evaluate import Args as EvaluateArgs
+from mtsql.config import ProbeConfig
 from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.extras.probe import Failure, own_failures, probe, repair_contexts
@@ -57,7 +58,7 @@ def test_failures_from_another_file_are_one_sentence(tmp_path, line):
 
 
 def test_its_probabilities_are_those_of_a_plain_forward_pass(work):
-    options = EvaluateConfig(
+    options = EvaluateArgs(
         model=str(work / "imitation"), data=(str(work / "benchmark"),), out="", split="train"
     )
     options = replace(options, wording="compact", error_hints=True, max_prompt_tokens=2000)

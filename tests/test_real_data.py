@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, run
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from evaluate import EvaluateConfig
+from evaluate import EvaluateArgs
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import examples
 from mtsql.learn.embedding import make_embedder
@@ -58,7 +58,7 @@ def options(dataset: str) -> dict[str, str]:
 @pytest.mark.parametrize("dataset", FILES)
 def test_a_good_agent_is_paid_kept_exported_and_learned(dataset, random_model):
     _, model, tokens = random_model
-    config = EvaluateConfig(
+    config = EvaluateArgs(
         model="", out="", allow_missing=True, **{name: (path,) for name, path in options(dataset).items()}
     )
     split = load_split(config, "dev")

@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
+from evaluate import Args as EvaluateArgs
 from mtsql.agent.trajectory import Status
-from mtsql.config import DataOptions, EvaluateConfig, read_options
+from mtsql.config import Data, read_options
 from mtsql.data.datasets import examples
 from mtsql.extras import make_mix
 from mtsql.recipes.mtsql_r1 import PRESETS
@@ -26,7 +27,7 @@ SPARC = ROOT / "tests" / "data" / "sparc"
 @pytest.mark.parametrize("wording", ["paper", "compact"])
 def test_a_good_agent_earns_all_that_there_is(tiny, wording):
     config = read_options(
-        EvaluateConfig, "", [f"--data={SPARC}", "--model=none", "--out=none", f"--wording={wording}"]
+        EvaluateArgs, "", [f"--data={SPARC}", "--model=none", "--out=none", f"--wording={wording}"]
     )
     split = load_split(config, "dev")
     environment = make_environment(config, split, tiny.tokens, "both")
@@ -84,5 +85,5 @@ def test_the_training_mix_is_made_of_the_official_layouts(tmp_path):
     of_cosql = 115 - (turns[0] - 1) - turns[1]
     assert sum(len(d["interaction"]) for d in made) == 40 + 115 + of_cosql
     where = {"tables": (str(SPARC / "tables.json"),), "databases": (str(SPARC / "database"),)}
-    split = load_split(DataOptions(data=(str(out),), out="", **where), "train")  # as training reads it
+    split = load_split(Data(data=(str(out),), out="", **where), "train")  # as training reads it
     assert [d.source for d in split.dialogues] == [d["source"] for d in made]

@@ -12,10 +12,11 @@ from test_real_data import SHARED, random_model  # noqa: F401 (a fixture)
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import evaluate
+from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Stop, Trajectory
-from mtsql.config import EvaluateConfig, read_options
+from mtsql.config import read_options
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1_prompts import verdict
@@ -49,7 +50,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def spider() -> tuple[Dataset, list[Example]]:
-    config = read_options(EvaluateConfig, "", [*options("skyrl_sql"), "--model=", "--out="])
+    config = read_options(EvaluateArgs, "", [*options("skyrl_sql"), "--model=", "--out="])
     dataset = load_split(config, "dev")
     return dataset, random.Random(0).sample(examples(dataset.dialogues), QUESTIONS)
 
@@ -105,7 +106,7 @@ def rendered_again(
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     dataset, asked = spider
-    config = read_options(EvaluateConfig, "", [*options(name), "--model=", "--out="])
+    config = read_options(EvaluateArgs, "", [*options(name), "--model=", "--out="])
     tokens = ChatTokens(tokenizer)
     environment = make_environment(config, dataset, tokens, config.tools)
     schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
@@ -153,7 +154,7 @@ def test_a_random_model_is_played_by_every_recipe(random_model, tmp_path, monkey
     for name in RECIPES[1:]:
         out = tmp_path / name
         words = [f"--{option}={value}" for option, value in (given | {"out": out}).items()]
-        evaluate.main(read_options(EvaluateConfig, "", ["--config", f"configs/{name}.toml", *words]))
+        evaluate.main(read_options(EvaluateArgs, "", ["--config", f"configs/{name}.toml", *words]))
         assert json.loads((out / "summary.json").read_text())["questions"] == 4
         assert "EX" in capsys.readouterr().out
         records = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]

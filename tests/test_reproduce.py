@@ -13,7 +13,8 @@ import pytest
 from conftest import ROOT, run
 from matplotlib.image import imread
 
-from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, read_options
+from evaluate import Args as EvaluateArgs
+from mtsql.config import CurriculumConfig, read_options
 from mtsql.errors import UserError
 from mtsql.extras.reproduce.numbers import difference_text, estimate, read_evaluation, subtract
 from mtsql.extras.reproduce.page import write_page
@@ -22,11 +23,13 @@ from mtsql.parts import minutes_of, run_part
 from mtsql.recipes import RECIPES
 from mtsql.toy.benchmark import MODELS_SEED
 from mtsql.toy.imitation import ImitationConfig
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
 
 SCRIPTS = {
-    "train_sft.py": SftConfig,
-    "train_grpo.py": GrpoConfig,
-    "evaluate.py": EvaluateConfig,
+    "train_sft.py": SftArgs,
+    "train_grpo.py": GrpoArgs,
+    "evaluate.py": EvaluateArgs,
     "mtsql.toy.imitation": ImitationConfig,
     "mtsql.extras.curriculum": CurriculumConfig,
 }
@@ -78,11 +81,11 @@ def test_commands_are_valid_and_come_after_what_they_need(name, words, tmp_path,
         assert getattr(config, "curriculum", "") in {*made, ""}, command
         made |= {config.out, *(f"{config.out}/{done}" for done in ("policy", "counts.jsonl"))}
         made |= {f"{config.out}/policies/round_{n}" for n in range(1, getattr(config, "rounds", 0))}
-        if isinstance(config, EvaluateConfig):
+        if isinstance(config, EvaluateArgs):
             *_, dataset, arm = config.out.split("/")
             asked.setdefault(arm, []).append(dataset)
             assert config.out not in asked
-        elif isinstance(config, GrpoConfig):
+        elif isinstance(config, GrpoArgs):
             budgets.add((config.steps, config.prompts_per_step, config.samples_per_prompt))
     arms, sets = SUITES[name].arms, SUITES[name].sets
     there = [dataset for dataset in sets if name != "cosql" or dataset == "cosql"]

@@ -20,13 +20,16 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, TOY, run
 
-from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, save_config
+from evaluate import Args as EvaluateArgs
+from mtsql.config import read_options, save_config
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled, write_atomically
 from mtsql.learn.checkpoint import changed_options, load_training_state, new_checkpoint, newest_checkpoint
 from mtsql.model_folder import check_exists
 from mtsql.report.answer_log import AnswerLog
 from mtsql.task import answer_options, load_split
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
 
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
 KILLS = 3  # of each script
@@ -49,7 +52,7 @@ def play(script: str, arguments: list[str]) -> None:
 
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    config = read_options({"train_grpo": GrpoConfig, "train_sft": SftConfig}[script], "", arguments)
+    config = read_options({"train_grpo": GrpoArgs, "train_sft": SftArgs}[script], "", arguments)
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         __import__(script).main(config)
 
@@ -127,7 +130,7 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
     turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
     dialogues = json.dumps([{"database_id": "music", "interaction": turns}])
     (folder / "dev.json").write_text(dialogues)
-    config = EvaluateConfig(data=(str(folder),), out="")
+    config = EvaluateArgs(data=(str(folder),), out="")
 
     def options() -> dict:
         task = SimpleNamespace(dataset=load_split(config, "dev"), about={})
@@ -176,7 +179,7 @@ def enter_folder(path: Path) -> None:
 
 
 def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
-    config = GrpoConfig(model="m", data=("d",), out=str(tmp_path), learning_rate=1e-3, steps=5)
+    config = GrpoArgs(model="m", data=("d",), out=str(tmp_path), learning_rate=1e-3, steps=5)
     save_config(config, tmp_path)
     assert changed_options(replace(config, resume=True), tmp_path) == []
     other = replace(config, learning_rate=5e-4, steps=9, resume=True)
@@ -201,7 +204,7 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
     save_config(levels, tmp_path / "levels")
     with pytest.raises(UserError, match="--steps was 5, is now 9"):  # another level would be due
         changed_options(replace(levels, steps=9), tmp_path / "levels")
-    warm = SftConfig(model="m", data=("d",), out=str(tmp_path / "sft"))
+    warm = SftArgs(model="m", data=("d",), out=str(tmp_path / "sft"))
     save_config(warm, tmp_path / "sft")
     with pytest.raises(UserError, match="--trajectories-per-step was 16, is now 8"):
         changed_options(replace(warm, trajectories_per_step=8), tmp_path / "sft")
@@ -238,7 +241,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
 
 
 def test_a_damaged_run_json_is_said_and_a_damaged_state_is_one_sentence(tmp_path):
-    config = GrpoConfig(model="m", data=("d",), out=str(tmp_path))
+    config = GrpoArgs(model="m", data=("d",), out=str(tmp_path))
     for content in (b"", b'{"config": {', b"\xff\x00", b"[1]", b'{"config": 7}'):
         (tmp_path / "run.json").write_bytes(content)
         (sentence,) = changed_options(config, tmp_path)

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 import evaluate
 import train_grpo
 import train_sft
+from evaluate import Args as EvaluateArgs
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
-from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options, user_errors
+from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.learn.curriculum import read_counts
@@ -30,8 +31,10 @@ from mtsql.model_folder import load_tokenizer
 from mtsql.report.evaluation import answer_dialogues
 from mtsql.sql.score import Scorer
 from mtsql.task import fitting_questions, load_split, make_environment, training_questions
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
 
-CONFIGS = {train_sft: SftConfig, train_grpo: GrpoConfig, evaluate: EvaluateConfig}
+CONFIGS = {train_sft: SftArgs, train_grpo: GrpoArgs, evaluate: EvaluateArgs}
 SHARED = ROOT.parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
 
@@ -43,7 +46,7 @@ def rows_of(path):
 
 def test_trained_tiny_model_answers_as_generate_does(work):
     """Whole greedy episodes against Hugging Face `generate` with every turn prefilled anew."""
-    config = EvaluateConfig(
+    config = EvaluateArgs(
         model=str(work / "imitation"), data=(str(work / "benchmark"),), out="", wording="compact",
         result_characters=40, max_prompt_tokens=600, max_response_tokens=600, max_turn_tokens=120,
         max_tool_tokens=300,
@@ -166,7 +169,7 @@ def test_the_warm_start_learns_the_protocol_and_its_repairs(work):
 
 def test_databases_for_rl_are_trained_on_by_rl_alone(work):
     data = ROOT / "tests" / "data" / "sparc" / "dev.json"  # ten databases
-    options = EvaluateConfig(model="", data=(str(data),), out="", held_out=2, for_rl=3)
+    options = EvaluateArgs(model="", data=(str(data),), out="", held_out=2, for_rl=3)
     splits = [load_split(options, split).dialogues for split in ("train", "held_out", "rl")]
     databases = [{d.db_id for d in dialogues} for dialogues in splits]
     assert list(map(len, databases)) == [5, 2, 3] and len(set.union(*databases)) == 10
@@ -233,7 +236,7 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
 
 
 def config_for(work, held_out=1):
-    return EvaluateConfig(model="", data=(str(work / "benchmark"),), out="", held_out=held_out)
+    return EvaluateArgs(model="", data=(str(work / "benchmark"),), out="", held_out=held_out)
 
 
 def test_quickstart_ends_with_its_table(work):
@@ -285,7 +288,7 @@ def test_quickstart_ends_with_its_table(work):
 
 def test_all_processes_leave_out_what_one_cannot_score(work):
     """A gold SQL near the time limit may be in time in one process alone."""
-    config = GrpoConfig(model="", data=(str(work / "benchmark"),), out="", wording="compact")
+    config = GrpoArgs(model="", data=(str(work / "benchmark"),), out="", wording="compact")
     tokens = ChatTokens(load_tokenizer(work / "imitation"))
     dataset = load_split(config, "train")
     environment = make_environment(config, dataset, tokens, "both")
@@ -299,17 +302,17 @@ def test_all_processes_leave_out_what_one_cannot_score(work):
 def test_questions_whose_prompt_is_too_long_are_left_out_at_the_start(work, capsys):
     options = dict(model="", data=(str(work / "benchmark"),), out="", wording="compact")
     tokens = ChatTokens(load_tokenizer(work / "imitation"))
-    dataset = load_split(GrpoConfig(**options), "train")
+    dataset = load_split(GrpoArgs(**options), "train")
 
     def fitting(longest):
-        config = GrpoConfig(**options, max_prompt_tokens=longest)
+        config = GrpoArgs(**options, max_prompt_tokens=longest)
         environment = make_environment(config, dataset, tokens, "both")
         run = SimpleNamespace(environment=environment, processes=Processes(0, 1))
         return fitting_questions(config, run, asked)
 
     asked = examples(dataset.dialogues)
     assert fitting(10_000) == asked and capsys.readouterr().out == ""
-    environment = make_environment(GrpoConfig(**options), dataset, tokens, "both")
+    environment = make_environment(GrpoArgs(**options), dataset, tokens, "both")
     lengths = {e.id: environment.episodes(e, [0])[0].trajectory.prompt_length for e in asked}
     middle = sorted(lengths.values())[len(asked) // 2]
     short = [e for e in asked if lengths[e.id] <= middle]

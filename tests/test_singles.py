@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny, environment_of
 
-from evaluate import EvaluateConfig
+from evaluate import EvaluateArgs
 from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dataset
 from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError
@@ -66,7 +66,7 @@ def lay_out(tiny: Tiny, root: Path, files: dict[str, object], databases: str) ->
 
 def load(data: Path, split: str = "dev", **options) -> Dataset:
     options |= {name: (options[name],) for name in ("tables", "databases") if name in options}
-    return load_split(EvaluateConfig(model="", out="", data=(str(data),), **options), split)
+    return load_split(EvaluateArgs(model="", out="", data=(str(data),), **options), split)
 
 
 def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_path, capsys):
@@ -209,7 +209,7 @@ def test_several_sources_are_one_dataset(tiny, tmp_path, capsys):
     tables, databases = (str(tiny.folder / name) for name in ("tables.json", "database"))
 
     def together(**options) -> Dataset:
-        config = EvaluateConfig(model="", out="", data=(str(folder), str(mix)), **options)
+        config = EvaluateArgs(model="", out="", data=(str(folder), str(mix)), **options)
         return load_split(config, "dev")
 
     for given in ((tables,), (str(folder / "tables.json"), tables)):
@@ -326,7 +326,7 @@ def test_synsql_comments_are_descriptions(tiny, tmp_path):
 def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     ordered = BIRD | {"SQL": "SELECT country FROM singer ORDER BY age"}
     files = {"dev.json": [BIRD, ordered], "dev_tables.json": TABLES}
-    config = EvaluateConfig(model="", out="", data=(str(lay_out(tiny, tmp_path, files, "dev_databases")),))
+    config = EvaluateArgs(model="", out="", data=(str(lay_out(tiny, tmp_path, files, "dev_databases")),))
     dataset = load_split(config, "dev")
     environment = make_environment(config, dataset, tiny.tokens, "both")
     scorer = Scorer(environment.schemas, environment.executor)

@@ -7,7 +7,8 @@ from conftest import GOLD
 from hostile import STATEMENTS
 from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
-from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options
+from evaluate import Args as EvaluateArgs
+from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.recipes import skyrl_sql, sql_trail
 from mtsql.recipes.prompt_options import PromptOptions
@@ -15,6 +16,8 @@ from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, rows_alone, sc
 from mtsql.report.evaluation import thought_characters
 from mtsql.sql.structure import SqlSchema
 from mtsql.task import prompt_options
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
 
 REASON = "<reasoning>singer, country</reasoning>\n"
 HARD = "SELECT name FROM singer WHERE age = (SELECT max(age) FROM singer)"
@@ -61,7 +64,7 @@ def test_what_table_4_leaves_out(tiny):
     assert thought_characters(episode.trajectory, tiny.tokens.tokenizer.decode) == 2 * len("singer, country")
     words = ["--config", "configs/mtir_sql.toml", "--without=headers", "--data=d", "--model=m", "--out=o"]
     with pytest.raises(UserError, match="--without headers needs --recipe sql_trail"):
-        prompt_options(read_options(EvaluateConfig, "", words))
+        prompt_options(read_options(EvaluateArgs, "", words))
 
 
 def test_prompt_of_appendix_a(tiny):
@@ -250,10 +253,10 @@ def test_the_warm_start_has_its_own_optimizer():
     words = ["--data=d", "--model=m", "--out=o"]
     paper = ["--config", "configs/sql_trail.toml", *words]
     names = ("learning_rate", "beta2", "weight_decay", "warmup", "epochs", "trajectories_per_step")
-    sft = read_options(SftConfig, "", paper)
+    sft = read_options(SftArgs, "", paper)
     assert [getattr(sft, name) for name in names] == [1e-5, 0.95, 0.01, 0.1, 2, 128]
-    grpo = read_options(GrpoConfig, "", paper)
+    grpo = read_options(GrpoArgs, "", paper)
     assert [getattr(grpo, name) for name in names[:3]] == [1e-6, 0.99, 0]
-    assert read_options(SftConfig, "", [*paper, "--beta2=0.9"]).beta2 == 0.9
-    of_mtsql_r1 = read_options(SftConfig, "", words)
+    assert read_options(SftArgs, "", [*paper, "--beta2=0.9"]).beta2 == 0.9
+    of_mtsql_r1 = read_options(SftArgs, "", words)
     assert [getattr(of_mtsql_r1, name) for name in names[:4]] == [5e-6, 0.999, 0, 0.03]

@@ -14,7 +14,7 @@ import train_sft
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
-from mtsql.config import SftConfig, read_options, user_errors
+from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.extras.teacher import (
     Outcome,
@@ -35,6 +35,7 @@ from mtsql.report.chat import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
+from train_sft import Args as SftArgs
 
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
 CHECKED = verdict(EXEC_SQL, True) + "\n"
@@ -314,7 +315,7 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
 
     def train(*options):
-        config = read_options(SftConfig, "", [str(option) for option in (*base, *options)])
+        config = read_options(SftArgs, "", [str(option) for option in (*base, *options)])
         user_errors(train_sft.main, config)
 
     out = tmp_path / "out"

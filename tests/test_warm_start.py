@@ -10,14 +10,15 @@ from dataclasses import replace
 import pytest
 from conftest import GOLD, Tiny, environment_of, make_episode, say
 
+import train_sft
 from mtsql.agent.trajectory import Status, Stop
-from mtsql.config import SftConfig
 from mtsql.extras.demonstrations import gold_trajectories
-from mtsql.learn.warm_start import Collected, Progress, idle_targets, rejection
+from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.mtsql_r1 import make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
+from train_sft import Args as SftArgs
 
 REWRITTEN = GOLD.replace("SELECT", "select")  # another string, the same clauses
 OTHER_CLAUSES = "SELECT name FROM singer WHERE country IN ('france')"  # the same result
@@ -86,10 +87,10 @@ def test_gold_answers_are_learned_as_they_run(tiny):
 
 def test_options_that_collect_nothing_say_so():
     given = {"data": "d", "out": "o", "model": "m"}
-    assert idle_targets(SftConfig(**given, samples_per_question=4)) == []
-    sentences = idle_targets(SftConfig(**given, samples_per_question=4, correct="ex", targets="gold"))
+    assert train_sft.idle(SftArgs(**given, samples_per_question=4)) == []
+    sentences = train_sft.idle(SftArgs(**given, samples_per_question=4, correct="ex", targets="gold"))
     assert [sentence.split()[0] for sentence in sentences] == ["--samples-per-question", "--correct"]
-    (sentence,) = idle_targets(SftConfig(**given, rewards="paper", targets="gold"))
+    (sentence,) = train_sft.idle(SftArgs(**given, rewards="paper", targets="gold"))
     assert sentence == "--rewards (given here or in --config) does nothing: --targets gold takes every answer"
-    (sentence,) = idle_targets(SftConfig(**given, teacher_kept=7))
+    (sentence,) = train_sft.idle(SftArgs(**given, teacher_kept=7))
     assert sentence == "--teacher-kept (given here or in --config) does nothing: --targets is not teacher"

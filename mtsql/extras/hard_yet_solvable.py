@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mtsql.config import Count, DataOptions, option, read_options, save_config, user_errors
+from mtsql.config import Count, Data, option, read_options, save_config, user_errors
 from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -35,7 +35,7 @@ HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionConfig(DataOptions):
+class SelectionConfig(Data):
     """Options of the selection."""
 
     SECTION: ClassVar = "selection"

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from mtsql.config import DataOptions, user_errors
+from mtsql.config import Data, user_errors
 from mtsql.data.datasets import Turn
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         where = {name: tuple(filter(None, [getattr(chosen, name)])) for name in ("tables", "databases")}
         dialogues = load_split(
-            DataOptions(data=(str(data),), out="", allow_missing=True, **where), "train"
+            Data(data=(str(data),), out="", allow_missing=True, **where), "train"
         ).dialogues
         kept = [(d.db_id, whole_turns(d.turns)) for d in dialogues]
         made = [dialogue(db_id, turns, source) for db_id, turns in kept if turns]

@@ -37,11 +37,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtsql.agent import cache
 from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generator
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.config import GrpoConfig, SftConfig, TrainingOptions, from_toml, read_options, user_errors
+from mtsql.config import Training, from_toml, read_options, user_errors
 from mtsql.errors import UserError, loading
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.model import DTYPES
 from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
 
 GIB = 2**30
 USABLE = 0.98  # of a card's memory; driver and display have the rest
@@ -50,7 +52,7 @@ FRAGMENTATION = 1.05  # of what comes and goes: holes of the allocator, with exp
 REAL_TRAJECTORY = 2048  # positions: prompts of SParC and CoSQL have 1,000 to 1,200 in the mean, at most 3,000
 
 
-def read_plan(argv: list[str]) -> tuple[TrainingOptions, float]:
+def read_plan(argv: list[str]) -> tuple[Training, float]:
     """The options of the planned run, and the GPU's GiB. GRPO has [sft]'s model and LoRA rank where [grpo]
     names none.
 
@@ -63,7 +65,7 @@ def read_plan(argv: list[str]) -> tuple[TrainingOptions, float]:
     chosen, given = early.parse_known_args(argv)
     warm, own = {}, {}
     for path in map(Path, chosen.config):
-        warm, own = warm | from_toml(path, SftConfig), own | from_toml(path, GrpoConfig)
+        warm, own = warm | from_toml(path, SftArgs), own | from_toml(path, GrpoArgs)
     for name in {"model", "lora_rank"} & warm.keys() - own.keys():
         given = [f"--{name.replace('_', '-')}", str(warm[name]), *given]
     if not 0 < chosen.gpu_memory < math.inf:
@@ -71,18 +73,18 @@ def read_plan(argv: list[str]) -> tuple[TrainingOptions, float]:
     files = ["--config", *chosen.config] if chosen.config else []
     given = [*files, "--data", "none", "--out", "none", *given]
     sft = chosen.stage == "sft"
-    config = read_options(SftConfig, __doc__, given) if sft else read_options(GrpoConfig, __doc__, given)
+    config = read_options(SftArgs, __doc__, given) if sft else read_options(GrpoArgs, __doc__, given)
     if longest_trajectory(config) <= config.max_prompt_tokens:
         raise UserError("max_sequence_tokens leaves no room for a response; raise it")
     return config, chosen.gpu_memory
 
 
-def longest_trajectory(config: TrainingOptions) -> int:
+def longest_trajectory(config: Training) -> int:
     """Its positions: prompt and response as long as the limits allow."""
     return min(config.max_prompt_tokens + config.max_response_tokens, config.max_sequence_tokens)
 
 
-def build_model(config: TrainingOptions) -> nn.Module:
+def build_model(config: Training) -> nn.Module:
     """The policy of `load_policy` on the meta device, with gradients; linear layers are not quantised.
 
     Raises UserError if the shape of the model cannot be had, or if a quantised model has no adapter.
@@ -108,7 +110,7 @@ def build_model(config: TrainingOptions) -> nn.Module:
     return model.train()
 
 
-def state_bytes(model: nn.Module, config: TrainingOptions) -> dict[str, int]:
+def state_bytes(model: nn.Module, config: Training) -> dict[str, int]:
     """Bytes of what is there all the time, by item.
 
     What is stepped is float32: trained weights in half precision have copies. In 4 bits (QLoRA, section 3) a
@@ -132,7 +134,7 @@ def state_bytes(model: nn.Module, config: TrainingOptions) -> dict[str, int]:
     }
 
 
-def quantised_weights(model: nn.Module, config: TrainingOptions) -> list[nn.Parameter]:
+def quantised_weights(model: nn.Module, config: Training) -> list[nn.Parameter]:
     """The matrices that become 4-bit: of all linear layers but the head and the adapters."""
     head = model.get_output_embeddings().weight
     linear = {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear) and "lora_" not in n}
@@ -191,7 +193,7 @@ def in_shapes(model: nn.Module, layers: int) -> Iterator[LiveBytes]:
         yield live
 
 
-def largest_micro_batch(config: TrainingOptions, limit: int) -> list[list[Trajectory]]:
+def largest_micro_batch(config: Training, limit: int) -> list[list[Trajectory]]:
     """The groups of a micro-batch that fills `limit` positions: trajectories as long as they may be, or
     longer where some positions would stay free, since shorter ones would fill them.
     """
@@ -204,7 +206,7 @@ def largest_micro_batch(config: TrainingOptions, limit: int) -> list[list[Trajec
     return [[Trajectory("", 0, pieces) for _ in range(size)] for size in sizes]
 
 
-def step_bytes(model: nn.Module, config: TrainingOptions, positions: int) -> int:
+def step_bytes(model: nn.Module, config: Training, positions: int) -> int:
     """Bytes that forward and backward passes over the largest micro-batch add at their peak."""
     kept = []
     for layers in (1, 2):
@@ -222,7 +224,7 @@ def step_bytes(model: nn.Module, config: TrainingOptions, positions: int) -> int
     return int(FRAGMENTATION * peak)
 
 
-def prefill_bytes(model: nn.Module, config: TrainingOptions) -> int:
+def prefill_bytes(model: nn.Module, config: Training) -> int:
     """Bytes that a forward pass of the rollout adds to its cache, or the sampling if that takes more."""
     prompt, rows, longest = config.max_prompt_tokens, config.rows, longest_trajectory(config)
     together = min(rows, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(WIDEST, prompt)))
@@ -234,7 +236,7 @@ def prefill_bytes(model: nn.Module, config: TrainingOptions) -> int:
     return max(live.peak - kept, cache.few_shapes(rows) * model.config.vocab_size * (3 * 4 + 2 * 4 + 8))
 
 
-def rows_at_once(config: TrainingOptions, positions: int, length: int) -> int:
+def rows_at_once(config: Training, positions: int, length: int) -> int:
     """How many rows of `length` positions a cache of so many positions lets in."""
     held, rows = cache.RowCache(longest_trajectory(config), positions, static_shapes=True), 0
     while held.admit(cache.CachedRow(), length):
@@ -242,7 +244,7 @@ def rows_at_once(config: TrainingOptions, positions: int, length: int) -> int:
     return rows
 
 
-def make_plan(model: nn.Module, config: TrainingOptions, limit: int) -> dict[str, dict[str, int]]:
+def make_plan(model: nn.Module, config: Training, limit: int) -> dict[str, dict[str, int]]:
     """Bytes by item: what is there all the time, and what rollout and training add, one after the other.
 
     The cache has room for no more than all rows. Raises UserError if it does not hold one.
@@ -263,7 +265,7 @@ def make_plan(model: nn.Module, config: TrainingOptions, limit: int) -> dict[str
     return {"always": always, "rollout": rollout, "training": training}
 
 
-def largest_positions(model: nn.Module, config: TrainingOptions, room: int) -> int:
+def largest_positions(model: nn.Module, config: Training, room: int) -> int:
     """The largest micro_batch_positions, in steps of 1,024 above one trajectory, whose step adds at most
     `room` bytes; 0 if one trajectory adds more.
     """

@@ -24,7 +24,7 @@ from mtsql.agent.env import Environment, Episode, Recipe
 from mtsql.agent.tokens import message_text
 from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
-from mtsql.config import SftConfig
+from mtsql.config import Training
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import load_json_lines
@@ -274,7 +274,7 @@ def format_replays(replays: Sequence[Replay]) -> str:
 
 
 def taught_answers(
-    config: SftConfig,
+    config: Training,
     task: Task,
     reward: RewardFunction,
     taught: Sequence[TeacherLine | None],

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mtsql.config import TrainingOptions
+from mtsql.config import Training
 from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically, recover_folder, temporary_sibling, write_atomically
 from mtsql.learn.model import restore_policy, save_policy
@@ -160,7 +160,7 @@ def load_training_state(folder: Path) -> tuple[int, dict[str, Any], dict[str, An
 
 
 def resume(
-    config: TrainingOptions, out: Path, policy: PreTrainedModel | PeftModel, processes: Processes
+    config: Training, out: Path, policy: PreTrainedModel | PeftModel, processes: Processes
 ) -> tuple[torch.optim.Optimizer, int, dict[str, Any] | None]:
     """The optimizer, the step and the extra values (None at the beginning) that a training goes on from.
 
@@ -198,7 +198,7 @@ def save_checkpoint(
         save_training_state(folder, optimizer_state(policy, optimizer), step, state)
 
 
-def changed_options(config: TrainingOptions, out: Path) -> list[str]:
+def changed_options(config: Training, out: Path) -> list[str]:
     """A sentence for each option in which this run differs from the one in `out` that it goes on from.
 
     Raises UserError if an option of FIXED is among them.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtsql.agent.trajectory import Trajectory
-from mtsql.config import GrpoConfig
+from mtsql.learn.logprobs import TokenBatch
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -32,51 +32,52 @@ def sft_loss(logprobs: Tensor, denominator: int) -> Tensor:
     return -logprobs.sum() / denominator
 
 
+class Surrogate(Protocol):
+    """The options of the clipped surrogate, as `train_grpo.Args` has them."""
+
+    clip_low: float
+    clip_high: float
+    aggregate: str
+    beta: float
+    tis_cap: float
+
+
 def grpo_loss(
     logprobs: Tensor,
-    advantages: Tensor,
-    trajectory_index: Tensor,
+    batch: TokenBatch,
     denominator: float,
-    *,
-    aggregate: str = "trajectory",
+    options: Surrogate,
     old_logprobs: Tensor | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
     reference_logprobs: Tensor | None = None,
-    beta: float = 0.0,
-    sampling_logprobs: Tensor | None = None,
-    tis_cap: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped surrogate of MTSQL-R1, section 3.3.3, negated, and its statistics.
 
-    `advantages` is (trajectories,). Without `old_logprobs` the policy is its own old policy: the ratio is 1,
-    but its gradient is not 0. `denominator` comes from `loss_denominator`. `beta` is the weight of
-    `kl_estimate` against `reference_logprobs`. `tis_cap`, 0 for none, cuts `importance_weights`, which need
-    `sampling_logprobs`.
+    `logprobs` are the policy's, (tokens,), with a gradient. Without `old_logprobs` the policy is its own old
+    policy: the ratio is 1, but its gradient is not 0. `denominator` comes from `loss_denominator`. `beta` is
+    the weight of `kl_estimate` against `reference_logprobs`; `tis_cap`, 0 for none, cuts
+    `importance_weights`.
 
     Statistics: "weight", the sum of the tokens' weights, by which the weighted sums of clip_fraction, and of
-    kl and tis_weight where they apply, are to be divided. Raises ValueError for a `beta` or `tis_cap`
-    without its log-probabilities.
+    kl and tis_weight where they apply, are to be divided. Raises ValueError for a `beta` without
+    `reference_logprobs`.
     """
-    if beta != 0 and reference_logprobs is None:
+    if options.beta and reference_logprobs is None:
         raise ValueError("beta needs reference log-probabilities")
-    if tis_cap > 0 and sampling_logprobs is None:
-        raise ValueError("tis_cap needs the sampler's log-probabilities")
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    weights = token_weights(trajectory_index, denominator, aggregate)
-    advantage = advantages.to(logprobs)[trajectory_index]
+    weights = token_weights(batch.trajectory_index, denominator, options.aggregate)
+    advantage = batch.advantages.to(logprobs)[batch.trajectory_index]
     ratios = (logprobs - old).clamp(max=MAX_LOG_RATIO).exp()
-    clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
+    clipped = ratios.clamp(1 - options.clip_low, 1 + options.clip_high)
     objective = torch.minimum(ratios * advantage, clipped * advantage)
     bound = (objective != ratios * advantage).to(weights)
     statistics = {"weight": float(weights.sum()), "clip_fraction": float((weights * bound).sum())}
-    if tis_cap > 0:
-        tis = importance_weights(old, sampling_logprobs, tis_cap)
+    if options.tis_cap > 0:
+        tis = importance_weights(old, batch.sampling_logprobs, options.tis_cap)
         objective = objective * tis
         statistics["tis_weight"] = float((weights * tis).sum())
     if reference_logprobs is not None:
         divergence = kl_estimate(logprobs, reference_logprobs)
-        objective = objective - beta * divergence
+        objective = objective - options.beta * divergence
         statistics["kl"] = float((weights * divergence.detach()).sum())
     return -(weights * objective).sum(), statistics
 
@@ -120,13 +121,12 @@ def importance_weights(old: Tensor, sampling_logprobs: Tensor, cap: float) -> Te
     return (old - sampling_logprobs).clamp(max=math.log(cap)).exp()
 
 
-def truncation_cap(config: GrpoConfig, policy: PreTrainedModel | PeftModel) -> float:
+def truncation_cap(cap: float, policy: PreTrainedModel | PeftModel) -> float:
     """--tis-cap, or for -1 the cap of Yao et al. (2025), 2, unless all is float32 on a CPU.
 
     There sampler and trainer agree within 1e-4. In half precision, in 4 bits and on a GPU, whose kernels
     differ between the two, single tokens are apart by tenths.
     """
-    if config.tis_cap >= 0:
-        return config.tis_cap
-    exact = config.dtype == "float32" and config.quantise == "none" and policy.device.type == "cpu"
-    return 0.0 if exact else 2.0
+    quantised = getattr(policy, "is_loaded_in_4bit", False)
+    exact = policy.dtype == torch.float32 and not quantised and policy.device.type == "cpu"
+    return cap if cap >= 0 else 0.0 if exact else 2.0

@@ -11,20 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.config import SftConfig, idle_options
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.recipes.rewards import Rewards, is_right
-
-
-def idle_targets(config: SftConfig) -> list[str]:
-    """A sentence for each option that was set in vain, because --targets gold or teacher samples nothing."""
-    why = config.targets != "self" and f"--targets {config.targets} samples nothing"
-    names = ("samples_per_question", "temperature", "embedding")
-    gold = config.targets == "gold" and "--targets gold takes every answer"
-    lines = config.targets != "teacher" and "--targets is not teacher"
-    reasons = {"correct": gold, "rewards": gold, "teacher_kept": lines}
-    return idle_options(config, dict.fromkeys(names, why) | reasons)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mtsql.agent.env import Environment
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS
 from mtsql.agent.trajectory import Trajectory
-from mtsql.config import EpisodeOptions, from_toml, option, read_options, save_config, user_errors
+from mtsql.config import Common, from_toml, option, read_options, save_config, user_errors
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.data.schema import read_json
 from mtsql.errors import UserError
@@ -53,7 +53,7 @@ SAVE_EVERY = 250  # optimizer steps between checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImitationConfig(EpisodeOptions):
+class ImitationConfig(Common):
     """Options of the imitation phase."""
 
     SECTION: ClassVar = "imitation"

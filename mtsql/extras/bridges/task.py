@@ -15,7 +15,7 @@ from mtsql.agent.env import Environment, Episode
 from mtsql.agent.rollout import Sampling, stop_string_test
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import RewardOptions, option, read_options
+from mtsql.config import Rewarded, option, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.model_folder import load_tokenizer
@@ -28,12 +28,11 @@ Write = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BridgeConfig(RewardOptions):
+class BridgeConfig(Rewarded):
     """Questions and rewards for another engine; of `model`, only the tokenizer is read for them."""
 
     SECTION: ClassVar = "bridge"
     out: str = option("", "run folder of mtsql.extras.bridges.trl, or file of mtsql.extras.bridges.rows")
-    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
 
 
 def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
@@ -125,7 +124,7 @@ def _load_task(config: BridgeConfig, split: str) -> Task:
     scorer = Scorer(environment.schemas, environment.executor, config.ex)
     asked = examples(dataset.dialogues, config.history)
     drawn = draw_questions(asked, config.questions, config.seed)
-    reward = reward_function(config, tokens, scorer, config.weights)
+    reward = reward_function(config, tokens, scorer)
     sampling = make_sampling(config, environment, 1.0)
     by_id = {example.id: example for example in asked}
     return Task(tokens, environment, by_id, drawn, scorer, reward, sampling, config.drop_empty)
