@@ -166,16 +166,6 @@ class TrainingOptions(RewardOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurriculumConfig(RewardOptions):
-    """Success counts (mtsql.extras.curriculum)."""
-
-    SECTION: ClassVar = "curriculum"
-    samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
-    temperature: NotNegative = option(1.0, "of these trajectories")
-    correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
-
-
-@dataclass(frozen=True, kw_only=True)
 class SftConfig(TrainingOptions):
     """The warm start (train_sft.py)."""
 
@@ -283,37 +273,6 @@ class EvaluateConfig(ServedOptions):
         0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
     )
     latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeConfig(PolicyOptions):
-    """Whether a policy reads what its tool returned (mtsql.extras.probe)."""
-
-    SECTION: ClassVar = "probe"
-    split: Literal["train", "dev", "held_out", "rl"] = option("held_out", "part of the data")
-    failures: str = option("", "predictions.jsonl of an evaluation over these questions")
-    questions: Count = option(40, "questions with a mistake of each kind")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatConfig(AddressOptions, AgentOptions):
-    """A dialogue over one's own database (mtsql.extras.chat)."""
-
-    SECTION: ClassVar = "chat"
-    database: str = option(..., "SQLite file; it is only read")
-    model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
-    port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
-    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectConfig(ServedOptions):
-    """A teacher's trajectories (mtsql.extras.collect)."""
-
-    SECTION: ClassVar = "collect"
-    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
-    samples_per_question: Positive = option(1, "trajectories of each question")
-    temperature: NotNegative = option(0.7, "of these trajectories")
 
 
 OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circle: no defect of the code

@@ -14,8 +14,6 @@ from typing import ClassVar
 import pytest
 
 from mtsql.config import (
-    ChatConfig,
-    CurriculumConfig,
     EvaluateConfig,
     GrpoConfig,
     PolicyOptions,
@@ -28,6 +26,8 @@ from mtsql.config import (
 )
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
+from mtsql.extras import curriculum
+from mtsql.extras.chat import __main__ as chat
 from mtsql.extras.served import idle_policy
 from mtsql.learn.variants import idle_variants
 from mtsql.task import find_split
@@ -120,7 +120,7 @@ def test_saved_config_says_what_ran(tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-@pytest.mark.parametrize("cls", [ImitationConfig, SftConfig, GrpoConfig, EvaluateConfig, CurriculumConfig])
+@pytest.mark.parametrize("cls", [ImitationConfig, SftConfig, GrpoConfig, EvaluateConfig, curriculum.Args])
 def test_shipped_configs_are_valid(path, cls):
     model = [] if cls is ImitationConfig else ["--model", "m"]
     config = read_options(cls, "test", ["--config", str(path), "--data", "d", "--out", "o", *model])
@@ -150,7 +150,7 @@ def test_a_recipe_sets_the_temperature_of_training_alone():
     shared = [*paper, "--data", "d"]
     grpo = read_options(GrpoConfig, "", [*shared, "--out", "o", "--model", "m"])
     assert grpo.temperature == 0.6
-    assert read_options(ChatConfig, "", [*paper, "--database", "d"]).temperature == 0
+    assert read_options(chat.Args, "", [*paper, "--database", "d"]).temperature == 0
 
 
 def test_help_shows_the_settings_of_the_chosen_files(capsys):

@@ -13,8 +13,9 @@ import pytest
 from conftest import ROOT, run
 from matplotlib.image import imread
 
-from mtsql.config import CurriculumConfig, EvaluateConfig, GrpoConfig, SftConfig, read_options
+from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options
 from mtsql.errors import UserError
+from mtsql.extras import curriculum
 from mtsql.extras.reproduce.numbers import difference_text, estimate, read_evaluation, subtract
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import SUITES, Arm, Suite, Training, parts_of
@@ -28,7 +29,7 @@ SCRIPTS = {
     "train_grpo.py": GrpoConfig,
     "evaluate.py": EvaluateConfig,
     "mtsql.toy.imitation": ImitationConfig,
-    "mtsql.extras.curriculum": CurriculumConfig,
+    "mtsql.extras.curriculum": curriculum.Args,
 }
 SMALL = Suite(
     "A small suite",

@@ -22,7 +22,7 @@ from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import AddressOptions, ChatConfig, ServedOptions, idle_options
+from mtsql.config import AddressOptions, ServedOptions, idle_options
 from mtsql.errors import UserError, printable
 from mtsql.extras.http_client import UNREADABLE, Server, ServerError, check_address, read_key
 from mtsql.task import Progress, Task, begin_questions, begin_task
@@ -363,7 +363,7 @@ def begin_answers(config: ServedOptions, split: str) -> Task:
     return Task(**questions, policy=None, play=play, about=about, costs=served.costs)
 
 
-def check_policy(config: ServedOptions | ChatConfig) -> None:
+def check_policy(config: AddressOptions) -> None:
     """Raise UserError unless --model is given, or --address with what it needs."""
     if bool(config.model) == bool(config.address):
         raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
