@@ -41,6 +41,7 @@ from mtsql.config import (
     Common,
     Count,
     NotNegative,
+    Positive,
     Served,
     idle_options,
     option,
@@ -67,6 +68,7 @@ class Args(Served, Common):
     sampled_runs: Count = option(
         0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
     )
+    concurrency: Positive = option(8, "questions that --address is asked at once")
     latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
 
 

@@ -157,7 +157,6 @@ class Served:
     protocol: Literal["auto", "tokens", "chat"] = option("auto", "token ids in and out, or chat messages")
     tokenizer: str = option("", "folder or hub name of its tokenizer; with chat any, to count tokens")
     own_temperature: bool = option(False, "ask --address without a temperature, which some models refuse")
-    concurrency: Positive = option(8, "questions that --address is asked at once")
 
 
 OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circle: no defect of the code

@@ -15,18 +15,11 @@ import pytest
 
 import train_grpo
 from evaluate import Args as EvaluateArgs
-from mtsql.config import (
-    ChatConfig,
-    Common,
-    CurriculumConfig,
-    from_toml,
-    option,
-    read_options,
-    save_config,
-    user_errors,
-)
+from mtsql.config import Common, from_toml, option, read_options, save_config, user_errors
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
+from mtsql.extras import curriculum
+from mtsql.extras.chat import __main__ as chat
 from mtsql.extras.served import idle_policy
 from mtsql.task import find_split
 from mtsql.toy.imitation import ImitationConfig
@@ -120,7 +113,7 @@ def test_saved_config_says_what_ran(tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-@pytest.mark.parametrize("cls", [ImitationConfig, SftArgs, GrpoArgs, EvaluateArgs, CurriculumConfig])
+@pytest.mark.parametrize("cls", [ImitationConfig, SftArgs, GrpoArgs, EvaluateArgs, curriculum.Args])
 def test_shipped_configs_are_valid(path, cls):
     model = [] if cls is ImitationConfig else ["--model", "m"]
     config = read_options(cls, "test", ["--config", str(path), "--data", "d", "--out", "o", *model])
@@ -150,7 +143,7 @@ def test_a_recipe_sets_the_temperature_of_training_alone():
     shared = [*paper, "--data", "d"]
     grpo = read_options(GrpoArgs, "", [*shared, "--out", "o", "--model", "m"])
     assert grpo.temperature == 0.6
-    assert read_options(ChatConfig, "", [*paper, "--database", "d"]).temperature == 0
+    assert read_options(chat.Args, "", [*paper, "--database", "d"]).temperature == 0
 
 
 def test_help_shows_the_settings_of_the_chosen_files(capsys):

@@ -30,7 +30,7 @@ from transformers import (
 
 from mtsql import files
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.config import ChatConfig
+from mtsql.config import Agent
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, recover_folder, write_atomically
 from mtsql.learn import logprobs as attention
@@ -769,7 +769,7 @@ def test_an_adapter_of_another_base_is_one_sentence(tmp_path, tokenizer):
 def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(tmp_path, tokenizer):
     save_policy(make_model("qwen3"), tokenizer, tmp_path)
     tokens = SimpleNamespace(tokenizer=load_tokenizer(tmp_path))
-    config = ChatConfig(database="", model=str(tmp_path), device="cpu")
+    config = Agent(model=str(tmp_path), device="cpu")
     assert chosen_policy(config, tokens) is not None
     tokens.tokenizer.add_tokens(["<new>"])
     with pytest.raises(

@@ -11,10 +11,9 @@ import torch
 from conftest import TOY, run
 
 from evaluate import Args as EvaluateArgs
-from mtsql.config import ProbeConfig
 from mtsql.data.datasets import examples
 from mtsql.errors import UserError
-from mtsql.extras.probe import Failure, own_failures, probe, repair_contexts
+from mtsql.extras.probe import Args, Failure, own_failures, probe, repair_contexts
 from mtsql.task import begin_task
 
 KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
@@ -48,7 +47,7 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
 
 @pytest.mark.parametrize("line", ["[1]", "{", "{}", '{"example_id": [], "predicted": "x"}'])
 def test_failures_from_another_file_are_one_sentence(tmp_path, line):
-    config = ProbeConfig(model="m", data=("d",), out="", failures=str(tmp_path / "predictions.jsonl"))
+    config = Args(model="m", data=("d",), out="", failures=str(tmp_path / "predictions.jsonl"))
     run_ = SimpleNamespace(dataset=SimpleNamespace(dialogues=()))
     with pytest.raises(UserError, match=r"predictions\.jsonl does not exist"):
         list(own_failures(config, run_))

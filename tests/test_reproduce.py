@@ -14,8 +14,9 @@ from conftest import ROOT, run
 from matplotlib.image import imread
 
 from evaluate import Args as EvaluateArgs
-from mtsql.config import CurriculumConfig, read_options
+from mtsql.config import read_options
 from mtsql.errors import UserError
+from mtsql.extras import curriculum
 from mtsql.extras.reproduce.numbers import difference_text, estimate, read_evaluation, subtract
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import SUITES, Arm, Suite, Training, parts_of
@@ -31,7 +32,7 @@ SCRIPTS = {
     "train_grpo.py": GrpoArgs,
     "evaluate.py": EvaluateArgs,
     "mtsql.toy.imitation": ImitationConfig,
-    "mtsql.extras.curriculum": CurriculumConfig,
+    "mtsql.extras.curriculum": curriculum.Args,
 }
 SMALL = Suite(
     "A small suite",

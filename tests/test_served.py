@@ -22,11 +22,10 @@ from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import Segment, Status
-from mtsql.config import CollectConfig
 from mtsql.data.datasets import Dialogue, Turn
 from mtsql.errors import UserError
+from mtsql.extras import collect
 from mtsql.extras.chat.conversation import Conversation
-from mtsql.extras.collect import main as collect
 from mtsql.extras.http_client import Server, ServerError
 from mtsql.extras.served import ServedPolicy, find_protocol, play_served
 from mtsql.learn.model import load_policy
@@ -579,7 +578,7 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     assert f"{len(lines)} of 16 trajectories have an answer" in out and lines
     assert all("weight" not in m for line in lines for m in json.loads(line)["messages"])
     with pytest.raises(UserError, match="exists already; take another --out"):
-        collect(CollectConfig(data=("other",), out=str(tmp_path / "taught")))
+        collect.main(collect.Args(data=("other",), out=str(tmp_path / "taught")))
     for wrong, problem in (
         ([], "give --model FOLDER"),
         (["--address", "localhost"], "should be like"),

@@ -13,10 +13,35 @@ and SQL-Trail's warm start have a command.
 
 from __future__ import annotations
 
-from mtsql.config import CollectConfig, read_options, save_config, user_errors
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mtsql.config import (
+    Common,
+    Count,
+    NotNegative,
+    Positive,
+    Served,
+    option,
+    read_options,
+    save_config,
+    user_errors,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Served, Common):
+    """A teacher's trajectories (mtsql.extras.collect)."""
+
+    SECTION: ClassVar = "collect"
+    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
+    samples_per_question: Positive = option(1, "trajectories of each question")
+    temperature: NotNegative = option(0.7, "of these trajectories")
+    concurrency: Positive = option(8, "questions that --address is asked at once")
+
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    OPTIONS = read_options(CollectConfig, __doc__)
+    OPTIONS = read_options(Args, __doc__)
 
 import json
 from pathlib import Path
@@ -35,7 +60,7 @@ from mtsql.sql.score import scorable
 from mtsql.task import Task, answer_options, draw_questions, make_sampling, show, weights_for_rollouts
 
 
-def main(config: CollectConfig) -> None:
+def main(config: Args) -> None:
     """Ask, keep, write. Raises UserError if --out holds the trajectories of a collect that has ended."""
     taught, answers = Path(config.out) / "teacher.jsonl", Path(config.out) / ".answers.jsonl"
     if taught.exists() and not answers.exists():
@@ -60,9 +85,7 @@ def main(config: CollectConfig) -> None:
         print(f"the server took {task.costs.sentence()}")
 
 
-def play_questions(
-    config: CollectConfig, task: Task, asked: list[Example]
-) -> list[tuple[Trajectory, Example]]:
+def play_questions(config: Args, task: Task, asked: list[Example]) -> list[tuple[Trajectory, Example]]:
     """--samples-per-question trajectories of each question, those of an interrupted run included."""
     episodes, of = [], []
     for number, example in enumerate(asked):

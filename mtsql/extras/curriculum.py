@@ -9,10 +9,24 @@ its trajectories were right by EX and EM. `train_grpo.py --curriculum OUT/counts
 
 from __future__ import annotations
 
-from mtsql.config import CurriculumConfig, read_options, save_config, user_errors
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from mtsql.config import NotNegative, Positive, Rewarded, option, read_options, save_config, user_errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Rewarded):
+    """Success counts (mtsql.extras.curriculum)."""
+
+    SECTION: ClassVar = "curriculum"
+    samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
+    temperature: NotNegative = option(1.0, "of these trajectories")
+    correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
+
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    OPTIONS = read_options(CurriculumConfig, __doc__)
+    OPTIONS = read_options(Args, __doc__)
 
 import json
 from collections import Counter
@@ -32,7 +46,7 @@ from mtsql.task import (
 )
 
 
-def main(config: CurriculumConfig) -> None:
+def main(config: Args) -> None:
     """Count."""
     check_samples(config)
     task = begin_task(config, "rl" if config.for_rl else "train")

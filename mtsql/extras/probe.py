@@ -17,10 +17,24 @@ OUT/probe.json has the means by kind, OUT/probe.jsonl each failure.
 
 from __future__ import annotations
 
-from mtsql.config import ProbeConfig, read_options, save_config, user_errors
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from mtsql.config import Common, Count, option, read_options, save_config, user_errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Common):
+    """Whether a policy reads what its tool returned (mtsql.extras.probe)."""
+
+    SECTION: ClassVar = "probe"
+    split: Literal["train", "dev", "held_out", "rl"] = option("held_out", "part of the data")
+    failures: str = option("", "predictions.jsonl of an evaluation over these questions")
+    questions: Count = option(40, "questions with a mistake of each kind")
+
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    OPTIONS = read_options(ProbeConfig, __doc__)
+    OPTIONS = read_options(Args, __doc__)
 
 import json
 import random
@@ -58,7 +72,7 @@ class Failure(NamedTuple):
     shown: tuple[Example, Schema] | None = None
 
 
-def main(config: ProbeConfig) -> None:
+def main(config: Args) -> None:
     """Probe every failure, write the means."""
     task = begin_task(config, config.split)
     rows = []
@@ -83,7 +97,7 @@ def main(config: ProbeConfig) -> None:
     print(format_probe(means))
 
 
-def own_failures(config: ProbeConfig, task: Task) -> Iterator[Failure]:
+def own_failures(config: Args, task: Task) -> Iterator[Failure]:
     """The answers in --failures that end in an error where the gold SQL does not; UserError for another."""
     asked = {example.id: example for example in examples(task.dataset.dialogues)}
     for number, row in load_json_lines(Path(config.failures)) if config.failures else ():
@@ -96,7 +110,7 @@ def own_failures(config: ProbeConfig, task: Task) -> Iterator[Failure]:
             yield Failure("own", example, normal_form(answer, schema))
 
 
-def made_failures(config: ProbeConfig, task: Task) -> Iterator[Failure]:
+def made_failures(config: Args, task: Task) -> Iterator[Failure]:
     """--questions questions of each kind of mistake that ends in an error."""
     asked = examples(task.dataset.dialogues)
     random.Random(config.seed).shuffle(asked)

@@ -22,7 +22,7 @@ from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import AddressOptions, ChatConfig, ServedOptions, idle_options
+from mtsql.config import Common, Served, idle_options
 from mtsql.errors import UserError, printable
 from mtsql.extras.http_client import UNREADABLE, Server, ServerError, check_address, read_key
 from mtsql.task import Progress, Task, begin_questions, begin_task
@@ -333,7 +333,7 @@ def play_served(
     return [episode.trajectory for episode in episodes]
 
 
-def begin_answers(config: ServedOptions, split: str) -> Task:
+def begin_answers(config: Common, split: str) -> Task:
     """The questions of a split and the policy that answers them: --model's, or the one at --address.
 
     Raises UserError unless one of the two is given, and for an address that is none or does not answer.
@@ -363,7 +363,7 @@ def begin_answers(config: ServedOptions, split: str) -> Task:
     return Task(**questions, policy=None, play=play, about=about, costs=served.costs)
 
 
-def check_policy(config: ServedOptions | ChatConfig) -> None:
+def check_policy(config: Served) -> None:
     """Raise UserError unless --model is given, or --address with what it needs."""
     if bool(config.model) == bool(config.address):
         raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
@@ -373,7 +373,7 @@ def check_policy(config: ServedOptions | ChatConfig) -> None:
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
 
 
-def idle_policy(config: ServedOptions) -> list[str]:
+def idle_policy(config: Common) -> list[str]:
     """A sentence for each option set in vain: of an address beside --model, or the other way round."""
     of_address = ("api_model", "protocol", "tokenizer", "concurrency", "own_temperature")
     of_model = ("dtype", "quantise", "attention", "merge_adapter", "rows", "cache_gib", "device")
@@ -381,7 +381,7 @@ def idle_policy(config: ServedOptions) -> list[str]:
     return idle_options(config, dict.fromkeys(names, why))
 
 
-def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
+def served_policy(config: Served, tokens: ChatTokens) -> ServedPolicy:
     """The policy at --address. Raises UserError if nothing answers there."""
     server = Server(config.address, read_key(), timeout=SECONDS)
     protocol = config.protocol

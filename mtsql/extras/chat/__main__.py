@@ -17,18 +17,32 @@ for the prompt, the agent sees the tables that the question seems to be about, a
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
-from mtsql.config import ChatConfig, read_options, user_errors
+from mtsql.config import Agent, Count, NotNegative, Served, option, read_options, user_errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Served, Agent):
+    """A dialogue over one's own database (mtsql.extras.chat)."""
+
+    SECTION: ClassVar = "chat"
+    database: str = option(..., "SQLite file; it is only read")
+    model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
+    port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
+    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy")
+
 
 SHIPPED, ITS_CONFIG = "models/smollm2-135m-sql", "configs/real_smollm2.toml"
 
 
-def chat_options(argv: list[str]) -> ChatConfig:
+def chat_options(argv: list[str]) -> Args:
     """The options; without --model and --config those of the agent that comes with the project."""
     names = {argument.partition("=")[0] for argument in argv}
     if not names & {"--model", "--address", "--config", "--help", "-h"}:
         argv = ["--config", ITS_CONFIG, "--model", SHIPPED, *argv]
-    return read_options(ChatConfig, __doc__, argv)
+    return read_options(Args, __doc__, argv)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
@@ -51,7 +65,7 @@ from mtsql.model_folder import load_tokenizer
 from mtsql.task import chosen_policy, make_environment, make_sampling
 
 
-def main(config: ChatConfig) -> None:
+def main(config: Args) -> None:
     """Load, then talk."""
     check_policy(config)
     schema = read_schema(Path(config.database))
@@ -67,7 +81,7 @@ def main(config: ChatConfig) -> None:
 
 
 @contextmanager
-def player(config: ChatConfig, tokens: ChatTokens, sampling: Sampling) -> Iterator[Play]:
+def player(config: Args, tokens: ChatTokens, sampling: Sampling) -> Iterator[Play]:
     """The function that plays an episode with the policy, here or behind its address."""
     if config.address:
         served = served_policy(config, tokens)
