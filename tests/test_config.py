@@ -134,8 +134,6 @@ def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
     argv = ["--config", str(path), "--data", "d", "--out", "o"]
     assert read_options(SftArgs, "", [*argv, "--model", "m"]).rows == 7
     assert read_options(ImitationConfig, "", argv).seed == 5
-    with pytest.raises(SystemExit):  # imitation samples nothing, so that it takes no --rows
-        read_options(ImitationConfig, "", [*argv, "--rows", "7"])
 
 
 def test_a_recipe_sets_the_temperature_of_training_alone():

@@ -58,6 +58,7 @@ class ImitationConfig(Common):
 
     SECTION: ClassVar = "imitation"
 
+    model: str = option("", "nothing: the model is a new one")
     copying_steps: int = option(250, "optimizer steps on copying and repair exercises, before all else")
     repair_exercises: int = option(4, "repair exercises beside the questions in each later step")
     answer_steps: int = option(1500, "optimizer steps on direct answers alone: the SQL skill")
