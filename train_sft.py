@@ -56,7 +56,7 @@ from mtsql.learn.batches import alike, step_batches, training_order
 from mtsql.learn.checkpoint import resume, save_checkpoint
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
@@ -104,7 +104,7 @@ def main(config: SftConfig) -> int:
         save_config(config, out)
         for sentence in idle_targets(config):
             print(sentence)
-        log = MetricsLog(out / "metrics.csv", first, config.track)
+        log = MetricsLog(out / "metrics.csv", first)
     stop = False
     with finish_step_on_interrupt() as interrupted:
         for round_index in range(progress.round, config.rounds):
@@ -218,6 +218,7 @@ def fine_tune(
     """
     task.policy.train()
     parameters = stepped_parameters(optimizer)
+    layout = layout_of(task.policy, shared=config.databases_per_step > 0)
     databases, size = None, 1
     if config.databases_per_step:
         databases = {e.id: e.db_id for e in examples(task.dataset.dialogues)}
@@ -234,8 +235,8 @@ def fine_tune(
         if config.databases_per_step:  # each process gets a part of every group
             groups = [part for group in groups for part in task.processes.split(group)]
         sums: Counter[str] = Counter()
-        for part in step_batches(groups, config.layout, config.micro_batch_positions, task.processes):
-            inputs = token_batch(part.groups, config.layout, task.policy.device, task.attention)
+        for part in step_batches(groups, layout, config.micro_batch_positions, task.processes):
+            inputs = token_batch(part.groups, layout, task.policy.device)
             logprobs, entropy = token_logprobs(task.policy, inputs)  # (tokens,) both
             loss = sft_loss(logprobs, denominator)
             if not torch.isfinite(loss):

@@ -102,8 +102,6 @@ class QuestionOptions(CommonOptions):
     max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
     max_turn_tokens: Positive = option(4000, "longest model message (paper: none)")
     max_tool_tokens: Positive = option(2000, "longest tool response (paper: none)")
-    max_sequence_tokens: Positive = option(40960, "longest prompt and response together")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +121,6 @@ class AgentOptions(QuestionOptions):
     )
     merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = option(
-        "auto", "auto: flash-attn where it is installed and can run, else sdpa"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +156,6 @@ class TrainingOptions(RewardOptions):
     optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
     weight_decay: NotNegative = option(0.0, "of AdamW")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    track: Literal["none", "tensorboard", "wandb"] = option("none", "where metrics go beside metrics.csv")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 
 
@@ -195,12 +189,11 @@ class SftConfig(TrainingOptions):
     )
     trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
     databases_per_step: Count = option(
-        0, "databases they are over, so that with --layout shared they share its schema; 0: whatever comes"
+        0, "databases they are over, whose schemas they then share in a batch; 0: whatever comes"
     )
     learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
     warmup: NotNegative = option(0.03, "share of a round's steps, below 1, in which it rises to that peak")
     beta2: NotNegative = option(0.999, "of AdamW, below 1")
-    layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
     save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
 
 
@@ -237,7 +230,6 @@ class GrpoConfig(TrainingOptions):
     )
     filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
     resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
-    layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
     micro_batch_positions: Positive = option(16384, "positions in one forward pass")
     evaluate_every: Count = option(
         0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
