@@ -76,7 +76,6 @@ class Args(Training):
         -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
     )
     resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
-    layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
     micro_batch_positions: Positive = option(16384, "positions in one forward pass")
     evaluate_every: Count = option(
         0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
@@ -107,7 +106,7 @@ from mtsql.learn.batches import step_batches
 from mtsql.learn.checkpoint import resume, save_checkpoint
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
 from mtsql.learn.interrupt import INTERRUPTED, finish_step_on_interrupt
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.model import Reference
 from mtsql.learn.optimizer import optimizer_step, stepped_parameters, warmup_rate
@@ -149,7 +148,7 @@ def main(config: Args) -> int:
             print(sentence)
         if config.curriculum:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
-        log, dev_log = (MetricsLog(out / f"{name}.csv", first, config.track) for name in ("metrics", "dev"))
+        log, dev_log = (MetricsLog(out / f"{name}.csv", first) for name in ("metrics", "dev"))
         drop_later_records(out / "trajectories.jsonl", first)
     stop, started = False, time.perf_counter()
     asked = set((state or {}).get("asked", ()))  # ids of the questions that were learned from
@@ -314,14 +313,15 @@ def clipped_step(
     )
     trained = [g for g, teaches in zip(counted, informative, strict=True) if g and (teaches or reference)]
     trained.sort(key=lambda group: sum(len(t.ids) for t in group))
-    parts = step_batches(trained, config.layout, config.micro_batch_positions, task.processes)
+    layout = layout_of(task.policy)
+    parts = step_batches(trained, layout, config.micro_batch_positions, task.processes)
     parameters, rate = stepped_parameters(optimizer), warmup_rate(config.learning_rate, step)
     task.policy.train()
     sums: Counter[str] = Counter()  # updated, never added: + would drop what is negative
     gaps, norm = [], 0.0
     for update in range(config.updates_per_batch):
         for part in parts:
-            batch = token_batch(part.groups, config.layout, task.policy.device, task.attention)
+            batch = token_batch(part.groups, layout, task.policy.device)
             logprobs, entropy = token_logprobs(task.policy, batch, config.temperature)  # (tokens,) both
             reference_logprobs = None
             if reference:

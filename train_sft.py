@@ -69,12 +69,11 @@ class Args(Training):
     )
     trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
     databases_per_step: Count = option(
-        0, "databases they are over, so that with --layout shared they share its schema; 0: whatever comes"
+        0, "databases they are over, whose schemas they then share in a batch; 0: whatever comes"
     )
     learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
     warmup: NotNegative = option(0.03, "share of a round's steps, below 1, in which it rises to that peak")
     beta2: NotNegative = option(0.999, "of AdamW, below 1")
-    layout: Literal["packed", "rows", "shared"] = option("packed", "positions of a batch")
     save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
 
 
@@ -99,7 +98,7 @@ from mtsql.learn.batches import alike, step_batches, training_order
 from mtsql.learn.checkpoint import resume, save_checkpoint
 from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
@@ -147,7 +146,7 @@ def main(config: Args) -> int:
         save_config(config, out)
         for sentence in idle(config):
             print(sentence)
-        log = MetricsLog(out / "metrics.csv", first, config.track)
+        log = MetricsLog(out / "metrics.csv", first)
     stop = False
     with finish_step_on_interrupt() as interrupted:
         for round_index in range(progress.round, config.rounds):
@@ -271,6 +270,7 @@ def fine_tune(
     """
     task.policy.train()
     parameters = stepped_parameters(optimizer)
+    layout = layout_of(task.policy, shared=config.databases_per_step > 0)
     databases, size = None, 1
     if config.databases_per_step:
         databases = {e.id: e.db_id for e in examples(task.dataset.dialogues)}
@@ -287,8 +287,8 @@ def fine_tune(
         if config.databases_per_step:  # each process gets a part of every group
             groups = [part for group in groups for part in task.processes.split(group)]
         sums: Counter[str] = Counter()
-        for part in step_batches(groups, config.layout, config.micro_batch_positions, task.processes):
-            inputs = token_batch(part.groups, config.layout, task.policy.device, task.attention)
+        for part in step_batches(groups, layout, config.micro_batch_positions, task.processes):
+            inputs = token_batch(part.groups, layout, task.policy.device)
             logprobs, entropy = token_logprobs(task.policy, inputs)  # (tokens,) both
             loss = sft_loss(logprobs, denominator)
             if not torch.isfinite(loss):

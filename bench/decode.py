@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128, help="tokens decoded in each row")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
-    device = pick_device("auto")
+    device = pick_device()
     cuda = device.type == "cuda"
     dtype = "bfloat16" if cuda else "float32"
     shape = Qwen3Config(**QWEN3_17B, vocab_size=options.vocabulary, num_hidden_layers=options.layers)

@@ -37,7 +37,10 @@ QUESTIONS = 3000  # in play
 def timed(command: Sequence[object]) -> float:
     """Run a Python command in the project's root; its peak memory in GiB."""
     words = [sys.executable, *map(str, command)]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     error = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
@@ -73,7 +76,7 @@ def train_there(
 def shared(chosen: argparse.Namespace) -> list[object]:
     """Options of both."""
     options = ["--config", chosen.config, "--model", chosen.model, "--data", *chosen.data]
-    return [*options, "--tools", chosen.tools, "--device", "cpu", "--max-turn-tokens", chosen.turn_tokens]
+    return [*options, "--tools", chosen.tools, "--max-turn-tokens", chosen.turn_tokens]
 
 
 def run_trainer(argv: list[str]) -> None:

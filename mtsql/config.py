@@ -83,16 +83,11 @@ class Agent:
     max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
     max_turn_tokens: Positive = option(4000, "longest model message (paper: none)")
     max_tool_tokens: Positive = option(2000, "longest tool response (paper: none)")
-    max_sequence_tokens: Positive = option(40960, "longest prompt and response together")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "to compute in; training steps float32 copies; float16 without training"
     )
     merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = option(
-        "auto", "auto: flash-attn where it is installed and can run, else sdpa"
-    )
     sql_timeout: Seconds = option(5.0, "seconds before a query is stopped")
     seed: Count = option(0, "seed of every random choice")
 
@@ -143,7 +138,6 @@ class Training(Rewarded):
     optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
     weight_decay: NotNegative = option(0.0, "of AdamW")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    track: Literal["none", "tensorboard", "wandb"] = option("none", "where metrics go beside metrics.csv")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
-FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device")
+FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions")
 
 Progress: TypeAlias = Callable[[int, int, dict[str, float]], None]  # episodes done, of how many, figures
 # Plays episodes to their ends: (episodes, sampling, so many at once or 0 for the option's number, progress).
@@ -75,11 +75,6 @@ class Task:
     play: Play
     about: dict[str, Any] = field(default_factory=dict)  # what else the answers depend on
     costs: Any = None  # what a policy behind an address took
-
-    @property
-    def attention(self) -> str:
-        """The attention in use, which may be another than was asked for."""
-        return self.policy.config._attn_implementation
 
 
 def begin_task(config: Common, split: str, **how: Any) -> Task:
@@ -106,12 +101,7 @@ def begin_training(config: Training, split: str) -> Task:
     if config.dtype == "float16":
         raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
     how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
-    if config.layout == "shared" and config.attention == "auto":
-        how["attention"] = "sdpa"  # flash-attn has no kernel for this layout
-    task = begin_task(config, split, **how)
-    if config.layout == "shared" and task.attention.startswith("flash"):
-        raise UserError("--layout shared needs --attention sdpa; with flash-attn choose packed or rows")
-    return task
+    return begin_task(config, split, **how)
 
 
 def begin_questions(config: Common, split: str, tokenizer: str) -> dict[str, Any]:
@@ -133,29 +123,21 @@ def task_over(config: Common, tokens: ChatTokens, dataset: Dataset) -> dict[str,
 
 def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
     """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
-    device = pick_device(config.device)
-    options = {"dtype": config.dtype, "attention": config.attention, "quantise": config.quantise, **how}
-    policy = load_policy(config.model, device=device, **options)
+    options = {"dtype": config.dtype, "quantise": config.quantise, **how}
+    policy = load_policy(config.model, device=pick_device(), **options)
     ids, rows = len(tokens.tokenizer), policy.get_input_embeddings().weight.shape[0]
     if ids > rows:
         raise UserError(f"the tokenizer in {config.model} has {ids} ids, and its model embeddings for {rows}")
     return policy
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of --device; `auto` is CUDA where there is a GPU.
-
-    Of several GPUs it is the one that `join_processes` chose. Raises UserError for `cuda` without a GPU.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no usable GPU; choose --device cpu")
-    if name != "cuda":
-        return torch.device(name)
+def pick_device() -> torch.device:
+    """The GPU where there is one that CUDA_VISIBLE_DEVICES shows, of several that of `join_processes`."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32: LoRA, its gradients
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and ours are many
-    return torch.device(name, torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Example]:

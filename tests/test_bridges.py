@@ -254,8 +254,6 @@ def test_trl_trains_in_two_processes(options, tmp_path):
         options["model"],
         "--out",
         options["out"],
-        "--device",
-        "cpu",
     ]
     command += ["--", "--max_steps", "3", "--per_device_train_batch_size", "8", "--num_generations", "4"]
     out = run(*command)

@@ -21,7 +21,7 @@ from mtsql.sql.execute import Executor
 from mtsql.sql.normal import normal_form
 
 SAMPLE = ROOT / "tests" / "data" / "sparc"
-WIDE = Limits(max_prompt_tokens=10**5, max_response_tokens=10**5, max_sequence_tokens=10**6)
+WIDE = Limits(max_prompt_tokens=10**5, max_response_tokens=10**5)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from mtsql.agent.generator import Generator
 from mtsql.agent.head import float32_logits
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.extras import planner
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.model import load_policy, merged_adapter
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.task import pick_device
@@ -41,7 +41,7 @@ GPU = pytest.param("cuda", marks=on_gpu)
 @pytest.fixture(params=["cpu", GPU])
 def device(request) -> str:
     """Where ids and log-probabilities have to agree TF32 is off: it rounds by the shape of a product."""
-    pick_device(request.param)
+    pick_device()
     torch.set_float32_matmul_precision("highest")
     return request.param
 
@@ -94,7 +94,8 @@ def gradient(model: PreTrainedModel, played: Sequence[Trajectory], layout: str) 
     """The gradient of a weighted mean of the log-probabilities, as one vector; two prompts begin alike."""
     groups = [[t] for t in played[:-2]] + [played[-2:]] if layout == "shared" else [[t] for t in played]
     model.zero_grad()
-    batch = token_batch(groups, layout, model.device, model.config._attn_implementation)
+    layout = layout_of(model, layout == "shared")
+    batch = token_batch(groups, layout, model.device)
     (token_logprobs(model, batch)[0] * (1.0 - batch.trajectory_index % 3)).mean().backward()
     return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
 
@@ -175,7 +176,7 @@ def test_a_training_step_peaks_within_the_plan(tmp_path):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = make_optimizer(model, 1e-5)
     torch.cuda.reset_peak_memory_stats()
-    batch = token_batch(planner.largest_micro_batch(config, 8000), config.layout, "cuda")
+    batch = token_batch(planner.largest_micro_batch(config, 8000), "shared", "cuda")
     token_logprobs(model, batch)[0].mean().backward()
     optimizer_step(optimizer, stepped_parameters(optimizer), 1e-5)
     assert 0.7 * planned < torch.cuda.max_memory_allocated() <= planned
@@ -186,7 +187,7 @@ def test_a_gpu_gets_tf32_and_no_cudnn_attention(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", (chosen := []).append)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    assert pick_device("auto") == torch.device("cuda", 1) and pick_device("cpu") == torch.device("cpu")
+    assert pick_device() == torch.device("cuda", 1)
     assert chosen == ["high"] and not torch.backends.cuda.cudnn_sdp_enabled()
 
 

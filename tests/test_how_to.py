@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +149,15 @@ def test_a_metric(tiny: Tiny):
     say(at_once, f"<answer_sql>{GOLD}</answer_sql>")
     assert at_once.trajectory.status is Status.ANSWERED
     assert first_try(at_once.trajectory, EXAMPLE, scorer) == 1
+
+
+def test_a_tracker(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    sent = []
+    run = SimpleNamespace(log=lambda row, step: sent.append((step, row)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=lambda **how: run))
+    run_block("A tracker")["TrackedLog"](tmp_path / "metrics.csv").append({"step": 3, "reward": 0.5})
+    assert sent == [(3, {"metrics/step": 3, "metrics/reward": 0.5})]
+    assert (tmp_path / "metrics.csv").read_text() == "step,reward\n3,0.5\n"
 
 
 def test_a_dataset_of_single_questions(tiny: Tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -40,14 +40,23 @@ from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.checkpoint import load_training_state, save_training_state
 from mtsql.learn.logprobs import (
     TokenBatch,
+    _chunks,
     _HeadLogprobs,
+    layout_of,
     row_batch,
     shared_prompt_batch,
     token_batch,
     token_logprobs,
 )
 from mtsql.learn.loss import kl_estimate, loss_denominator, sft_loss, truncation_cap
-from mtsql.learn.model import Reference, load_policy, merged_adapter, restore_policy, save_policy
+from mtsql.learn.model import (
+    Reference,
+    attention_for,
+    load_policy,
+    merged_adapter,
+    restore_policy,
+    save_policy,
+)
 from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 from mtsql.model_folder import PACKAGED, load_tokenizer
@@ -58,8 +67,8 @@ VOCABULARY = 61
 LAYOUTS = {
     "shared": shared_prompt_batch,
     "rows": lambda groups: row_batch(flatten(groups)),
-    "packed for flash-attn": lambda groups: token_batch(groups, "packed", "cpu", "flash_attention_2"),
-    "packed one by one": lambda groups: token_batch(groups, "packed", "cpu"),
+    "packed for flash-attn": lambda groups: token_batch(groups, "flash"),
+    "packed one by one": lambda groups: token_batch(groups, "packed"),
 }
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -162,15 +171,15 @@ def test_attention_takes_more_sequences_together_on_a_gpu_and_gives_the_same(mod
     group = [make_trajectory(draw, prompt, [length]) for length in (3, 5, 2, 8, 1, 4)]
     few = shared_prompt_batch([group])
     expected, _ = token_logprobs(model, few)
-    monkeypatch.setattr(attention, "KEYS_TOGETHER", {})  # as elsewhere than on a CPU
+    monkeypatch.setattr(attention, "SEQUENCES_TOGETHER", 5)
     together = shared_prompt_batch([group])
     assert [len(r.slots) for r in few.layout.responses] == [4, 1]  # one predicts from the prompt alone
     assert [len(r.slots) for r in together.layout.responses] == [5]
     found, _ = token_logprobs(model, together)
     assert difference([found], [expected]) <= 1e-5
     assert difference(gradients(model, found.sum()), gradients(model, expected.sum())) <= 1e-5
-    monkeypatch.setattr(attention, "KEYS_TOGETHER_ELSEWHERE", 5 * 13)  # five have 16 keys at most, 80 in all
-    assert [len(r.slots) for r in shared_prompt_batch([group]).layout.responses] == [4, 1]
+    chunks = [[len(chunk) for chunk in _chunks([16] * 8, int, most)] for most in (0, 6 * 16)]
+    assert chunks == [[5, 3], [6, 2]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -635,18 +644,15 @@ def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> Non
         assert torch.equal(value, other[name]), name
 
 
-def test_flash_attention_where_it_can_run_else_sdpa(tmp_path, tokenizer, monkeypatch, capsys):
-    save_policy(make_model("qwen3"), tokenizer, tmp_path)
-    capsys.readouterr()
-    assert load_policy(tmp_path, attention="flash_attention_2").config._attn_implementation == "sdpa"
-    assert capsys.readouterr().err == "--attention flash_attention_2 needs a GPU: it is sdpa\n"
-    assert load_policy(tmp_path, attention="auto").config._attn_implementation == "sdpa"
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: False)
-    assert "requirements-gpu.txt" in learned._lacks_for_flash("bfloat16", on_cuda=True)
+def test_flash_attention_and_its_layout_where_it_can_run_else_sdpa(monkeypatch):
+    model, cases = make_model("qwen3"), [("bfloat16", "cuda"), ("float32", "cuda"), ("bfloat16", "cpu")]
     monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: True)
-    assert learned._lacks_for_flash("float32", on_cuda=True) == "needs --dtype bfloat16"
-    assert learned._lacks_for_flash("bfloat16", on_cuda=True) == ""
+    assert [attention_for(*case) for case in cases] == ["flash_attention_2", "sdpa", "sdpa"]
+    assert [layout_of(model), layout_of(model, shared=False)] == ["shared", "packed"]
+    model.config._attn_implementation = "flash_attention_2"
+    assert layout_of(model) == "flash"
+    monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: False)
+    assert attention_for("bfloat16", "cuda") == "sdpa"
 
 
 def test_policy_folders_round_trip(tmp_path, tokenizer):
@@ -656,7 +662,6 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
     policy = load_policy(base)
     assert_same_weights(weights(policy), weights(make_model("qwen3")))
     assert all(p.requires_grad for p in policy.parameters())
-    assert load_policy(base).config._attn_implementation == "sdpa"
 
     lora = load_policy(base, "bfloat16", lora_rank=3)
     names = {name.split(".lora_")[0] for name in weights(lora) if ".lora_" in name}
@@ -769,7 +774,7 @@ def test_an_adapter_of_another_base_is_one_sentence(tmp_path, tokenizer):
 def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(tmp_path, tokenizer):
     save_policy(make_model("qwen3"), tokenizer, tmp_path)
     tokens = SimpleNamespace(tokenizer=load_tokenizer(tmp_path))
-    config = Agent(model=str(tmp_path), device="cpu")
+    config = Agent(model=str(tmp_path))
     assert chosen_policy(config, tokens) is not None
     tokens.tokenizer.add_tokens(["<new>"])
     with pytest.raises(

@@ -89,17 +89,17 @@ def test_in_4_bits_are_the_matrices_as_bitsandbytes_stores_them(tiny):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("rank", "layout"), [(0, "shared"), (4, "shared"), (4, "packed"), (0, "rows")])
-def test_activations_are_those_of_a_real_step(tiny, rank, layout, checkpointing, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_activations_are_those_of_a_real_step(tiny, rank, checkpointing, monkeypatch):
     # a CPU's attention lets query heads share key heads, which CUDA's does not in float32
     monkeypatch.setattr(logprobs, "_takes_grouped_queries", lambda *_, **__: False)
-    config = replace(tiny, lora_rank=rank, layout=layout, gradient_checkpointing=checkpointing)
+    config = replace(tiny, lora_rank=rank, gradient_checkpointing=checkpointing)
     planned = planner.step_bytes(planner.build_model(config), config, 600)
     model = real_model(config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-        batch = token_batch(planner.largest_micro_batch(config, 600), layout, "cpu")
+        batch = token_batch(planner.largest_micro_batch(config, 600), "shared")
         token_logprobs(model, batch)[0].sum().backward()
     events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
@@ -110,12 +110,10 @@ def test_activations_are_those_of_a_real_step(tiny, rank, layout, checkpointing,
 
 
 @pytest.mark.parametrize("limit", [600, 400, 230])
-@pytest.mark.parametrize("layout", ["shared", "packed", "rows"])
-def test_the_largest_micro_batch_is_one_and_fills_the_positions(tiny, layout, limit):
-    groups = planner.largest_micro_batch(replace(tiny, layout=layout), limit)
-    assert len(micro_batches(groups, layout, limit)) == 1
-    prompts = len(groups) if layout == "shared" else sum(map(len, groups))
-    assert limit - 4 < 100 * prompts + sum(len(t.segments[1].ids) for g in groups for t in g) <= limit
+def test_the_largest_micro_batch_is_one_and_fills_the_positions(tiny, limit):
+    groups = planner.largest_micro_batch(tiny, limit)
+    assert len(micro_batches(groups, "shared", limit)) == 1
+    assert limit - 4 < 100 * len(groups) + sum(len(t.segments[1].ids) for g in groups for t in g) <= limit
 
 
 def test_the_cache_holds_rows_by_what_they_use(tiny):
@@ -163,7 +161,7 @@ def test_command_says_whether_it_fits_and_what_would(tiny, monkeypatch, capsys, 
     files = [str(ROOT / "configs" / "mtir_sql.toml"), str(file)]
     options = ["--config", *files, "--max-prompt-tokens", "100", "--max-response-tokens", "120"]
     config, _ = planner.read_plan(options)
-    assert (config.model, config.lora_rank, config.max_sequence_tokens) == (tiny.model, 4, 8192)
+    assert (config.model, config.lora_rank, config.tools) == (tiny.model, 4, "no_memory")
     for memory, code, verdict, least in (("2.5", 0, "fits", 1), ("0.5", 1, "does not fit", 0)):
         assert run(monkeypatch, *options, "--gpu-memory", memory) == code
         said = capsys.readouterr().out
@@ -182,7 +180,7 @@ def test_an_adapter_whose_base_is_beside_it_is_planned(tiny, tmp_path):
 WRONG = {
     "--model no/such/folder": "no/such/folder is not a folder", "--lora-rank 8": "give --model",
     "--config missing.toml": "missing.toml does not exist", "--model x --quantise nf4": "--lora-rank above 0",
-    "--gpu-memory nan": "should be a positive number", "--model x --max-sequence-tokens 4000": "no room for",
+    "--gpu-memory nan": "should be a positive number",
 }  # fmt: skip
 
 

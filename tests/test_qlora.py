@@ -271,7 +271,7 @@ def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
     run(
         "train_grpo.py", *base, *options, "--steps", 2, "--prompts-per-step", 3, "--samples-per-prompt", 4,
         "--beta", 0.1, "--aggregate", "constant", "--tis-cap", 2.0, "--divide-by", "batch",
-        "--updates-per-batch", 2, "--layout", "packed",
+        "--updates-per-batch", 2,
         "--out", tmp_path / "grpo",
     )  # fmt: skip
     merged = tmp_path / "merged"

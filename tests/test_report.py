@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -284,19 +283,6 @@ def test_figures_are_written(tmp_path):
     MetricsLog(path).append({"step": 0, "loss": 1.0})
     with pytest.raises(ValueError, match="no row with any of reward, ex"):
         plot_training(path, tmp_path)
-
-
-def test_metrics_go_to_a_tracker_too(tmp_path, monkeypatch):
-    sent = []
-    run = SimpleNamespace(log=lambda row, step: sent.append((step, row)))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=lambda **how: run))
-    log = MetricsLog(tmp_path / "metrics.csv", 0, "wandb")
-    log.append({"step": 3, "reward": 0.5, "ex": ""})
-    assert sent == [(3, {"metrics/step": 3, "metrics/reward": 0.5})]
-    assert (tmp_path / "metrics.csv").read_text() == "step,reward,ex\n3,0.5,\n"
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="--track needs the package wandb"):
-        MetricsLog(tmp_path / "metrics.csv", 0, "wandb")
 
 
 def make_trajectory() -> Trajectory:

@@ -151,7 +151,7 @@ def test_short_horizon_fine_tuning_learns_the_gold_answers(work):
 def test_the_warm_start_learns_the_protocol_and_its_repairs(work):
     command = ["train_sft.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     command += ["--targets", "gold", "--rounds", 1, "--epochs", 0.2, "--error-hints"]
-    run(*command, "--layout", "shared", "--databases-per-step", 2, "--out", work / "shown")
+    run(*command, "--databases-per-step", 2, "--out", work / "shown")
     kept = [json.loads(line) for line in (work / "shown" / "trajectories.jsonl").open()]
     chats = [json.loads(line) for line in (work / "shown" / "chat.jsonl").open()]
     calls = [[s for s in t["segments"] if s["role"] == "environment"] for t in kept]

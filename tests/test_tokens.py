@@ -288,7 +288,7 @@ def test_control_text_stays_text_beside_schemas(template, first):
 def test_tags_of_one_or_several_tokens(tiny, tags):
     tokenizer = character_tokenizer(SMOLLM2, tags)
     assert (len(tokenizer.encode("<answer_sql>")) == 1) is bool(tags)
-    limits = Limits(max_prompt_tokens=9999, max_response_tokens=9999, max_sequence_tokens=19998)
+    limits = Limits(max_prompt_tokens=9999, max_response_tokens=9999)
     episode = make_episode(replace(tiny, tokens=ChatTokens(tokenizer)), True, limits=limits, compact=False)
     said = [
         tool_call(EXEC_SQL, GOLD),
@@ -319,7 +319,7 @@ def test_what_a_prompt_opened_is_part_of_the_message(tiny, recipe, native):
     """An answer within a thought without end is none; behind its end it is, and in the format."""
     tokens = ChatTokens(character_tokenizer(THINKS, ()))
     made, tools = recipe.make_recipe(PromptOptions(native_thinking=native)), make_tools("both")
-    limits = Limits(*[9999] * 6)
+    limits = Limits(*[9999] * 5)
     environment = Environment({"music": tiny.schema}, made, tokens, tiny.executor, limits, tools)
     example, episode = make_episode(tiny).example, None
 

@@ -38,7 +38,6 @@ class Limits:
     max_response_tokens: int = 8000
     max_turn_tokens: int = 4000
     max_tool_tokens: int = 2000
-    max_sequence_tokens: int = 40_960
 
 
 @dataclass(frozen=True)
@@ -133,14 +132,12 @@ class Episode:
         self.candidate: str | None = None
         self.result: ExecutionResult | None = None  # of the last query that ran
         self.called: str | None = None  # the tool of the last message
-        if len(prompt_ids) > self.limits.max_prompt_tokens or self.remaining_tokens() < 1:
+        if len(prompt_ids) > self.limits.max_prompt_tokens:
             self.trajectory.status = Status.OUT_OF_TOKENS
 
     def remaining_tokens(self) -> int:
-        """Tokens that the response may still take, by its own limit and that of the sequence."""
-        response = self.trajectory.response_length
-        whole = self.trajectory.prompt_length + response
-        return min(self.limits.max_response_tokens - response, self.limits.max_sequence_tokens - whole)
+        """Tokens that the response may still take."""
+        return self.limits.max_response_tokens - self.trajectory.response_length
 
     def execute(self, sql: str) -> ExecutionResult:
         """Run a query on the question's database; an error may have a hint behind it."""

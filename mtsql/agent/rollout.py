@@ -66,8 +66,9 @@ def rollout(
     With `in_order` (the default but on a GPU, which rounds as it likes anyway) it depends on the tokens
     alone and never on the clock when something is appended or started, so that a run repeats bit for
     bit. Otherwise what the environment answered is appended when it is there, so that no row waits for
-    another's slow query. `progress(done, total, stats)` is called as episodes finish. Raises UserError
-    if the memory does not hold one row.
+    another's slow query. No message goes beyond the positions that the model was made for.
+    `progress(done, total, stats)` is called as episodes finish. Raises UserError if the memory does not hold
+    one row.
     """
     queue = deque(episodes)
     playing: dict[Row, PlayableEpisode] = {}
@@ -77,7 +78,8 @@ def rollout(
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
 
     def limit(episode: PlayableEpisode) -> int:
-        return min(sampling.max_turn_tokens, episode.remaining_tokens())
+        of_model = getattr(model.config, "max_position_embeddings", 10**9) - len(episode.trajectory.ids)
+        return min(sampling.max_turn_tokens, episode.remaining_tokens(), max(1, of_model))
 
     with (
         ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool,

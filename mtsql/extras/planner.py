@@ -74,14 +74,12 @@ def read_plan(argv: list[str]) -> tuple[Training, float]:
     given = [*files, "--data", "none", "--out", "none", *given]
     sft = chosen.stage == "sft"
     config = read_options(SftArgs, __doc__, given) if sft else read_options(GrpoArgs, __doc__, given)
-    if longest_trajectory(config) <= config.max_prompt_tokens:
-        raise UserError("max_sequence_tokens leaves no room for a response; raise it")
     return config, chosen.gpu_memory
 
 
 def longest_trajectory(config: Training) -> int:
     """Its positions: prompt and response as long as the limits allow."""
-    return min(config.max_prompt_tokens + config.max_response_tokens, config.max_sequence_tokens)
+    return config.max_prompt_tokens + config.max_response_tokens
 
 
 def build_model(config: Training) -> nn.Module:
@@ -198,7 +196,7 @@ def largest_micro_batch(config: Training, limit: int) -> list[list[Trajectory]]:
     longer where some positions would stay free, since shorter ones would fill them.
     """
     prompt = config.max_prompt_tokens
-    samples = getattr(config, "samples_per_prompt", 1) if config.layout == "shared" else 1
+    samples = getattr(config, "samples_per_prompt", 1)
     response = longest_trajectory(config) - prompt
     sizes = [samples] * (limit // (prompt + samples * response)) or [max(1, (limit - prompt) // response)]
     length = max(response, (limit - len(sizes) * prompt) // sum(sizes))
@@ -211,7 +209,7 @@ def step_bytes(model: nn.Module, config: Training, positions: int) -> int:
     kept = []
     for layers in (1, 2):
         with in_shapes(model, layers) as live:
-            batch = token_batch(largest_micro_batch(config, positions), config.layout, "meta")
+            batch = token_batch(largest_micro_batch(config, positions), "shared", "meta")
             logprobs, _ = token_logprobs(model, batch)
             kept.append(live.live())
             torch.autograd.backward([logprobs.sum()])

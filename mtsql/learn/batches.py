@@ -145,9 +145,9 @@ def _fill(
 def micro_batches(
     groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int
 ) -> list[list[Sequence[Trajectory]]]:
-    """The groups of each micro-batch in a layout: "shared", "packed" or "rows".
+    """The groups of each micro-batch in a layout of `mtsql.learn.logprobs.token_batch`.
 
-    Only "shared" keeps groups together; the other two make groups of one. "rows" counts the padding.
+    Only "shared" keeps groups together; the others make groups of one. "rows" counts the padding.
     """
     if layout == "shared":
         return group_micro_batches(groups, max_positions)

@@ -40,7 +40,7 @@ FIXED = (
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
     "trajectories_per_step", "lora_rank", "rewards", "weights", "optimizer", "wording", "schema",
     "thinking", "native_thinking", "without", "sql_timeout", "error_hints", "max_prompt_tokens",
-    "max_response_tokens", "max_sequence_tokens",
+    "max_response_tokens",
 )  # fmt: skip
 
 

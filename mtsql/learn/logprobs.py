@@ -30,8 +30,7 @@ SHARED_PROMPT = "sdpa_shared_prompt"
 # Attention takes so many sequences of similar length together, padded to the longest; a GPU, for which
 # padding costs less than another call, as many more as have so many keys in all.
 SEQUENCES_TOGETHER = 4
-KEYS_TOGETHER = {"cpu": 0}
-KEYS_TOGETHER_ELSEWHERE = 16_384
+KEYS_TOGETHER = 16_384
 HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
 
 T = TypeVar("T")
@@ -89,19 +88,28 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     return _token_batch(trajectories, ids, source, device)
 
 
-def token_batch(
-    groups: Sequence[Sequence[Trajectory]], layout: str, device: torch.device | str, attention: str = "sdpa"
-) -> TokenBatch:
-    """A micro-batch in a layout: "rows", "packed" or "shared" (one copy of each group's prompt).
+def layout_of(policy: PreTrainedModel | PeftModel, shared: bool = True) -> str:
+    """The layout in which a policy is trained: "flash" if its attention is flash-attn, whose kernel has no
+    shared prompts; else "shared" or, if the prompts of a group are not to be `shared`, "packed".
+    """
+    if policy.config._attn_implementation.startswith("flash"):
+        return "flash"
+    return "shared" if shared else "packed"
 
-    A packed batch is a shared-prompt batch of groups of one trajectory. For flash-attn's variable-length
-    kernel it has, instead of a `layout`, the borders between trajectories.
+
+def token_batch(
+    groups: Sequence[Sequence[Trajectory]], layout: str, device: torch.device | str = "cpu"
+) -> TokenBatch:
+    """A micro-batch in a layout: "shared" (one copy of each group's prompt), "packed", "flash" or "rows".
+
+    A packed batch is a shared-prompt batch of groups of one trajectory. One for flash-attn's variable-length
+    kernel has, instead of a `layout`, the borders between trajectories.
     """
     flat = [t for group in groups for t in group]
     if layout == "rows":
         return row_batch(flat, device)
     batch = shared_prompt_batch(groups if layout == "shared" else [[t] for t in flat], device)
-    if not attention.startswith("flash"):
+    if layout != "flash":
         return batch
     starts = (batch.position_ids[0] == 0).nonzero()[:, 0]  # (sequences,): positions start again from 0
     end = torch.tensor([batch.ids.shape[1]], device=starts.device)
@@ -189,7 +197,7 @@ def _layout(
     prompts: list[Span], responses: list[tuple[Span, Span]], device: torch.device | str
 ) -> SharedPromptLayout:
     prompts = sorted(prompts, key=lambda span: span[1])
-    most = KEYS_TOGETHER.get(torch.device(device).type, KEYS_TOGETHER_ELSEWHERE)
+    most = 0 if torch.device(device).type == "cpu" else KEYS_TOGETHER
     # Slots of all that attention will give, in its order.
     computed = [_slots(spans) for spans in _chunks(prompts, lambda span: span[1], most)]
     prompt_slots = tuple(slots.to(device) for slots, _ in computed)

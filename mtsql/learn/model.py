@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +40,6 @@ def load_policy(
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     *,
-    attention: str = "auto",
     quantise: str = "none",
     lora_rank: int = 0,
     gradient_checkpointing: bool = False,
@@ -52,11 +50,8 @@ def load_policy(
     LoRA adapters on all linear layers but the head, with alpha twice the rank; base weights are `dtype`,
     adapter weights always float32. `quantise` "nf4" keeps the base's linear layers, but not the head, in
     4-bit NormalFloat with doubly quantised constants (QLoRA, Dettmers et al. 2023); only adapters can be
-    trained then. "auto" is "flash_attention_2" where that is installed, on CUDA and in half precision, else
-    "sdpa"; asked for by name it is "sdpa" there too, with a sentence on stderr. flash-attn cannot run
-    shared-prompt batches. Raises UserError if nothing can be
-    loaded under that name and for a `lora_rank` that would stack an adapter on an adapter, ValueError for
-    an unknown dtype.
+    trained then. Raises UserError if nothing can be loaded under that name and for a `lora_rank` that would
+    stack an adapter on an adapter, ValueError for an unknown dtype.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
@@ -66,14 +61,9 @@ def load_policy(
         raise UserError(f"{name_or_path} is a LoRA adapter already and goes on as it is: set lora_rank to 0")
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # of PEFT's own look-up
-    on_cuda = torch.device(device).type == "cuda"
-    if attention != "sdpa":
-        lack = _lacks_for_flash(dtype, on_cuda)
-        if lack and attention == "flash_attention_2":
-            print(f"--attention flash_attention_2 {lack}: it is sdpa", file=sys.stderr)
-        attention = "sdpa" if lack else "flash_attention_2"
     source = base_of_adapter(Path(name_or_path)) if adapter else name_or_path
     with loading(f"no model could be loaded from {source}; {WHAT_TO_GIVE}"):
+        attention = attention_for(dtype, device)
         how = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
         if quantise == "nf4":
             how["quantization_config"] = BitsAndBytesConfig(
@@ -108,13 +98,10 @@ def load_policy(
     return model.train()
 
 
-def _lacks_for_flash(dtype: str, on_cuda: bool) -> str:
-    """Why flash-attn cannot run here, as the rest of a sentence; empty if it can."""
-    if not on_cuda:
-        return "needs a GPU"
-    if not is_flash_attn_2_available():
-        return "is not installed (requirements-gpu.txt)"
-    return "needs --dtype bfloat16" if dtype == "float32" else ""
+def attention_for(dtype: str, device: torch.device | str) -> str:
+    """flash-attn where it is installed and can run, which is on CUDA and in half precision; else SDPA."""
+    can_run = torch.device(device).type == "cuda" and dtype != "float32"
+    return "flash_attention_2" if can_run and is_flash_attn_2_available() else "sdpa"
 
 
 def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:

@@ -19,7 +19,6 @@ from mtsql.files import write_atomically
 from mtsql.recipes.rewards import Rewards
 from mtsql.report.abilities import ABILITIES
 from mtsql.report.errors import ERRORS
-from mtsql.report.tracking import open_tracker
 from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
@@ -269,18 +268,14 @@ def _percent(share: float | None) -> str:
 
 
 class MetricsLog:
-    """Appends rows to a CSV file. The first row decides the columns; `step` must be one of them.
+    """Appends rows to a CSV file. The first row decides the columns; `step` must be one of them."""
 
-    With a tracker (`mtsql.report.tracking`) each row goes there too.
-    """
-
-    def __init__(self, path: Path, resume_step: int = 0, tracker: str = "none") -> None:
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
         """Open `path`, dropping rows of steps >= `resume_step`, and a last row that was cut off.
 
-        Raises UserError if the file is something else than such a log, and for a tracker that is not there.
+        Raises UserError if the file is something else than such a log.
         """
         self.path = path
-        self.track = open_tracker(tracker, path, resume_step)
         self.columns: list[str] | None = None
         kept: list[dict[str, str]] = []
         if path.is_file() and resume_step > 0:
@@ -305,9 +300,6 @@ class MetricsLog:
             self.columns = list(row)
         with self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(self._lines([row], header=first))
-        if self.track is not None:
-            numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-            self.track(row["step"], numbers)
 
     def _lines(self, rows: list[dict], header: bool) -> str:
         text = io.StringIO()

@@ -228,10 +228,10 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
     """Train tokenizer and model, from a checkpoint on if there is one, and save them."""
     out, dataset = Path(config.out), load_split(config, "train")
     tokenizer = make_tokenizer(config, dataset)
-    model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(pick_device(config.device))
+    model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(pick_device())
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizers, taken = make_optimizers(model), 0
-    fixed = {n: str(v) for n, v in asdict(config).items() if n not in ("out", "resume", "device")}
+    fixed = {n: str(v) for n, v in asdict(config).items() if n not in ("out", "resume")}
     if checkpoint:
         taken, before, states = checkpoints.load_training_state(checkpoint)
         words = [

@@ -52,7 +52,7 @@ def defaults(config: BridgeConfig) -> list[str]:
         "lora_alpha": 64,
         "lora_dropout": 0.0,
         "lora_target_modules": "all-linear",
-        "use_cpu": pick_device(config.device).type == "cpu",
+        "use_cpu": pick_device().type == "cpu",
         "report_to": "none",
         "logging_steps": 1,
     }
@@ -136,7 +136,7 @@ def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
     # In bfloat16 most updates of whole weights would be rounded away.
     dtype = config.dtype if new_adapter or is_adapter else "float32"
     return GRPOTrainer(
-        load_policy(config.model, dtype, given.device, attention=config.attention, quantise=config.quantise),
+        load_policy(config.model, dtype, given.device, quantise=config.quantise),
         [reward, ex, em],
         given,
         Dataset.from_list([{"prompt": name} for name in task.playable()]),
