@@ -137,7 +137,7 @@ def main(config: Args) -> int:
     task = begin_training(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
     config = replace(config, tis_cap=truncation_cap(config.tis_cap, policy))
-    reward = reward_function(config, task.tokens, task.scorer)
+    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
     optimizer, first, state = resume(config, out, policy, processes)
     levels = curriculum(config, task)

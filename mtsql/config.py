@@ -67,15 +67,10 @@ class Agent:
     tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
     wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
     schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
-    native_thinking: bool = option(
-        False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
+    thinking: Literal["prompted", "native", "off"] = option(
+        "prompted",
+        "asked for in the prompt; the model's own; off: enable_thinking false in the chat template",
     )
-    without: Literal["none", "guidance", "headers", "thoughts"] = option(
-        "none",
-        "left out of the prompt: SQL-Trail's selection guidance, it and its column headers (Table 4), "
-        "MTIR-SQL's thoughts (Direct Output, Table 4)",
-    )
-    thinking: bool = option(True, "enable_thinking of the chat template")
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
     max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
@@ -125,7 +120,8 @@ class Rewarded(Common):
     drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     rewards: str = option(
         "",
-        "preset of the recipe's rewards and of its EM; mtsql_r1: outcome, process, paper, formula, authors",
+        "preset of the recipe's rewards (mtsql_r1: outcome, process, paper, formula), with changes: "
+        "process,proposal=0.5",
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -107,7 +109,7 @@ def begin_training(config: Training, split: str) -> Task:
 def begin_questions(config: Common, split: str, tokenizer: str) -> dict[str, Any]:
     """All fields of a Task but the policy's, which has the tokenizer of this name."""
     processes = join_processes()
-    tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking)
+    tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking != "off")
     out = Path(config.out)
     over = task_over(config, tokens, load_split(config, split))
     lock = hold_folder(out) if processes.is_main and config.out else None
@@ -236,17 +238,10 @@ def make_environment(config: Agent, dataset: Dataset, tokens: ChatTokens, tools:
 
 
 def prompt_options(config: Agent) -> PromptOptions:
-    """How the recipe puts its questions; UserError for --native-thinking where no thoughts are asked for."""
-    if config.native_thinking and config.recipe.startswith("mtsql_r1"):
-        raise UserError(f"--native-thinking changes nothing with --recipe {config.recipe}; leave it out")
-    of = {"none": config.recipe, "thoughts": "mtir_sql"}.get(config.without, "sql_trail")
-    if config.recipe != of:
-        raise UserError(f"--without {config.without} needs --recipe {of}")
+    """How the recipe puts its questions."""
     turns = config.max_interactions + 1  # the answer is one more message
-    compact = config.wording == "compact"
-    return PromptOptions(
-        compact, config.result_characters, config.schema, turns, config.native_thinking, config.without
-    )
+    compact, native = config.wording == "compact", config.thinking == "native"
+    return PromptOptions(compact, config.result_characters, config.schema, turns, native)
 
 
 def make_sampling(
@@ -257,10 +252,16 @@ def make_sampling(
     return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops, top_p=top_p)
 
 
-def reward_function(config: Rewarded, tokens: ChatTokens, scorer: Scorer) -> RewardFunction:
-    """The recipe's rewards as --rewards says."""
-    decode, options = tokens.tokenizer.decode, prompt_options(config)
-    return load_recipe(config.recipe).make_reward(config.rewards, "", scorer, decode, options)
+def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: str = "") -> RewardFunction:
+    """The rewards that --rewards (`given`) names: a preset of the recipe with its weights, "" for its first,
+    or a module of one's own with such a `make_reward`, as mtsql.extras.authors_rewards.
+    """
+    name = given.partition(",")[0]
+    try:
+        module = import_module(name) if re.fullmatch(r"\w+(\.\w+)+", name) else load_recipe(config.recipe)
+    except ModuleNotFoundError:
+        raise UserError(f"--rewards {name} is no module") from None
+    return module.make_reward(given, scorer, tokens.tokenizer.decode, prompt_options(config))
 
 
 def training_questions(config: Rewarded, task: Task, counted: Sequence[SuccessCount] = ()) -> list[Example]:

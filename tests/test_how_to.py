@@ -17,6 +17,7 @@ from mtsql.config import Data
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.learn.samples import Sample
+from mtsql.recipes.mtir_sql import MtirSql
 from mtsql.recipes.mtsql_r1 import make_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Rewards
@@ -115,7 +116,7 @@ def test_a_recipe(tiny: Tiny):
     module = run_block("A recipe")
     options = PromptOptions(turns=4)
     recipe = module["make_recipe"](options)
-    reward = module["make_reward"]("", "", Scorer({"music": tiny.schema}, tiny.executor), None, options)
+    reward = module["make_reward"]("", Scorer({"music": tiny.schema}, tiny.executor), None, options)
     episode = episode_of(tiny, recipe, make_tools("no_memory"))
     assert say(episode, "<think>Who is there?</think><sql>SELECT name, age FROM singer</sql>")
     assert "name,age\nAnna,31\nBruno,45\nCarla,27" in episode.trajectory.observations[0].text
@@ -125,7 +126,7 @@ def test_a_recipe(tiny: Tiny):
 
 def test_a_reward(tiny: Tiny):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = run_block("A reward")["make_reward"]("", "", scorer, tiny.tokens.decode, COMPACT)
+    reward = run_block("A reward")["make_reward"]("", scorer, tiny.tokens.decode, COMPACT)
     right = reward(corrected(tiny).trajectory, EXAMPLE)
     assert (right.ex, right.em, right.parts) == (1, 1, {"interactions": 2})
     assert right.total == pytest.approx(0.8)
@@ -138,6 +139,26 @@ def test_an_advantage():
     rewards = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
     advantages = run_block("An advantage, a loss")["by_range"](rewards)
     assert advantages.tolist() == [[-0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
+
+
+def test_process_rewards_from_a_level_on():
+    rewarded = run_block("Process rewards from a level on")["from_second_level"]
+    full, early = Rewards(1, 1, 2.5, {"proposal": 0.6}), Rewards(1, 1, 2, {})
+    totals = [rewarded(lambda *_: full, lambda *_: early, level)(None, None) for level in (1, 2)]
+    assert [(r.total, r.parts) for r in totals] == [(2, full.parts), (2.5, full.parts)]
+
+
+def test_an_ablation_of_a_prompt(tiny: Tiny):
+    rows_alone = run_block("An ablation of a prompt")["rows_alone"]
+    cells = [["name", "n"], ["Anna", "1"], ["Bo", "12"]]
+    assert rows_alone(cells) == "0  Anna   1\n1    Bo  12" and rows_alone(cells[:1]) == "Empty DataFrame"
+    recipe = run_block("An ablation of a prompt", 1)["make_recipe"](PromptOptions())
+    ((message,), tools), answer = recipe.prompt(EXAMPLE, tiny.schema, {}), recipe.answer(GOLD)
+    text = message["content"]
+    assert "think" not in text and "Correctness" not in text and tools is None
+    assert "assistant.\nYou provide the final SQL query in <answer> </answer>." in text
+    assert text.endswith("extra information.\n\nOutput Format:\n" + recipe.answer("YOUR_SQL_QUERY"))
+    assert recipe.parse(answer).well_formed and not MtirSql().parse(answer).well_formed
 
 
 def test_a_metric(tiny: Tiny):

@@ -52,7 +52,7 @@ def play(tiny, *messages, tools="no_memory", limits=LONG, options=PAPER, example
 
 def rewards(tiny, episode, weights=""):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    return make_reward("", weights, scorer, tiny.tokens.decode, PAPER)(episode.trajectory, episode.example)
+    return make_reward(weights, scorer, tiny.tokens.decode, PAPER)(episode.trajectory, episode.example)
 
 
 # Equations 5 to 7: R_f, R_e, R_r, then their sum.
@@ -326,13 +326,3 @@ def test_qwen3_template_writes_the_tools_of_c1(tiny):
     # Section 3.2: results go into the user's turn.
     suffix = tokens.decode(tokens.observation_suffix("[]", True, RECIPE.observation_role))
     assert "<|im_start|>user\n<tool_response>\n[]\n</tool_response>" in suffix
-
-
-def test_direct_output_asks_for_no_thoughts(tiny):
-    options = PromptOptions(without="thoughts")
-    (message,), tools = make_recipe(options).prompt(EXAMPLE, tiny.schema, make_tools("none"))
-    text = message["content"]
-    assert "think" not in text and "Correctness" not in text and tools is None
-    assert "assistant.\nYou provide the final SQL query in <answer> </answer>." in text
-    assert text.endswith("missing or extra information.\n\nOutput Format:\n" + answer("YOUR_SQL_QUERY"))
-    assert make_recipe(options).parse(answer(GOLD)).well_formed and not RECIPE.parse(answer(GOLD)).well_formed

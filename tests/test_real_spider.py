@@ -111,7 +111,7 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     environment = make_environment(config, dataset, tokens, config.tools)
     schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
     scorer = Scorer(schemas, environment.executor)
-    rewards = load_recipe(name).make_reward("", "", scorer, tokens.decode, prompt_options(config))
+    rewards = load_recipe(name).make_reward("", scorer, tokens.decode, prompt_options(config))
     control = set(tokenizer.get_added_vocab().values())
     for example in asked:
         thought, messages = messages_of(name, environment, example.gold_sql)

@@ -13,9 +13,9 @@ from test_rewards import ALL, BROKEN, NO_PASS, PASS, SPAIN, answer, call
 
 from mtsql.agent.env import Limits
 from mtsql.agent.tools import MEMORY_RETRIEVE
+from mtsql.extras.authors_rewards import _answer as authors_answer
+from mtsql.extras.authors_rewards import _calls as authors_calls
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.recipes.mtsql_r1_authors import _answer as authors_answer
-from mtsql.recipes.mtsql_r1_authors import _calls as authors_calls
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.recipes.prompt_options import PromptOptions

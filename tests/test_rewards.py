@@ -9,7 +9,9 @@ from conftest import GOLD, make_episode, say
 
 from mtsql.agent.env import Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
-from mtsql.recipes.mtsql_r1 import PRESETS, make_reward
+from mtsql.extras import authors_rewards
+from mtsql.recipes import mtsql_r1
+from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, reward
 from mtsql.recipes.prompt_options import PromptOptions
@@ -121,14 +123,19 @@ def test_unanswered_question_is_never_right(tiny, scorer):
     assert reward(empty_gold.trajectory, empty_gold.example, scorer, ALL).total == 0
 
 
+def made(name, tiny, scorer):
+    """The rewards of a preset, of the released code where it is "authors"."""
+    module, given = (
+        (authors_rewards, "mtsql.extras.authors_rewards") if name == "authors" else (mtsql_r1, name)
+    )
+    return module.make_reward(given, scorer, tiny.tokens.decode, PromptOptions())
+
+
 def rewards_of(tiny, scorer, *messages, gold=GOLD, preset="authors", **options):
     """Rewards by `process`, and by another preset."""
     episode = play(tiny, *messages, **options)
     example = replace(episode.example, gold_sql=gold)
-    return tuple(
-        make_reward(name, "", scorer, tiny.tokens.decode, PromptOptions())(episode.trajectory, example)
-        for name in ("process", preset)
-    )
+    return tuple(made(name, tiny, scorer)(episode.trajectory, example) for name in ("process", preset))
 
 
 def test_rewards_read_the_record_and_never_the_text(tiny, scorer):
@@ -145,17 +152,15 @@ def test_rewards_read_the_record_and_never_the_text(tiny, scorer):
 
 
 def test_presets(tiny, scorer):
-    with_process = dict.fromkeys(("process", "paper", "authors", "formula"), ALL)
+    with_process = dict.fromkeys(("process", "paper", "formula"), ALL)
     assert {"outcome": RewardWeights(1, 1, 0, 0)} | with_process == PRESETS
     lower = GOLD.lower()
     # Verdicts are missing. Authors: E 1, M 1; proposals (2/3 + 1) / 2 over the calls, (8/9 + 1) / 2 over the
     # candidates for the others: the answer in lower case is none of its own.
     episode = play(tiny, call(MORE), call(GOLD, MEMORY_RETRIEVE), answer(lower), history=True)
     totals = {
-        preset: make_reward(preset, "", scorer, tiny.tokens.decode, PromptOptions())(
-            episode.trajectory, episode.example
-        ).total
-        for preset in PRESETS
+        preset: made(preset, tiny, scorer)(episode.trajectory, episode.example).total
+        for preset in (*PRESETS, "authors")
     }
     proposal = 0.8 * (8 / 9 + 1) / 2
     assert totals == pytest.approx(
@@ -365,24 +370,26 @@ def test_newlines_to_blanks(tiny, scorer):
 
 
 def test_weights_that_are_given_replace_those_of_the_preset(tiny, scorer):
-    assert chosen_weights(PRESETS, "authors", "verify=0.5, em=0") == RewardWeights(1, 0, 0.8, 0.5)
-    assert chosen_weights(PRESETS, "", "") == RewardWeights(1.0, 1.0, 0.0, 0.0)
+    chosen = "paper", RewardWeights(1, 0, 0.8, 0.5)
+    assert chosen_weights(PRESETS, "paper, verify=0.5, em=0") == chosen
+    assert chosen_weights(PRESETS, "") == ("outcome", RewardWeights(1.0, 1.0, 0.0, 0.0))
+    assert chosen_weights(PRESETS, "em=0") == ("outcome", RewardWeights(1.0, 0.0, 0.0, 0.0))
     episode = play(tiny, call(GOLD), PASS + answer(GOLD))
     for preset in PRESETS:
-        rewards = make_reward(preset, "em=0,proposal=0,verify=3", scorer, tiny.tokens.decode, PromptOptions())
+        rewards = made(f"{preset},em=0,proposal=0,verify=3", tiny, scorer)
         assert rewards(episode.trajectory, episode.example).total == 1 + 3
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
-        chosen_weights(PRESETS, "best", "")
+        chosen_weights(PRESETS, "best")
     for wrong in ("proposals=1", "ex", "ex=", "ex=much", "ex=nan", "ex=inf", "=1"):
         with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
-            chosen_weights(PRESETS, "", wrong)
+            chosen_weights(PRESETS, f"outcome,{wrong}")
 
 
 def test_right_is_what_the_presets_rewards_say(tiny, scorer):
     episode = play(tiny, answer(GOLD.lower()))
     other = play(tiny, answer(OTHER))
     for preset, right in {"outcome": True, "paper": False, "authors": True}.items():
-        rewards = make_reward(preset, "", scorer, tiny.tokens.decode, PromptOptions())
+        rewards = made(preset, tiny, scorer)
         assert is_right(rewards(episode.trajectory, episode.example), "ex_em") is right
         assert is_right(rewards(episode.trajectory, episode.example), "ex")
         assert not is_right(rewards(other.trajectory, other.example), "ex_em")

@@ -346,7 +346,7 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     assert add_votes(sampled[0], sampled, by_bird)["pass_at_k"] == {"1": 0.75, "2": 1}
     example, trajectory = played[1]
     earned = [
-        make_reward("", "", s, tiny.tokens.tokenizer.decode, PromptOptions())(trajectory, example)
+        make_reward("", s, tiny.tokens.tokenizer.decode, PromptOptions())(trajectory, example)
         for s in (scorer, by_bird)
     ]
     assert [r.ex for r in earned] == [0, 1]

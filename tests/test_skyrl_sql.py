@@ -56,9 +56,9 @@ def play(tiny, *messages, **options):
     return episode
 
 
-def reward_of(tiny, episode, module=skyrl_sql, weights="", preset="", options=PAPER):
+def reward_of(tiny, episode, module=skyrl_sql, given="", options=PAPER):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = module.make_reward(preset, weights, scorer, tiny.tokens.decode, options)
+    reward = module.make_reward(given, scorer, tiny.tokens.decode, options)
     return reward(episode.trajectory, episode.example)
 
 
@@ -357,12 +357,12 @@ def test_out_of_tokens_is_an_invalid_format(tiny):
 
 def test_weights_and_presets(tiny):
     right, broken = (play(tiny, f"{t}<solution>{GOLD}</solution>") for t in (THINK, ""))
-    assert reward_of(tiny, right, weights="ex=3,invalid=-0.5").total == 3
-    assert reward_of(tiny, broken, weights="ex=3,invalid=-0.5").total == -0.5
+    assert reward_of(tiny, right, given="ex=3,invalid=-0.5").total == 3
+    assert reward_of(tiny, broken, given="ex=3,invalid=-0.5").total == -0.5
     with pytest.raises(ValueError, match="--rewards outcome is unknown; choose from paper"):
-        reward_of(tiny, right, preset="outcome")
+        reward_of(tiny, right, given="outcome")
     with pytest.raises(ValueError, match="'turns=1' should be one of invalid, ex"):
-        reward_of(tiny, right, weights="turns=1")
+        reward_of(tiny, right, given="turns=1")
 
 
 @pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)

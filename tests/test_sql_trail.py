@@ -7,15 +7,11 @@ from conftest import GOLD
 from hostile import STATEMENTS
 from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
-from evaluate import Args as EvaluateArgs
 from mtsql.config import read_options
-from mtsql.errors import UserError
 from mtsql.recipes import skyrl_sql, sql_trail
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, rows_alone, schema_items, turns_reward
-from mtsql.report.evaluation import thought_characters
+from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, schema_items, turns_reward
 from mtsql.sql.structure import SqlSchema
-from mtsql.task import prompt_options
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
 
@@ -24,7 +20,7 @@ HARD = "SELECT name FROM singer WHERE age = (SELECT max(age) FROM singer)"
 STAFF = SqlSchema({"employees": ("id", "salary"), "offices": ("id", "city")})
 
 
-def trail(tiny, *messages, turns=10, weights="", preset="", gold=GOLD, **given):
+def trail(tiny, *messages, turns=10, rewards="", gold=GOLD, **given):
     options = PromptOptions(turns=turns)
     episode = play(
         tiny,
@@ -35,7 +31,7 @@ def trail(tiny, *messages, turns=10, weights="", preset="", gold=GOLD, **given):
         example=example_of(gold=gold),
         **given,
     )
-    return reward_of(tiny, episode, sql_trail, weights, preset, options)
+    return reward_of(tiny, episode, sql_trail, rewards, options)
 
 
 def query(sql=WRONG):
@@ -47,24 +43,6 @@ def solution(sql=GOLD):
 
 
 # Prompt and table
-
-
-def test_what_table_4_leaves_out(tiny):
-    whole, unguided, headless = (
-        prompt_text(tiny, sql_trail, PromptOptions(without=what)) for what in ("none", "guidance", "headers")
-    )
-    assert sql_trail.SELECT_SCHEMA in whole and tiny.schema.text(False) in unguided
-    assert "identify all tables and columns" not in unguided + headless
-    assert "AVG(price)\n0 " in unguided and "<observation>\n0       24.75" in headless
-    cells = [["name", "n"], ["Anna", "1"], ["Bo", "12"]]
-    assert rows_alone(cells) == "0  Anna   1\n1    Bo  12"
-    assert rows_alone(cells[:1]) == "Empty DataFrame"
-    episode = play(tiny, query(), solution(), module=sql_trail, options=PromptOptions(without="headers"))
-    assert "name" not in episode.trajectory.observations[0].text
-    assert thought_characters(episode.trajectory, tiny.tokens.tokenizer.decode) == 2 * len("singer, country")
-    words = ["--config", "configs/mtir_sql.toml", "--without=headers", "--data=d", "--model=m", "--out=o"]
-    with pytest.raises(UserError, match="--without headers needs --recipe sql_trail"):
-        prompt_options(read_options(EvaluateArgs, "", words))
 
 
 def test_prompt_of_appendix_a(tiny):
@@ -241,11 +219,11 @@ def test_no_solution_earns_nothing(tiny):
 
 def test_presets_and_weights(tiny):
     messages = query(), solution()
-    assert trail(tiny, *messages, preset="execution").total == 5
-    assert trail(tiny, query(), solution(WRONG), preset="execution").total == 0
-    assert trail(tiny, *messages, weights="turns=0,ex=1,bigram=0.5").total == 1 + 1 + 0.5 + 1 + 1
+    assert trail(tiny, *messages, rewards="execution").total == 5
+    assert trail(tiny, query(), solution(WRONG), rewards="execution").total == 0
+    assert trail(tiny, *messages, rewards="turns=0,ex=1,bigram=0.5").total == 1 + 1 + 0.5 + 1 + 1
     with pytest.raises(ValueError, match="one of ex, turns, schema, bigram, syntax, format"):
-        trail(tiny, *messages, weights="exec=1")
+        trail(tiny, *messages, rewards="exec=1")
 
 
 def test_the_warm_start_has_its_own_optimizer():

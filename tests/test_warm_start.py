@@ -29,7 +29,7 @@ def reason(tiny: Tiny, sql: str, preset: str = "", correct: str = "ex_em", tools
     episode = make_episode(tiny, tools=tools)
     say(episode, final_answer(sql))
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = make_reward(preset, "", scorer, tiny.tokens.decode, PromptOptions())
+    reward = make_reward(preset, scorer, tiny.tokens.decode, PromptOptions())
     return rejection(episode.trajectory, reward(episode.trajectory, episode.example), correct)
 
 
@@ -55,7 +55,7 @@ def test_an_unfinished_trajectory_has_no_answer(tiny):
     episode.step([1, 2], [0.0, 0.0], Stop.LIMIT)
     assert episode.trajectory.status is Status.OUT_OF_TOKENS
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = make_reward("", "", scorer, tiny.tokens.decode, PromptOptions())
+    reward = make_reward("", scorer, tiny.tokens.decode, PromptOptions())
     assert rejection(episode.trajectory, reward(episode.trajectory, episode.example), "ex_em") == "no_answer"
 
 

@@ -4,7 +4,8 @@ A recipe is the module `mtsql.recipes.<name>` with
 
 - `make_recipe(options)`: a `mtsql.agent.env.Recipe` with a method `call(sql)` and `answer(sql)`: the model
   messages, without any thought, that run a query and that end the episode,
-- `make_reward(preset, weights, scorer, decode, options)`: the function from (trajectory, example) to `Rewards`.
+- `make_reward(given, scorer, decode, options)`: the function from (trajectory, example) to `Rewards` that
+  --rewards asks for.
 
 The paper's settings are configs/<name>.toml; MTSQL-R1's are the options' defaults.
 """

@@ -1,7 +1,7 @@
 """MTIR-SQL: Multi-turn Tool-Integrated Reasoning reinforcement learning for text-to-SQL.
 
 One tool, `sql-execute_sql_query`, is the environment's `exec_sql`; there is no memory. The loss is that of
-train_grpo.py without KL and with --filter-rollouts (GRPO-Filter, section 3.1).
+train_grpo.py without KL; the rewards say what GRPO-Filter leaves out of it (section 3.1).
 
 Prompts (appendix C):
 - The <tools> section of C.1 is the chat template's. Qwen3's has "# Tools", "json object", {"type":
@@ -12,9 +12,8 @@ Prompts (appendix C):
 - The earlier questions of a dialogue, before the question, are our addition. The schema is this project's;
   the paper takes that of CodeS and SQL-R1, with chosen columns and matching values.
 - Without the tool C.2 loses what it says of tools ("Standard Reasoning" of Table 4).
-- "Direct Output" of Table 4 has no prompt in the paper: --without thoughts --tools none --max-interactions 0
-  --no-thinking drops what C.2 says of thinking.
-- --native-thinking drops the <think> blocks from C.2's output format; the message may then have one.
+- "Direct Output" of Table 4 has no prompt in the paper; ours is an edit in docs/how_to.md.
+- --thinking native drops the <think> blocks from C.2's output format; the message may then have one.
 - The compact wording, for the tiny model, is ours; it needs no thoughts.
 
 Protocol (section 3.2, Algorithm 1):
@@ -43,8 +42,8 @@ Rewards (section 3.3) and training (3.1, 4.1):
   does, and clips, which does nothing at one update a batch.
 - The batch of 64 is read as questions. Steps, clipping and updates a batch are not given. That questions
   with an empty gold result are left out is implied by section 4.1.
-- Table 5's ablations are --weights format=0 and so on. The baseline with execution accuracy as its reward
-  comes nearest with --weights format=0,execution=0 --no-filter-rollouts --tools none --max-interactions 0, where a
+- Table 5's ablations are --rewards format=0 and so on. The baseline with execution accuracy as its reward
+  comes nearest with --rewards unfiltered,format=0,execution=0 --tools none --max-interactions 0, where a
   wrong result still earns -1 and SQL that fails 0. PPO is left out.
 - GRPO without the filter (Table 4) has no KL here either; the paper's has one, of a weight that it does not give.
 - One limit of 8,192 tokens is the paper's; those of prompt, response and tool response are MTSQL-R1's.
@@ -73,7 +72,6 @@ TOOL = "sql-execute_sql_query"
 MAX_RECORDS = 10  # of a result (section 4.1)
 MAX_CHARACTERS = 20_000  # of an observation: more than --max-tool-tokens lets through
 RETHINK = "My action is not correct. Let me rethink."
-MIN_QUALITY = 0.1  # of F, Equation 3: what GRPO-Filter keeps exceeds it
 
 TOOL_SCHEMA = {
     "type": "function",
@@ -170,17 +168,15 @@ class MtirSql(Recipe):
             calls = f"calls: {'sql' if executes else 'none'}"
             return self.options.compact_prompt(example, schema, calls), None
         history = self.options.history_text(example)
-        direct = self.options.without == "thoughts"
-        thinks = not (self.options.native_thinking or direct)
-        opening = "You" if direct else OPENING.format(validate=VALIDATE if executes else "")
+        thinks = not self.options.native_thinking
         either = EITHER.format(analysis=ANALYSIS if thinks else "") if executes else ""
         content = TASK.format(
-            opening=opening,
+            opening=OPENING.format(validate=VALIDATE if executes else ""),
             db_id=example.db_id,
             schema=self.options.schema_text(schema),
             history=history + "\n" if history else "",
             question="\n".join(filter(None, [example.knowledge, example.question])),
-            correctness="" if direct else CORRECTNESS + (TEST if executes else ""),
+            correctness=CORRECTNESS + (TEST if executes else ""),
             output_format=either + (FINAL_ANALYSIS if thinks else "") + self.answer("YOUR_SQL_QUERY"),
         )
         return [{"role": "user", "content": content}], [TOOL_SCHEMA] if executes else None
@@ -204,7 +200,6 @@ class MtirSql(Recipe):
         if "<think>" in said:  # the thinking never ended
             return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
         thought_optional = self.options.compact or self.options.native_thinking
-        thought_optional |= self.options.without == "thoughts"
         well_formed = bool((ACTION if thought_optional else THOUGHT_AND_ACTION).fullmatch(text))
         well_formed &= "<tool_response>" not in text  # only the environment responds
         call = read_call(said, "sql")
@@ -243,14 +238,15 @@ class MtirSql(Recipe):
 
 @dataclass(frozen=True)
 class RewardWeights:
-    """Factors of R_f, R_e and R_r; the paper's reward is their plain sum."""
+    """Factors of R_f, R_e and R_r, whose plain sum is the paper's reward, and tau of Equation 3."""
 
     format: float = 1.0
     execution: float = 1.0
     result: float = 1.0
+    tau: float = 0.1  # GRPO-Filter keeps what exceeds it
 
 
-PRESETS = {"paper": RewardWeights()}
+PRESETS = {"paper": RewardWeights(), "unfiltered": RewardWeights(tau=-1.0)}
 
 
 def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
@@ -263,15 +259,10 @@ def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: Re
     r_result = 0.0 if not runs else 1.0 if ex else -1.0
     total = weights.format * r_format + weights.execution * r_execution + weights.result * r_result
     parts = {"format": r_format, "execution": r_execution, "result": r_result}
-    return Rewards(ex, em, total, parts, r_format + r_execution > MIN_QUALITY)
+    return Rewards(ex, em, total, parts, r_format + r_execution > weights.tau)
 
 
-def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
-) -> RewardFunction:
-    """The rewards of a preset ("" is `paper`) but for the `weights` given as in "format=0,result=2".
-
-    Raises ValueError for an unknown preset or weight.
-    """
-    given = chosen_weights(PRESETS, preset, weights)
-    return lambda trajectory, example: reward(trajectory, example, scorer, given)
+def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
+    """The rewards that `given` names, as `chosen_weights` reads it: `paper`, or `unfiltered`."""
+    _, weights = chosen_weights(PRESETS, given)
+    return lambda trajectory, example: reward(trajectory, example, scorer, weights)

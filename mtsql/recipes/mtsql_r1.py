@@ -25,7 +25,6 @@ from mtsql.agent.trajectory import ActionType, Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes import mtsql_r1_prompts as texts
-from mtsql.recipes.mtsql_r1_authors import authors_reward
 from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
 from mtsql.recipes.prompt_options import PromptOptions, compact_result
 from mtsql.recipes.rewards import Decode, RewardFunction, chosen_weights
@@ -37,26 +36,19 @@ ACTION = re.compile("<tool_call>|<answer_sql>")
 
 # The paper gives no weights (it chose them by grid search): those of the released code stand in.
 PROCESS = RewardWeights(1.0, 1.0, 0.8, 0.1)
-PRESETS = {
-    "outcome": RewardWeights(), "process": PROCESS, "paper": PROCESS, "formula": PROCESS, "authors": PROCESS,
-}  # fmt: skip
+PRESETS = {"outcome": RewardWeights(), "process": PROCESS, "paper": PROCESS, "formula": PROCESS}
 
 
-def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
-) -> RewardFunction:
-    """The rewards of a preset ("" is `outcome`) but for the `weights` given as in "proposal=0.8,verify=0.1".
+def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
+    """The rewards that `given` names, as `chosen_weights` reads it.
 
     `process` is the paper's reward with EM as the official evaluation has it, `paper` with EM of strings as
-    its text says, both under the rules of mtsql_r1_rewards.py, and `formula` as `paper` without them; `authors`
-    is what the released code does.
-    Raises ValueError for an unknown preset or weight.
+    its text says, both under the rules of mtsql_r1_rewards.py, and `formula` as `paper` without them. What the
+    released code does is --rewards mtsql.extras.authors_rewards.
     """
-    given = chosen_weights(PRESETS, preset, weights)
-    if preset == "authors":
-        return lambda trajectory, example: authors_reward(trajectory, example, scorer, given, decode)
+    preset, weights = chosen_weights(PRESETS, given)
     string_em, plain = preset in ("paper", "formula"), preset == "formula"
-    return lambda trajectory, example: reward(trajectory, example, scorer, given, string_em, plain)
+    return lambda trajectory, example: reward(trajectory, example, scorer, weights, string_em, plain)
 
 
 def make_recipe(options: PromptOptions) -> MtsqlR1:

@@ -15,8 +15,7 @@ class PromptOptions:
     """`compact` for the tiny model, else the paper's; `result_characters` is MTSQL-R1's cut of results.
 
     `schema` is "full" or "names" (table names only); `turns` the model messages of an episode, its answer
-    included; `native_thinking` drops the instructions to think for a model that thinks by itself; `without` names
-    what an ablation leaves out, "none" or a value of --without.
+    included; `native_thinking` drops the instructions to think for a model that thinks by itself.
     """
 
     compact: bool = False
@@ -24,7 +23,6 @@ class PromptOptions:
     schema: str = "full"
     turns: int = 5
     native_thinking: bool = False
-    without: str = "none"
 
     def schema_text(self, schema: Schema) -> str:
         """The database as the prompt shows it."""

@@ -33,7 +33,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, TaskTexts, task_text
 from mtsql.sql.score import Scorer
 
 INVALID = "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
@@ -95,10 +95,7 @@ def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: b
     given = "" if names_only else "a database schema and "
     shown = options.schema_text(schema)
     steps = [FIRST_THOUGHT, QUERY, SECOND_THOUGHT] if multi_turn else [ONLY_THOUGHT]
-    return task_text(
-        options,
-        example,
-        multi_turn,
+    texts = TaskTexts(
         overview=OVERVIEW.format(given=given),
         schema_text=f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
         instructions=[*ONLY_WHAT_IS_ASKED, THINK_FIRST],
@@ -107,6 +104,7 @@ def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: b
         blocks=[QUESTION, *steps, SOLUTION],
         bullet="-",
     )
+    return task_text(options, example, multi_turn, texts)
 
 
 def frame(cells: list[list[str]]) -> str:
@@ -138,12 +136,7 @@ def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: Re
     return Rewards(ex, em, total, {"format": float(valid)})
 
 
-def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
-) -> RewardFunction:
-    """The reward of a preset ("" is `paper`) but for the `weights` given as in "invalid=-0.5".
-
-    Raises ValueError for an unknown preset or weight.
-    """
-    given = chosen_weights(PRESETS, preset, weights)
-    return lambda trajectory, example: reward(trajectory, example, scorer, given)
+def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
+    """The reward with the weights that `given` names, as `chosen_weights` reads it."""
+    _, weights = chosen_weights(PRESETS, given)
+    return lambda trajectory, example: reward(trajectory, example, scorer, weights)

@@ -21,9 +21,9 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
 - r_format: every message has a thought and one action, and the last is a solution; the paper asks for tags in
   the final output. r_exec is the project's EX, which looks at the first statement; r_syntax runs the whole
   answer with EX's small repairs ("> ="), so that a second statement costs it.
-- Where single-pass and multi-turn RL are compared, r_turns is off in both (section 5.1): --weights turns=0.
-- Table 4's rows are --without guidance, --without headers (and guidance) and --schema names; its second has no
-  headers where ours has rows and their numbers alone.
+- Where single-pass and multi-turn RL are compared, r_turns is off in both (section 5.1): --rewards turns=0.
+- Table 4's rows without guidance, and without it and the names of columns, are edits in docs/how_to.md; the one
+  without the schema is --schema names.
 - Without a schema (Table 4) the prompt is not printed: it names the tables, and leaves out the third
   instruction, which asks for columns of the schema. The prompts of a single pass and of native thinking are ours.
 - clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Equation 2 has one ratio a
@@ -49,7 +49,7 @@ from mtsql.data.names import folded
 from mtsql.data.schema import Schema
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, task_text
+from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, TaskTexts, task_text
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, is_blank
@@ -87,10 +87,10 @@ Relavent tables and columns:
 - 'products':'price'
 
 To solve this problem I should issue a simple aggregate query using AVG(price).</think>"""
-HEADER = "   AVG(price)\n"
-QUERY = f"""<sql>SELECT AVG(price) FROM products;</sql>
+QUERY = """<sql>SELECT AVG(price) FROM products;</sql>
 <observation>
-{HEADER}0       24.75
+   AVG(price)
+0       24.75
 </observation>"""
 SECOND_THOUGHT = (
     "<think>The result shows that the average product price is 24.75. The question asks for the average price, "
@@ -101,22 +101,17 @@ SOLUTION = "<solution>SELECT AVG(price) FROM products;</solution>"
 
 def make_recipe(options: PromptOptions) -> TaggedRecipe:
     """SQL-Trail's prompts, tags and observations, as the options say."""
-    table = rows_alone if options.without == "headers" else data_frame
-    return TaggedRecipe(options, ("reasoning", "think"), task, table, INVALID)
+    return TaggedRecipe(options, ("reasoning", "think"), task, data_frame, INVALID)
 
 
 def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
     """The system prompt of A.3."""
     names_only = options.schema == "names"
     given = "the table names of a database" if names_only else "a database schema"
-    select = [] if names_only or options.without != "none" else [SELECT_SCHEMA]
+    select = [] if names_only else [SELECT_SCHEMA]
     reflect = [REFLECT] if multi_turn else []
-    query = QUERY.replace(HEADER, "") if options.without == "headers" else QUERY
-    steps = [query, SECOND_THOUGHT] if multi_turn else []
-    return task_text(
-        options,
-        example,
-        multi_turn,
+    steps = [QUERY, SECOND_THOUGHT] if multi_turn else []
+    texts = TaskTexts(
         overview=OVERVIEW.format(given=given),
         schema_text=("Table names: " if names_only else "") + options.schema_text(schema),
         instructions=[*ONLY_WHAT_IS_ASKED, *select, *reflect],
@@ -125,6 +120,7 @@ def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: b
         blocks=[QUESTION, FIRST_THOUGHT, *steps, SOLUTION],
         bullet="{}.",
     )
+    return task_text(options, example, multi_turn, texts)
 
 
 def data_frame(cells: list[list[str]]) -> str:
@@ -138,12 +134,6 @@ def data_frame(cells: list[list[str]]) -> str:
         "  ".join([line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))])
         for line in lines
     )
-
-
-def rows_alone(cells: list[list[str]]) -> str:
-    """The same without the names of the columns (Table 4)."""
-    header, *rows = cells
-    return data_frame([[""] * len(header), *rows]).partition("\n")[2] if rows else "Empty DataFrame"
 
 
 @dataclass(frozen=True)
@@ -218,12 +208,7 @@ def reward(
     return Rewards(ex, em, total, parts)
 
 
-def make_reward(
-    preset: str, weights: str, scorer: Scorer, decode: Decode, options: PromptOptions
-) -> RewardFunction:
-    """The rewards of a preset ("" is `paper`) but for the `weights` given as in "turns=0,bigram=0.5".
-
-    Raises ValueError for an unknown preset or weight.
-    """
-    given = chosen_weights(PRESETS, preset, weights)
-    return lambda trajectory, example: reward(trajectory, example, scorer, given, options.turns)
+def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
+    """The rewards that `given` names, as `chosen_weights` reads it: `paper`, or `execution`."""
+    _, weights = chosen_weights(PRESETS, given)
+    return lambda trajectory, example: reward(trajectory, example, scorer, weights, options.turns)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from mtsql.agent.env import ModelMessage, Recipe
 from mtsql.agent.tools import EXEC_SQL, Tool
@@ -158,42 +158,44 @@ def _cell(value: object) -> str:
     return truncated(str(value).replace("\n", "\\n"), MAX_CELL)
 
 
-def task_text(
-    options: PromptOptions,
-    example: Example,
-    multi_turn: bool,
-    *,
-    overview: str,
-    schema_text: str,
-    instructions: Sequence[str],
-    thought_rule: str,
-    solution_rule: str,
-    blocks: Sequence[str],
-    bullet: str,
-) -> str:
-    """The prompt in the sections of both papers.
+class TaskTexts(NamedTuple):
+    """What the prompts of the two papers say in words of their own.
 
     `bullet`, in which "{}" becomes the number, stands before each instruction and rule. `solution_rule`
-    follows UNTIL; in a single pass it stands alone. `blocks` make the example. With native thinking the
-    rule about thoughts and the thoughts of the example are left out.
+    follows UNTIL; in a single pass it stands alone. `blocks` make the example.
     """
-    alone = solution_rule[0].upper() + solution_rule[1:]
-    rules = [] if options.native_thinking else [thought_rule]
-    rules += [*TOOL_RULES, UNTIL + solution_rule] if multi_turn else [alone]
+
+    overview: str
+    schema_text: str
+    instructions: Sequence[str]
+    thought_rule: str
+    solution_rule: str
+    blocks: Sequence[str]
+    bullet: str
+
+
+def task_text(options: PromptOptions, example: Example, multi_turn: bool, texts: TaskTexts) -> str:
+    """The prompt in the sections of both papers.
+
+    With native thinking the rule about thoughts and the thoughts of the example are left out.
+    """
+    solution, native = texts.solution_rule, options.native_thinking
+    rules = [] if native else [texts.thought_rule]
+    rules += [*TOOL_RULES, UNTIL + solution] if multi_turn else [solution[0].upper() + solution[1:]]
 
     def listed(title: str, lines: Sequence[str]) -> str:
-        return "\n".join([title, *(f"{bullet.format(i)} {line}" for i, line in enumerate(lines, 1))])
+        return "\n".join([title, *(f"{texts.bullet.format(i)} {line}" for i, line in enumerate(lines, 1))])
 
-    sample = "\n".join(b for b in blocks if not (options.native_thinking and b.startswith("<think>")))
+    sample = "\n".join(b for b in texts.blocks if not (native and b.startswith("<think>")))
     history = options.history_text(example)
     sections = [
-        f"Task Overview:\n{overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
+        f"Task Overview:\n{texts.overview} {TASK.format(limit=' within limited turns' if multi_turn else '')}",
         "Database Engine:\nSQLite",
-        f"Database Schema:\n{schema_text}",
+        f"Database Schema:\n{texts.schema_text}",
         "\n".join(filter(None, ("External Knowledge:", example.knowledge))),
         *([history] if history else []),
         f"Question: {example.question}",
-        listed("Instructions:", instructions),
+        listed("Instructions:", texts.instructions),
         listed("Format:", rules),
         "\n".join((EXAMPLE_LINE.format("-" * 24, "START"), sample, EXAMPLE_LINE.format("-" * 24, "END"))),
     ]

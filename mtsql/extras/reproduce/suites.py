@@ -202,9 +202,9 @@ def recipes_suite() -> Suite:
     arms = {}
     trained = {recipe: (recipe, "", (), ()) for recipe in RECIPES} | {
         "skyrl_sql_single": ("skyrl_sql", ", a single turn", single, ()),
-        "sql_trail_single": ("sql_trail", ", a single turn", single, ("--weights", "turns=0")),
+        "sql_trail_single": ("sql_trail", ", a single turn", single, ("--rewards", "turns=0")),
         "sql_trail_execution": ("sql_trail", ", the execution reward alone", (), ("--rewards", "execution")),
-        "mtir_sql_unfiltered": ("mtir_sql", ", no filter", (), ("--no-filter-rollouts",)),
+        "mtir_sql_unfiltered": ("mtir_sql", ", no filter", (), ("--rewards", "unfiltered")),
     }
     for name, (recipe, how, both, training) in trained.items():
         paper = () if recipe == RECIPES[0] else ("--config", f"configs/{recipe}.toml", "{config}")

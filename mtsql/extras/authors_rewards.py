@@ -1,21 +1,24 @@
 """MTSQL-R1's reward as the authors' released code has it (github.com/taichengguo/MTSQL-R1, a720f97).
 
+It is chosen by --rewards mtsql.extras.authors_rewards.
+
 It reads raw text where the paper's reads actions:
-- The answer is the last <answer_sql> of the whole response, tool texts included: of an unfinished trajectory the
-  "..." of a tool's instructions. Without any it is the SQL of the last tool call, without a call the last thought
-  or all of the text. Line breaks in it become blanks, so that "--" hides the rest.
+- The answer is the last <answer_sql> of the whole response, tool texts included: of an unfinished
+  trajectory the "..." of a tool's instructions. Without any it is the SQL of the last tool call, without a
+  call the last thought or all of the text. Line breaks in it become blanks, so that "--" hides the rest.
 - EM compares the numbers after LIMIT in sub-queries.
 - A clause is right or wrong as a whole: no F1 of its elements.
 - Proposals are the SQL of all tool calls, repeated or not, without the final answer.
-- Every tool call is verified, whichever the tool, by the first <exec_verify> after it, in whatever message or
-  thought; without any it has passed. <memory_verify> is never read.
-- An error that is none of FOUR_ERRORS is "ok", and so are a call without a response and rows of nothing but NULLs.
+- Every tool call is verified, whichever the tool, by the first <exec_verify> after it, in whatever message
+  or thought; without any it has passed. <memory_verify> is never read.
+- An error that is none of FOUR_ERRORS is "ok", and so are a call without a response and rows of nothing but
+  NULLs.
 
-Some of its quirks are not here. It runs SQL without limits of time and memory and lets an empty answer equal an
-empty result, which `mtsql.sql.execute` does not allow. It reads outcomes from the tool's text, so that a question
-with the words "no data" is a null result; we run the SQL again. It gives 0 where the gold query fails; such
-questions are left out before training. That it takes the schema from CoSQL's folder and that a wrong format
-costs nothing changes no number here.
+Some of its quirks are not here. It runs SQL without limits of time and memory and lets an empty answer
+equal an empty result, which `mtsql.sql.execute` does not allow. It reads outcomes from the tool's text, so
+that a question with the words "no data" is a null result; we run the SQL again. It gives 0 where the gold
+query fails; such questions are left out before training. That it takes the schema from CoSQL's folder and
+that a wrong format costs nothing changes no number here.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from dataclasses import dataclass
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
+from mtsql.recipes.mtsql_r1 import PROCESS
 from mtsql.recipes.mtsql_r1_prompts import VERDICT, answers, enclosed
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, r_all
-from mtsql.recipes.rewards import Decode, Rewards
+from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
@@ -44,6 +49,12 @@ class Call:
     sql: str
     message: int
     passed: bool
+
+
+def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
+    """The released code's reward, with the weights that `given` changes."""
+    _, weights = chosen_weights({__name__: PROCESS}, given)
+    return lambda trajectory, example: authors_reward(trajectory, example, scorer, weights, decode)
 
 
 def authors_reward(
