@@ -92,6 +92,7 @@ from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
+from mtsql.extras.errors import add_errors
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
 from mtsql.report.answer_log import AnswerLog
@@ -151,6 +152,7 @@ def main(config: Args) -> None:
     records = score_records(answered, task.scorer, verifies, reward, decode)
     sampled = [score_records(pairs, task.scorer, verifies) for pairs in samples]
     summary = summarise(records)
+    summary |= add_errors(records, task.scorer)
     if latency is not None:
         summary["latency_seconds"] = latency
     if sampled:

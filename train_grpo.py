@@ -115,7 +115,7 @@ from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logp
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.plots import plot_training
-from mtsql.report.viewer import drop_later_records
+from mtsql.report.records import drop_later_records
 from mtsql.task import (
     Task,
     begin_training,

@@ -6,7 +6,7 @@
 Each round samples trajectories from the policy itself. Of those whose answer is right by EX and EM it keeps a
 few: short ones of easy questions, long and different ones of hard questions. It fine-tunes on all that were
 kept so far, and drops the questions that are solved. The run folder gets policy/ (of earlier
-rounds: policies/round_N/), trajectories.jsonl (the set T, for mtsql.report.viewer), chat.jsonl (the same
+rounds: policies/round_N/), trajectories.jsonl (the set T, for mtsql.extras.viewer), chat.jsonl (the same
 as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics.csv and checkpoints/
 (for --resume).
 
@@ -105,9 +105,8 @@ from mtsql.learn.parallel import leave_processes
 from mtsql.learn.selection import select_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.rewards import RewardFunction
-from mtsql.report.chat import chat_record
 from mtsql.report.metrics import MetricsLog, format_coverage
-from mtsql.report.records import question_record
+from mtsql.report.records import chat_record, question_record
 from mtsql.task import (
     Task,
     begin_training,

@@ -15,7 +15,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
-from mtsql.report.chat import chat_record
+from mtsql.report.records import chat_record
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"

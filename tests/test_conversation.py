@@ -34,7 +34,7 @@ from mtsql.pretrained import MODELS
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.report.viewer import read_records
+from mtsql.report.records import read_records
 from mtsql.sql.execute import ExecutionResult
 
 COUNT = "SELECT count(*) FROM singer"

@@ -6,12 +6,13 @@ import json
 import random
 
 import pytest
-from conftest import ROOT
+from conftest import GOLD, ROOT
 from hostile import STATEMENTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mtsql.report.errors import ERRORS, error_kinds
+from mtsql.extras.errors import ERRORS, add_errors, error_kinds
+from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlSchema
 
 SHARED = ROOT.parent / "shared"
@@ -307,3 +308,18 @@ def test_wrong_predictions_of_other_systems():
     assert sum(kinds == ("other",) for _, kinds in found) < 15
     mutated = [kinds for source, kinds in found if source == "mutated"]
     assert len(mutated) > 30 and sum(len(kinds) == 1 for kinds in mutated) > 0.85 * len(mutated)
+
+
+def test_shares_of_an_evaluation_by_hand(tiny):
+    """A right answer, a wrong one, one that does not run, and a question whose gold SQL does not run."""
+    record = {"db_id": "music", "gold": GOLD, "predicted": GOLD, "ex": 1, "gold_problem": None}
+    other = GOLD.replace("france", "italy")
+    records = [
+        record,
+        record | {"predicted": other, "ex": 0},
+        record | {"predicted": "SELECT x", "ex": 0},
+        record | {"ex": 0, "gold_problem": "no such table"},
+    ]
+    shares = add_errors(records, Scorer({"music": tiny.schema}, tiny.executor))["errors"]
+    assert [r["errors"] for r in records] == [[], ["constraint"], ["execution"], []]
+    assert shares == dict.fromkeys(ERRORS, 0.0) | {"constraint": 0.25, "execution": 0.25}

@@ -16,7 +16,7 @@ from mtsql.extras.teacher import read_teacher
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.report.chat import chat_record
+from mtsql.report.records import chat_record
 
 
 @pytest.fixture

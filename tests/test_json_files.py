@@ -22,7 +22,7 @@ from mtsql.extras.reproduce.numbers import read_lines
 from mtsql.extras.teacher import read_teacher
 from mtsql.files import load_json, load_json_lines
 from mtsql.learn.curriculum import read_counts
-from mtsql.report.viewer import read_records
+from mtsql.report.records import read_records
 
 SEPARATED = f"{QUESTION}\u2028\x85\u2029"  # at which str.splitlines breaks a line, and JSON does not
 ITEM = {"db_id": "music", "question": QUESTION, "query": GOLD}
@@ -135,7 +135,7 @@ def test_what_a_terminal_cannot_show_is_shown_as_a_number(tmp_path):
     path = tmp_path / "trajectories.jsonl"
     record = READERS[2][1] | {"segments": [SEGMENT | {"text": "größe 😀"}]}
     path.write_text(json.dumps(record) + "\n")
-    command = [sys.executable, "-m", "mtsql.report.viewer", str(path)]
+    command = [sys.executable, "-m", "mtsql.extras.viewer", str(path)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0 and r"gr\xf6\xdfe \U0001f600" in run.stdout, run.stderr

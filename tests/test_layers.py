@@ -17,7 +17,7 @@ def test_data_flows_one_way(monkeypatch, capsys):
 
 
 def test_the_core_holds_no_commands():
-    """`python -m mtsql.report.viewer` is the exception, since people look for it there."""
+    """`python -m mtsql.extras.viewer` is the exception, since people look for it there."""
     for package in PACKAGES:
         for path in (ROOT / "mtsql" / package).glob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))

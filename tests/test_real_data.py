@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, run
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from evaluate import EvaluateArgs
+from evaluate import Args as EvaluateArgs
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import examples
 from mtsql.learn.embedding import make_embedder
@@ -20,7 +20,7 @@ from mtsql.learn.loss import sft_loss
 from mtsql.learn.selection import select_trajectories
 from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_rewards import reward
-from mtsql.report.chat import chat_record
+from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.task import load_split, make_environment
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
@@ -87,7 +87,7 @@ def test_a_good_agent_is_paid_kept_exported_and_learned(dataset, random_model):
     losses = []
     for _ in range(4):
         batch = kept[:6]
-        inputs = token_batch([[t] for t in batch], "packed", torch.device("cpu"), "sdpa")
+        inputs = token_batch([[t] for t in batch], "packed", torch.device("cpu"))
         logprobs, _ = token_logprobs(model, inputs)
         loss = sft_loss(logprobs, sum(t.sampled_length for t in batch))
         loss.backward()

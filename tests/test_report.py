@@ -18,10 +18,10 @@ from matplotlib.image import imread
 from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_record
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.extras.viewer import main, render
 from mtsql.report import metrics
-from mtsql.report.abilities import ABILITIES
 from mtsql.report.answer_log import AnswerLog
-from mtsql.report.errors import ERRORS
+from mtsql.report.evaluation import ABILITIES
 from mtsql.report.metrics import (
     MetricsLog,
     bootstrap_interval,
@@ -33,7 +33,7 @@ from mtsql.report.metrics import (
     summarise,
 )
 from mtsql.report.plots import plot_training
-from mtsql.report.viewer import drop_later_records, main, render
+from mtsql.report.records import drop_later_records
 from mtsql.sql.score import FURTHER_METRICS
 
 GREEN, YELLOW, DIM, RESET = "\033[32m", "\033[33m", "\033[2m", "\033[0m"
@@ -127,7 +127,6 @@ def make_record(dialogue: object, turn: int, ex: int, em: int, **changes) -> dic
         "sampled_tokens": 10,
         "response_tokens": 20,
         "abilities": dict.fromkeys(ABILITIES, 1.0),
-        "errors": [],
     } | changes
 
 
@@ -143,7 +142,6 @@ RECORDS = [
         hardness="unknown",
         status=Status.OUT_OF_TOKENS,
         interactions=4,
-        errors=["constraint", "join_path"],
     ),
 ]
 
@@ -187,7 +185,6 @@ def test_summary_by_hand():
     assert summary["sampled_tokens_by_hardness"]["hard"] == 30.0
     assert summary["abilities"]["generation"] == (1 + 0.25 + 0.5 + 1) / 4
     assert summary["abilities"]["m_verify"] == 0.75  # over the three questions that have one
-    assert summary["errors"] == dict.fromkeys(ERRORS, 0.0) | {"constraint": 0.25, "join_path": 0.25}
     assert json.loads(json.dumps(summary)) == summary
     with pytest.raises(ValueError, match="nothing to summarise"):
         summarise([])
@@ -431,6 +428,6 @@ def test_the_page_holds_every_record_and_is_safe_from_what_they_say(records, tmp
 def test_viewer_runs_as_a_module_and_into_a_closed_pipe(records):
     row = records.read_text().splitlines()[0]
     records.write_text((row + "\n") * 2000)
-    command = f"'{sys.executable}' -m mtsql.report.viewer '{records}' --color always | head -n 2"
+    command = f"'{sys.executable}' -m mtsql.extras.viewer '{records}' --color always | head -n 2"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stderr == "" and "7/1" in done.stdout

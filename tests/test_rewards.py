@@ -16,7 +16,7 @@ from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, reward
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_weights, is_right
-from mtsql.report.abilities import abilities
+from mtsql.report.evaluation import abilities
 from mtsql.sql.score import Scorer
 
 ALL = RewardWeights(ex=1.0, em=1.0, proposal=0.8, verify=0.1)

@@ -133,7 +133,7 @@ def test_recipe_end_to_end(work):
         assert part in out
     records = [json.loads(line) for line in (work / "eval" / "predictions.jsonl").open()]
     assert len(records) == json.loads((work / "eval" / "summary.json").read_text())["questions"]
-    shown = run("-m", "mtsql.report.viewer", work / "eval" / "trajectories.jsonl", "--color", "always")
+    shown = run("-m", "mtsql.extras.viewer", work / "eval" / "trajectories.jsonl", "--color", "always")
     assert "\x1b[" in shown and "<tool_call>" in shown
 
 

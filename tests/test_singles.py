@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny, environment_of
 
-from evaluate import EvaluateArgs
+from evaluate import Args as EvaluateArgs
 from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dataset
 from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError

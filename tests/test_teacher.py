@@ -31,7 +31,7 @@ from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.report.chat import chat_record
+from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer

@@ -18,7 +18,7 @@ from mtsql.errors import UserError
 from mtsql.recipes import mtir_sql, mtsql_r1, skyrl_sql, sql_trail
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.report.chat import chat_record
+from mtsql.report.records import chat_record
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "tokenizer_qwen3"
 TOOLS = [{"type": "function", "function": {"name": "execute", "parameters": {}}}]

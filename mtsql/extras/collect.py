@@ -55,7 +55,7 @@ from mtsql.errors import UserError
 from mtsql.extras.served import begin_answers
 from mtsql.files import write_atomically
 from mtsql.report.answer_log import AnswerLog, play_unanswered
-from mtsql.report.chat import chat_record
+from mtsql.report.records import chat_record
 from mtsql.sql.score import scorable
 from mtsql.task import Task, answer_options, draw_questions, make_sampling, show, weights_for_rollouts
 

@@ -24,7 +24,7 @@ from mtsql.agent.tokens import message_text
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import load_json_lines, write_atomically
-from mtsql.report.viewer import read_records
+from mtsql.report.records import read_records
 
 IGNORED = -100  # a label without loss
 DATASET_INFO = {

@@ -9,17 +9,29 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mtsql.agent.env import NO_TOOL, Environment, Episode
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, example_after, examples
+from mtsql.recipes.mtsql_r1_rewards import RewardWeights
+from mtsql.recipes.mtsql_r1_rewards import reward as process_reward
 from mtsql.recipes.rewards import Decode, RewardFunction
-from mtsql.report.abilities import ABILITIES, abilities
 from mtsql.report.answer_log import AnswerLog, play_unanswered
-from mtsql.report.errors import error_kinds
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 
 THOUGHT = re.compile(
     r"(?:<(?:think|reasoning)>|\A)((?:(?!<think>|<reasoning>).)*?)</(?:think|reasoning)>", re.DOTALL
 )
+
+# The long-horizon abilities of MTSQL-R1, section 4.3, and what a report calls them.
+ABILITIES = {
+    "call_execution": "calls EXECUTE",
+    "call_memory": "calls MEMORY-VERIFY",
+    "e_verify": "execution verification",
+    "e_verify_called": "E-VERIFY where called",
+    "m_verify": "memory verification",
+    "m_verify_called": "M-VERIFY where called",
+    "generation": "generation, self-correction",
+}
 
 
 def answer_dialogues(
@@ -69,6 +81,31 @@ def thought_characters(trajectory: Trajectory, decode: Decode) -> int:
     return sum(len(thought) for text in said for thought in THOUGHT.findall(text))
 
 
+def abilities(
+    trajectory: Trajectory, example: Example, scorer: Scorer, verifies: bool = True
+) -> dict[str, float | None]:
+    """Each of ABILITIES from 0 to 1: a prescribed tool was called or not; the process rewards for the others.
+
+    A verification is 0 where its tool was not called, and so says as much about calling as about judging:
+    "..._called" leaves such answers out (None). The memory's abilities are None for a first question, which
+    has nothing to check against. Of recipes that do not verify only the first is measured.
+    """
+    called = {observation.tool for observation in trajectory.observations}
+    measured: dict[str, float | None] = dict.fromkeys(ABILITIES)
+    measured["call_execution"] = float(EXEC_SQL in called)
+    if not verifies:
+        return measured
+    parts = process_reward(trajectory, example, scorer, RewardWeights(1, 1, 1, 1)).parts
+    measured["generation"] = parts["proposal"]
+    measured["e_verify"] = parts["e_verify"]
+    measured["e_verify_called"] = parts["e_verify"] if EXEC_SQL in called else None
+    if example.history:
+        measured["call_memory"] = float(MEMORY_RETRIEVE in called)
+        measured["m_verify"] = parts["m_verify"]
+        measured["m_verify_called"] = parts["m_verify"] if MEMORY_RETRIEVE in called else None
+    return measured
+
+
 def score_records(
     answered: Sequence[tuple[Example, Trajectory]],
     scorer: Scorer,
@@ -92,11 +129,6 @@ def score_records(
         measured = dict.fromkeys(ABILITIES)
         if problem is None:
             measured = abilities(trajectory, example, scorer, verifies)
-        errors: tuple[str, ...] = ()
-        if not ex and problem is None:
-            errors = error_kinds(
-                example.gold_sql, answer, scorer.schemas[example.db_id], scorer.runs(example.db_id, answer)
-            )
         records.append(
             {
                 "example_id": example.id,
@@ -122,7 +154,6 @@ def score_records(
                 "sampled_tokens": trajectory.sampled_length,
                 "response_tokens": trajectory.response_length,
                 "abilities": measured,
-                "errors": list(errors),
             }
         )
     return records

@@ -17,8 +17,7 @@ from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.errors import UserError, loading
 from mtsql.files import write_atomically
 from mtsql.recipes.rewards import Rewards
-from mtsql.report.abilities import ABILITIES
-from mtsql.report.errors import ERRORS
+from mtsql.report.evaluation import ABILITIES
 from mtsql.sql.score import FURTHER_METRICS
 
 HARDNESS = ("easy", "medium", "hard", "extra")
@@ -130,8 +129,8 @@ def summarise(records: Sequence[dict]) -> dict:
 
     Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, ex, em
     and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, interactions, tool_calls (tool ->
-    count), sampled_tokens, response_tokens, abilities (ABILITIES, 0 to 1 or None) and errors (some of
-    ERRORS), and perhaps turns (model messages), thought_characters and reward_parts.
+    count), sampled_tokens, response_tokens and abilities (ABILITIES, 0 to 1 or None), and perhaps turns
+    (model messages), thought_characters and reward_parts.
     Shares are fractions; the mean over no question is None. Raises ValueError without records.
     """
     if not records:
@@ -180,7 +179,6 @@ def summarise(records: Sequence[dict]) -> dict:
     summary["reward_parts"] = {p: _mean(r.get("reward_parts", {}).get(p, 0) for r in records) for p in parts}
     measured = {a: [r["abilities"][a] for r in records if r["abilities"][a] is not None] for a in ABILITIES}
     summary["abilities"] = {ability: _mean(values) for ability, values in measured.items()}
-    summary["errors"] = {kind: _mean(kind in r["errors"] for r in records) for kind in ERRORS}
     return summary
 
 
@@ -242,8 +240,8 @@ def format_summary(summary: dict) -> str:
         lines.append(f"{'latency, one at a time':<32}{summary['latency_seconds']:>9.2f} s an answer")
     lines.append("")
     lines += [f"ability: {text:<23}{_percent(summary['abilities'][a])} %" for a, text in ABILITIES.items()]
-    lines.append("")
-    lines += [f"error: {kind:<25}{_percent(share)} %" for kind, share in summary["errors"].items()]
+    errors = summary.get("errors", {})
+    lines += ["", *(f"error: {kind:<25}{_percent(share)} %" for kind, share in errors.items())]
     return "\n".join(lines)
 
 

@@ -1,18 +1,28 @@
-"""Rows of a file of trajectories: what the agent did, the question, its gold SQL, and what both return."""
+"""Trajectories as rows of JSON: for the viewer, with the question and results, and as chat messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from mtsql.agent.trajectory import Trajectory, trajectory_record
+from mtsql.agent.env import Environment
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import TOOL_SETS, TOOLS
+from mtsql.agent.trajectory import Segment, Trajectory, trajectory_record
 from mtsql.data.datasets import Example
+from mtsql.errors import UserError
+from mtsql.files import load_json_lines, write_atomically
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.recipes.rewards import Decode
 from mtsql.sql.execute import as_executed
+from mtsql.sql.normal import in_normal_form
 from mtsql.sql.score import Scorer
 
 RESULT_CHARACTERS = 300
+ROLES = ("prompt", "model", "environment")
 
 
 def question_record(
@@ -23,7 +33,7 @@ def question_record(
     reward: float | None = None,
     scores: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A JSON row for mtsql.report.viewer; `scores` are EX, EM and the parts of the reward, as far as known.
+    """A JSON row for mtsql.extras.viewer; `scores` are EX, EM and the parts of the reward, as far as known.
 
     Results are cut to RESULT_CHARACTERS characters.
     """
@@ -43,4 +53,97 @@ def question_record(
         "gold_result": result(example.gold_sql),
         "answer_result": result(trajectory.answer_sql),
         "scores": dict(scores or {}),
+    }
+
+
+def drop_later_records(path: Path, step: int) -> None:
+    """Keep the records of steps before `step` in a file of trajectories, as a resumed run needs it.
+
+    Raises UserError as `read_records`.
+    """
+    kept = []
+    if step and path.exists():
+        kept = [record for record in read_records(path) if (record.get("step") or 0) < step]
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def read_records(path: Path) -> Iterator[dict]:
+    """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory.
+
+    Checked is what `render` needs.
+    """
+    if not path.exists() or path.is_dir():
+        raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
+    for number, record in load_json_lines(path):
+        if not _is_trajectory(record):
+            raise UserError(f"{path}, line {number}: not a trajectory")
+        yield record
+
+
+def _is_trajectory(record: object) -> bool:
+    """Whether it has what `render` shows."""
+    if not isinstance(record, dict) or not {"example_id", "status"} <= record.keys():
+        return False
+    segments = record.get("segments")
+    return (
+        isinstance(record.get("reward"), int | float | None)
+        and isinstance(record.get("step"), int | None)
+        and isinstance(segments, list)
+        and all(isinstance(segment, dict) and _is_segment(segment) for segment in segments)
+    )
+
+
+def _is_segment(segment: dict) -> bool:
+    kinds = {"role": str, "text": str, "loss_mask_sum": int, "ids": list}
+    whole = all(isinstance(segment.get(name), kind) for name, kind in kinds.items())
+    return whole and segment["role"] in ROLES
+
+
+def chat_record(trajectory: Trajectory, example: Example, environment: Environment) -> dict | None:
+    """A JSON row of `messages`, `tools` (JSON schemas, where the recipe gives some) and `example_id`.
+
+    `example`, with its history, and `environment` are those that the trajectory was played with; one that had
+    other tools than the environment names them as `tool_set`, and a message that is not to be learned has
+    `weight` 0, as in OpenAI's format for fine-tuning, one that is but for a part of it that part as
+    `unlearned`. A tool
+    call stays text in the message of the assistant, as it was sampled; other programs put the model's chat
+    template around it. For Qwen3's that gives back the trajectory's text,
+    with three exceptions: where observations are messages of the user (SkyRL-SQL, SQL-Trail), the template
+    drops the thoughts of all messages before the last; a last message without thinking gets an empty <think>
+    block; and text of a database that reads like a control token, which is plain text here, becomes one.
+    None for a trajectory with another prompt than the question's: a demonstration over a stale schema.
+    """
+    had = {tool.name: tool for tool in TOOLS if tool.name in trajectory.tools}
+    schema = environment.schemas[example.db_id]
+    messages, tools = environment.recipe.prompt(in_normal_form(example, schema), schema, had)
+    if tuple(environment.tokens.prompt_ids(messages, tools)) != trajectory.segments[0].ids:
+        return None
+    messages = list(messages)
+    observations = iter(trajectory.observations)
+    for before, segment in pairwise(trajectory.segments):
+        if segment.role == "model":
+            tokens = environment.tokens
+            message = {
+                "role": "assistant",
+                "content": tokens.with_opening(tokens.decode(segment.ids), before.ids),
+            }
+            messages.append(message | _not_learned(segment, tokens))
+        else:
+            messages.append({"role": environment.recipe.observation_role, "content": next(observations).text})
+    given = {} if tools is None else {"tools": tools}
+    if had.keys() != environment.tools.keys():
+        given["tool_set"] = next(name for name, names in TOOL_SETS.items() if set(names) == had.keys())
+    return {"example_id": trajectory.example_id, "messages": messages, **given}
+
+
+def _not_learned(segment: Segment, tokens: ChatTokens) -> dict:
+    """What has loss mask 0 in a message, where there is something."""
+    if all(segment.loss_mask):
+        return {}
+    if not any(segment.loss_mask):
+        return {"weight": 0}
+    return {
+        "unlearned": tokens.decode(
+            [i for i, bit in zip(segment.ids, segment.loss_mask, strict=True) if not bit]
+        )
     }

@@ -116,7 +116,7 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
         print(f"{better} - {worse}: {said['ex']} ({said['ex_sampled']}; {said['em']})")
     write_atomically(out / "differences.json", json.dumps(differences, indent=1))
     print(f"\n{out}/results.json, differences.json hold this, {out}/grpo the training curves.")
-    print(f"python -m mtsql.report.viewer {out}/evaluation/rl/trajectories.jsonl shows what the agent did.")
+    print(f"python -m mtsql.extras.viewer {out}/evaluation/rl/trajectories.jsonl shows what the agent did.")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class Conversation:
         return self.answers.pop().question if self.answers else None
 
     def records(self) -> list[dict]:
-        """The dialogue as rows of a file of trajectories, for mtsql.report.viewer."""
+        """The dialogue as rows of a file of trajectories, for mtsql.extras.viewer."""
         decode = self.environment.tokens.tokenizer.decode
         return [
             trajectory_record(answer.trajectory, decode)

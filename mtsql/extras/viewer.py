@@ -1,7 +1,7 @@
 """Shows trajectories with their loss mask in colour, in the terminal or as a page for a browser.
 
-    python -m mtsql.report.viewer trajectories.jsonl [--index N] [--no-color]
-    python -m mtsql.report.viewer trajectories.jsonl --html OUT.html [--beside OTHER.jsonl]
+    python -m mtsql.extras.viewer trajectories.jsonl [--index N] [--no-color]
+    python -m mtsql.extras.viewer trajectories.jsonl --html OUT.html [--beside OTHER.jsonl]
 
 In the terminal, what the model sampled, and is trained on, is green; what the environment said is yellow; the
 prompt is dim. Without colour, each segment's heading says the same.
@@ -13,63 +13,63 @@ search, one trajectory at a time with its results, verdicts, reward by part and 
 from __future__ import annotations
 
 import argparse
+import base64
+import gzip
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError, printable
-from mtsql.files import load_json_lines, write_atomically
-from mtsql.report.viewer_page import make_page
+from mtsql.files import write_atomically
+from mtsql.report.records import read_records
 
 COLOURS = {"prompt": "\033[2m", "model": "\033[32m", "environment": "\033[33m"}
 BOLD, RESET = "\033[1m", "\033[0m"
 RULE = "─" * 72
+PLACE = "DATA_GOES_HERE"
+DROPPED = ("ids", "loss_mask_sum")  # of a segment: what tokens and roles say already
+COMPRESSION = 3  # of 9: faster, and hardly larger
 
 
-def drop_later_records(path: Path, step: int) -> None:
-    """Keep the records of steps before `step` in a file of trajectories, as a resumed run needs it.
+def make_page(name: str, records: Iterable[dict], beside: tuple[str, Iterable[dict]] | None) -> bytes:
+    """The page of a file's records and, on the same questions, of another file's.
 
-    Raises UserError as `read_records`.
+    The records are gzipped JSON in base64, so that nothing in them can be taken for HTML. A prompt that many
+    trajectories share is held once.
     """
-    kept = []
-    if step and path.exists():
-        kept = [record for record in read_records(path) if (record.get("step") or 0) < step]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def read_records(path: Path) -> Iterator[dict]:
-    """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory.
-
-    Checked is what `render` needs.
-    """
-    if not path.exists() or path.is_dir():
-        raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
-    for number, record in load_json_lines(path):
-        if not _is_trajectory(record):
-            raise UserError(f"{path}, line {number}: not a trajectory")
-        yield record
-
-
-def _is_trajectory(record: object) -> bool:
-    """Whether it has what `render` shows."""
-    if not isinstance(record, dict) or not {"example_id", "status"} <= record.keys():
-        return False
-    segments = record.get("segments")
-    return (
-        isinstance(record.get("reward"), int | float | None)
-        and isinstance(record.get("step"), int | None)
-        and isinstance(segments, list)
-        and all(isinstance(segment, dict) and _is_segment(segment) for segment in segments)
+    prompts: dict[str, int] = {}
+    sides = [(name, records), *([beside] if beside else [])]
+    content = {
+        "files": [{"name": n, "records": [_shortened(r, prompts) for r in rows]} for n, rows in sides],
+        "prompts": list(prompts),
+    }
+    packed = gzip.compress(
+        json.dumps(content, ensure_ascii=False).encode(errors="replace"), COMPRESSION, mtime=0
     )
+    template = (files("mtsql.extras") / "viewer.html").read_bytes()
+    return template.replace(PLACE.encode(), base64.b64encode(packed))
 
 
-def _is_segment(segment: dict) -> bool:
-    kinds = {"role": str, "text": str, "loss_mask_sum": int, "ids": list}
-    whole = all(isinstance(segment.get(name), kind) for name, kind in kinds.items())
-    return whole and segment["role"] in COLOURS
+def _shortened(record: dict, prompts: dict[str, int]) -> dict[str, Any]:
+    """A record with its prompt's place in `prompts`, and messages with what the page shows of them."""
+    segments: Sequence[dict] = record["segments"]
+    shown = []
+    for segment in segments:
+        kept = {key: value for key, value in segment.items() if key not in DROPPED}
+        kept["learned"] = bool(segment.get("loss_mask_sum"))
+        if all(kept.get("loss_mask", [])) or not kept["learned"]:
+            kept.pop("loss_mask", None)  # one for all of the message
+        if segment["role"] == "prompt":
+            kept["text"] = prompts.setdefault(segment["text"], len(prompts))
+        elif "tokens" in kept and "".join(kept["tokens"]) == kept["text"]:
+            del kept["text"]
+        shown.append(kept)
+    return {**record, "segments": shown}
 
 
 def render(record: dict, colour: bool) -> str:

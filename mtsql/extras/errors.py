@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from sqlglot import exp
 
-from mtsql.sql.elements import (
+from mtsql.extras.query_elements import (
     CLAUSES,
     ELEMENTS,
     Element,
@@ -36,6 +37,7 @@ from mtsql.sql.elements import (
     table_of,
     with_outputs,
 )
+from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.tree import canonical_tree, unreadable_if_it_fails
 
@@ -47,6 +49,19 @@ WHOLE_CLAUSES = {
     "or": "constraint",
     "limit": "constraint",
 }
+
+
+def add_errors(records: Sequence[dict], scorer: Scorer) -> dict[str, dict[str, float]]:
+    """Add `errors` to each record of an evaluation (`mtsql.report.evaluation.score_records`): the kinds of a
+    wrong answer, none where the gold SQL does not run. Returns the summary's shares of the kinds.
+    """
+    for record in records:
+        db_id, answer, kinds = record["db_id"], record["predicted"], ()
+        if not record["ex"] and record["gold_problem"] is None:
+            runs = scorer.runs(db_id, answer)
+            kinds = error_kinds(record["gold"], answer, scorer.schemas[db_id], runs)
+        record["errors"] = list(kinds)
+    return {"errors": {kind: fmean(kind in r["errors"] for r in records) for kind in ERRORS}}
 
 
 def error_kinds(gold: str, predicted: str | None, schema: SqlSchema, executes: bool) -> tuple[str, ...]:
