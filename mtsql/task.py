@@ -286,9 +286,7 @@ def fitting_questions(config: Rewarded, task: Task, asked: Sequence[Example]) ->
 
     Raises UserError if there is none.
     """
-    fits = [
-        task.environment.episodes(e, [0])[0].trajectory.status is None for e in task.processes.share(asked)
-    ]
+    fits = task.environment.fits(task.processes.share(asked))
     kept = [e for e, fit in zip(asked, task.processes.gather(fits), strict=True) if fit]
     longer = f"longer than --max-prompt-tokens {config.max_prompt_tokens}"
     if not kept:

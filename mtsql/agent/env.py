@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mtsql.agent.memory import MemoryEntry
+from mtsql.agent.prefix import shared_length
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import Tool
 from mtsql.agent.trajectory import Action, ActionType, Observation, Segment, Status, Stop, Trajectory
@@ -23,6 +24,8 @@ from mtsql.sql.normal import in_normal_form
 from mtsql.sql.text import same_query
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
+RENDERED_TOGETHER = 256  # prompts
+AT_A_CUT = 16  # more tokens than a text may have that is cut inside a word
 NO_TOOL = "none"  # of one that answers a message without an action
 
 
@@ -285,7 +288,30 @@ class Environment:
 
         Earlier SQL is in its normal form. The prompt may show another question and schema than there are.
         """
-        schema = self.schemas[example.db_id]
-        example = in_normal_form(example, schema)
-        ids = self.tokens.prompt_ids(*self.recipe.prompt(*(shown or (example, schema)), self.tools))
+        example = in_normal_form(example, self.schemas[example.db_id])
+        ids = self.tokens.prompt_ids(*self._chat(*(shown or (example, self.schemas[example.db_id]))))
         return [Episode(self, example, seed, ids) for seed in seeds]
+
+    def fits(self, examples: Sequence[Example]) -> list[bool]:
+        """Whether the prompt of each question is within its limit.
+
+        Few of them have to be encoded: one has at most the tokens of another that begins like it, and a token
+        for each byte from where the two differ.
+        """
+        texts: list[list[str]] = []
+        for start in range(0, len(examples), RENDERED_TOGETHER):
+            part = [(e, self.schemas[e.db_id]) for e in examples[start : start + RENDERED_TOGETHER]]
+            chats = [self._chat(in_normal_form(example, schema), schema) for example, schema in part]
+            texts += self.tokens.prompt_pieces(chats)
+        fits, limit = [True] * len(examples), self.limits.max_prompt_tokens
+        encoded, length = "", 0
+        for place in sorted(range(len(texts)), key=lambda i: texts[i]):
+            text = "".join(texts[place])
+            further = text[shared_length(encoded, text) :]
+            if length + len(further.encode()) + AT_A_CUT > limit:
+                encoded, length = text, sum(map(self.tokens.count, texts[place]))
+                fits[place] = length <= limit
+        return fits
+
+    def _chat(self, example: Example, schema: Schema) -> tuple[list[dict], list[dict] | None]:
+        return self.recipe.prompt(example, schema, self.tools)

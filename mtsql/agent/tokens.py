@@ -81,16 +81,27 @@ class ChatTokens:
         ids are those of the plain render. A chat template that knows no tools gets the schemas `tools` in
         the system message.
         """
-        contents = [m["content"] for m in messages if isinstance(m.get("content"), str)]
-        if not any(self._control_start.search(content) for content in contents):
-            return self._encode_plain(self._render(*self._place_tools(messages, tools)))
-        everything = json.dumps([messages, tools, self.tokenizer.chat_template], ensure_ascii=False)
-        marker = _absent_character(everything)
-        guarded = [
-            {**m, "content": self._guard(m["content"], marker)} if isinstance(m.get("content"), str) else m
-            for m in messages
-        ]
-        return self._encode_guarded(self._render(*self._place_tools(guarded, tools)), marker)
+        (pieces,) = self.prompt_pieces([(messages, tools)])
+        return [i for piece in pieces for i in self._encode_plain(piece)]
+
+    def prompt_pieces(self, chats: Sequence[tuple[list[dict], list[dict] | None]]) -> list[list[str]]:
+        """The text of each rendered chat, cut where its contents hold the text of a control token."""
+        prepared, markers = [], []
+        for messages, tools in chats:
+            contents, marker = [m["content"] for m in messages if isinstance(m.get("content"), str)], ""
+            if any(self._control_start.search(content) for content in contents):
+                everything = json.dumps([messages, tools, self.tokenizer.chat_template], ensure_ascii=False)
+                marker = _absent_character(everything)
+                messages = [
+                    {**m, "content": self._guard(m["content"], marker)}
+                    if isinstance(m.get("content"), str)
+                    else m
+                    for m in messages
+                ]
+            prepared.append(self._place_tools(messages, tools))
+            markers.append(marker)
+        texts = zip(self._render_all(prepared), markers, strict=True)
+        return [text.split(marker) if marker else [text] for text, marker in texts]
 
     def observation_suffix(self, text: str, sampled_end_of_turn: bool, role: str = "tool") -> list[int]:
         """Ids to append after a model message, so that the model can answer the observation `text`.
@@ -225,10 +236,15 @@ class ChatTokens:
         self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True
     ) -> str:
         """The chat as text. Raises UserError for what the template refuses, and if it does not end."""
+        return self._render_all([(messages, tools)], add_generation_prompt)[0]
+
+    def _render_all(
+        self, chats: Sequence[tuple[list[dict], list[dict] | None]], add_generation_prompt: bool = True
+    ) -> list[str]:
         how = {"add_generation_prompt": add_generation_prompt, "enable_thinking": self.thinking}
-        render = partial(self.tokenizer.apply_chat_template, messages, tools=tools, tokenize=False, **how)
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False, **how)
         with loading(f"the chat template of {self.tokenizer.name_or_path!r} does not take the messages"):
-            return within(RENDER_SECONDS, render)
+            return within(RENDER_SECONDS, lambda: [render(chat, tools=tools) for chat, tools in chats])
 
     def _guard(self, text: str, marker: str) -> str:
         """`text` with a marker after the first character of each control token's text."""
