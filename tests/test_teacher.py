@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from time import process_time
 
 import pytest
-from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, make_episode, say
+from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, environment_of, make_episode, say
 
 import train_sft
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Trajectory
 from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.extras.teacher import (
@@ -24,13 +26,14 @@ from mtsql.extras.teacher import (
     message_of,
     prefer_harder,
     read_teacher,
-    replay_lines,
+    replay_line,
 )
 from mtsql.learn.model import save_policy
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.recipes.rewards import is_right
 from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
@@ -50,12 +53,6 @@ class StoppingRecipe(MtsqlR1):
     stop_strings = ("</tool_response>", "</tool_call>")
 
 
-def environment_of(tiny: Tiny, recipe: MtsqlR1 | None = None, **limits: int) -> Environment:
-    recipe = recipe or MtsqlR1(PromptOptions(True, 40))
-    limit, tools = Limits(**limits), make_tools("both")
-    return Environment({"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, limit, tools)
-
-
 def line_of(*messages: str | dict, **names: str) -> dict:
     """A line of a source, with an observation that nobody's database gave behind each message."""
     told = [{"role": "user", "content": f"Please help. {QUESTION}"}]
@@ -65,14 +62,19 @@ def line_of(*messages: str | dict, **names: str) -> dict:
     return {"messages": told, **names}
 
 
-def replays_of(tiny: Tiny, folder, *lines: dict | str, environment: Environment | None = None):
-    path = folder / "teacher.jsonl"
+def replays_of(
+    tiny: Tiny, folder: Path, *lines: dict | str, environment: Environment | None = None
+) -> list[Replay]:
+    path, scorer = folder / "teacher.jsonl", Scorer({"music": tiny.schema}, tiny.executor)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    environment = environment or environment_of(tiny)
-    asked = [ASKED, NOT_IN_PLAY]
     reward = make_reward("", scorer, tiny.tokens.decode, PromptOptions())
-    return replay_lines(read_teacher(path), asked, {ASKED.id}, environment, reward, "ex_em", False)
+    match, environment = make_matcher([ASKED, NOT_IN_PLAY]), environment or environment_of(tiny)
+
+    def right(trajectory: Trajectory, question: Example) -> bool:
+        return is_right(reward(trajectory, question), "ex_em")
+
+    read = [(line, line and match(line)) for line in read_teacher(path)]
+    return [replay_line(line, ASKED if found is ASKED else None, environment, right) for line, found in read]
 
 
 def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
@@ -83,7 +85,7 @@ def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
     record["note"] = "one\u2028line"
     line = json.dumps(record, ensure_ascii=False)
     (replay,) = replays_of(tiny, tmp_path, line)
-    assert replay.outcome is Outcome.KEPT and not replay.other_observation
+    assert replay.outcome is Outcome.KEPT
     assert replay.trajectory.ids == episode.trajectory.ids
     assert replay.trajectory.loss_mask == episode.trajectory.loss_mask
     assert replay.trajectory.actions == episode.trajectory.actions
@@ -92,7 +94,7 @@ def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
 def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp_path):
     made_up = [CALL + "\n" + MADE_UP + CHECKED + final_answer("SELECT 1"), CHECKED + final_answer(GOLD)]
     (replay,) = replays_of(tiny, tmp_path, line_of(*made_up, example_id="00000/1"))
-    assert replay.outcome is Outcome.KEPT and replay.other_observation
+    assert replay.outcome is Outcome.KEPT
     trajectory = replay.trajectory
     seen = tiny.tokens.tokenizer.decode(trajectory.ids)
     assert "made this up" not in seen and "Please help" not in seen
@@ -105,9 +107,9 @@ def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp
 def test_a_message_of_weight_0_is_played_but_not_learned(tiny, tmp_path):
     mistake = {"role": "assistant", "content": "Draft it.\n" + tool_call(EXEC_SQL, "SELECT nme FROM singer")}
     repaired = verdict(EXEC_SQL, False) + "\n" + tool_call(EXEC_SQL, GOLD)
-    told = (repaired, CHECKED + final_answer(GOLD))
     part = {"unlearned": "SELECT nme FROM singer"}
-    lines = [line_of(mistake | how, *told) for how in ({}, {"weight": 0}, part)]
+    further = (repaired, CHECKED + final_answer(GOLD))
+    lines = [line_of(mistake | how, *further) for how in ({}, {"weight": 0}, part)]
     plain, marked, partly = (r.trajectory for r in replays_of(tiny, tmp_path, *lines))
     assert marked.ids == plain.ids and len(marked.observations) == 2
     first = plain.segments[1]
@@ -116,12 +118,9 @@ def test_a_message_of_weight_0_is_played_but_not_learned(tiny, tmp_path):
     assert partly.ids == plain.ids and partly.segments[2:] == plain.segments[2:]
     left_out = [i for i, bit in zip(first.ids, partly.segments[1].loss_mask, strict=True) if not bit]
     assert tiny.tokens.decode(left_out).strip() == part["unlearned"]
-    (again,) = replays_of(tiny, tmp_path, chat_record(partly, ASKED, environment_of(tiny)))
-    assert again.trajectory.loss_mask == partly.loss_mask
-    records = [chat_record(t, ASKED, environment_of(tiny)) for t in (plain, marked)]
-    assert [[m.get("weight") for m in r["messages"] if m["role"] == "assistant"] for r in records] == [
-        [None, None, None], [0, None, None],
-    ]  # fmt: skip
+    for told in (marked, partly):
+        (again,) = replays_of(tiny, tmp_path, chat_record(told, ASKED, environment_of(tiny)))
+        assert again.trajectory.segments == told.segments
 
 
 def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
@@ -140,22 +139,19 @@ def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
     assert text == "<think>" + CALL and stop == "stop_string"
 
 
-@pytest.mark.parametrize(
-    "piece", ["<think>", "</think>", "<tool_call>", "</tool_call>", "<a></a>", "<b></i>"]
-)
+@pytest.mark.parametrize("piece", ["<think>", "</tool_call>", "<b></i>"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_message_of_many_tags_takes_no_square_time(name, piece):
     recipe = load_recipe(name).make_recipe(PromptOptions())
-    closing = 240_000 // len(piece) * piece + "</think>"
-    for action in (recipe.call("SELECT 1"), recipe.answer("SELECT 1")):
-        begun = process_time()
-        assert message_of(f"{closing}{action} Done.", recipe)[0] == closing + action
-        message_of(f"{action}{closing}", recipe)
-        assert process_time() - begun < 2  # square time is a minute and more
+    closing, action = 240_000 // len(piece) * piece + "</think>", recipe.call("SELECT 1")
+    begun = process_time()
+    assert message_of(f"{closing}{action} Done.", recipe)[0] == closing + action
+    message_of(f"{recipe.answer('SELECT 1')}{closing}", recipe)
+    assert process_time() - begun < 2  # square time is a minute and more
 
 
 def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path):
-    environment = environment_of(tiny, StoppingRecipe(PromptOptions(True, 40)))
+    environment = replace(environment_of(tiny), recipe=StoppingRecipe(PromptOptions(True, 40)))
     line = line_of(CALL + MADE_UP, CHECKED + final_answer(GOLD), example_id="00000/1")
     (replay,) = replays_of(tiny, tmp_path, line, environment=environment)
     assert replay.outcome is Outcome.KEPT
@@ -168,22 +164,15 @@ def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path)
 
 
 def test_calls_as_objects_are_rendered_as_text(tiny, tmp_path):
-    code = {"code": GOLD}
-    calls = [
-        {"type": "function", "function": {"name": EXEC_SQL, "arguments": json.dumps(code)}},
-        {"name": EXEC_SQL, "arguments": code},
-    ]
-    lines = [
-        line_of(
-            {"role": "assistant", "content": "Draft it.", "tool_calls": [call]},
-            {"role": "assistant", "content": [{"type": "text", "text": CHECKED + final_answer(GOLD)}]},
-            example_id="00000/1",
-        )
-        for call in calls
-    ]
-    for replay in replays_of(tiny, tmp_path, *lines):
-        words = tiny.tokens.decode(replay.trajectory.segments[1].ids)
-        assert replay.outcome is Outcome.KEPT and words == CALL
+    answer = {"role": "assistant", "content": [{"type": "text", "text": CHECKED + final_answer(GOLD)}]}
+    for call in (
+        {"type": "function", "function": {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})}},
+        {"name": EXEC_SQL, "arguments": {"code": GOLD}},
+    ):
+        called = {"role": "assistant", "content": "Draft it.", "tool_calls": [call]}
+        (replay,) = replays_of(tiny, tmp_path, line_of(called, answer, example_id="00000/1"))
+        assert replay.outcome is Outcome.KEPT
+        assert tiny.tokens.decode(replay.trajectory.segments[1].ids) == CALL
 
 
 def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
@@ -221,14 +210,14 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
             json.dumps(line_of("\ud800", **name)),
         ],
     }  # fmt: skip
-    environment = environment_of(tiny, max_turn_tokens=300, max_interactions=3)
+    environment = environment_of(tiny, limits=Limits(max_turn_tokens=300, max_interactions=3))
     flat = [line for group in lines.values() for line in group]
     replays = replays_of(tiny, tmp_path, *flat, environment=environment)
     expected = [outcome for outcome, group in lines.items() for _ in group]
     assert [r.outcome for r in replays] == expected
     assert all((r.trajectory is not None) is (r.outcome is Outcome.KEPT) for r in replays)
     report = format_replays(replays).splitlines()
-    assert [int(row.split()[-1]) for row in report] == [len(flat), *map(len, lines.values()), 2]
+    assert [int(row.split()[-1]) for row in report] == [len(flat), *map(len, lines.values())]
 
 
 def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
@@ -243,11 +232,8 @@ def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
     match = make_matcher([first, second, longer, other])
 
     def found(asked: str, **names: str) -> Example | None:
-        line = {
-            "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "?"}],
-            **names,
-        }
-        (tmp_path / "line.jsonl").write_text(json.dumps(line))
+        told = [{"role": "user", "content": asked}, {"role": "assistant", "content": "?"}]
+        (tmp_path / "line.jsonl").write_text(json.dumps({"messages": told, **names}))
         return match(*read_teacher(tmp_path / "line.jsonl"))
 
     assert found("anything", db_id="concerts", example_id="00002/0") is other
@@ -270,22 +256,16 @@ def test_of_too_many_the_easy_ones_are_left_out(tiny):
         ASKED, id="hard", gold_sql="SELECT name FROM singer WHERE age > (SELECT avg(age) FROM singer)"
     )
     easy = replace(ASKED, gold_sql="SELECT name FROM singer")
-    replays = []
-    for number in range(8):
-        episode = make_episode(tiny)
-        asked = hard if number % 2 else easy
-        episode.trajectory.example_id = asked.id
-        replays.append(Replay(Outcome.KEPT, asked, episode.trajectory))
+    replays = [Replay(Outcome.KEPT, hard if number % 2 else easy) for number in range(8)]
     replays.append(Replay(Outcome.WRONG, hard))
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
 
-    def names(count: int, seed: int) -> list[str]:
-        return [t.example_id for t in prefer_harder(replays, count, scorer, random.Random(seed))]
+    def drawn(count: int, seed: int) -> list[Replay]:
+        return prefer_harder(replays, count, scorer, random.Random(seed))
 
-    assert names(3, 0) == ["hard"] * 3 and names(6, 0) == ["hard"] * 4 + [easy.id] * 2
-    assert len(names(0, 0)) == 8 and len(names(100, 0)) == 8
-    orders = {tuple(map(id, prefer_harder(replays, 3, scorer, random.Random(s)))) for s in range(9)}
-    assert len(orders) > 1
+    assert [r.question for r in drawn(6, 0)] == [hard] * 4 + [easy] * 2
+    assert len(drawn(0, 0)) == len(drawn(100, 0)) == 8
+    assert len({tuple(map(id, drawn(3, seed))) for seed in range(9)}) > 1
 
 
 def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
@@ -327,18 +307,15 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "not in the recipe's format" in printed and (out / "policy").is_dir()
 
-    def refused(*options):
+    named = ["--targets", "teacher", "--teacher"]
+    teacher.write_text("nothing\n")
+    for options, problem in (
+        (named[:2], "go together"),
+        (["--teacher", teacher], "go together"),
+        ([*named, teacher, "--rounds", 2], "needs --rounds 1"),
+        ([*named, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there"),
+        ([*named, teacher], "can be kept: the counts above say why"),
+    ):
         with pytest.raises(SystemExit) as stop:
             train("--out", tmp_path / "none", *options)
-        assert stop.value.code == 2
-        return capsys.readouterr().err
-
-    named = ["--targets", "teacher", "--teacher"]
-    assert "go together" in refused(*named[:2])
-    assert "go together" in refused("--teacher", teacher)
-    assert "needs --rounds 1" in refused(*named, teacher, "--rounds", 2)
-    assert "nowhere.jsonl is not there" in refused(*named, tmp_path / "nowhere.jsonl")
-    assert "at least 0" in refused(*named, teacher, "--teacher-kept", -1)
-    assert not (tmp_path / "none").exists()
-    teacher.write_text("nothing\n")
-    assert "can be kept: the counts above say why" in refused(*named, teacher)
+        assert stop.value.code == 2 and problem in capsys.readouterr().err

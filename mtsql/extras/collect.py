@@ -48,6 +48,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mtsql.agent.env import Episode
 from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example, examples
@@ -62,51 +63,50 @@ from mtsql.task import Task, answer_options, draw_questions, make_sampling, show
 
 def main(config: Args) -> None:
     """Ask, keep, write. Raises UserError if --out holds the trajectories of a collect that has ended."""
-    taught, answers = Path(config.out) / "teacher.jsonl", Path(config.out) / ".answers.jsonl"
-    if taught.exists() and not answers.exists():
-        raise UserError(f"{taught} exists already; take another --out")
+    path, kept = Path(config.out) / "teacher.jsonl", Path(config.out) / ".answers.jsonl"
+    if path.exists() and not kept.exists():
+        raise UserError(f"{path} exists already; take another --out")
     task = begin_answers(config, "train")
     if task.processes.count > 1:
         raise UserError("mtsql.extras.collect runs in one process; a server answers many questions at once")
     asked = examples(task.dataset.dialogues, config.history)
     asked = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
-    taught = play_questions(config, task, asked)
-    answered = [(t, example) for t, example in taught if t.status is Status.ANSWERED]
+    log = AnswerLog(kept, answer_options(config, "train", task))
+    played = play_questions(config, task, asked, log)
+    answered = [pair for pair in played if pair[0].status is Status.ANSWERED]
     right = sum(task.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)
     save_config(config, task.out)
-    lines = (json.dumps(teacher_record(t, e, task), ensure_ascii=False) + "\n" for t, e in answered)
-    write_atomically(task.out / "teacher.jsonl", "".join(lines))
-    (task.out / ".answers.jsonl").unlink()
-    print(
-        f"{len(answered):,} of {len(taught):,} trajectories have an answer, {right:,} a right one (EX): "
-        f"{task.out / 'teacher.jsonl'}"
-    )
+    records = (chat_record(*pair, task.environment) for pair in answered)
+    lines = (json.dumps(to_be_learned(record), ensure_ascii=False) + "\n" for record in records)
+    write_atomically(path, "".join(lines))
+    kept.unlink()
+    counts = f"{len(answered):,} of {len(played):,} trajectories have an answer, {right:,} a right one (EX)"
+    print(f"{counts}: {path}")
     if task.costs:
         print(f"the server took {task.costs.sentence()}")
 
 
-def play_questions(config: Args, task: Task, asked: list[Example]) -> list[tuple[Trajectory, Example]]:
+def play_questions(
+    config: Args, task: Task, asked: list[Example], log: AnswerLog
+) -> list[tuple[Trajectory, Example]]:
     """--samples-per-question trajectories of each question, those of an interrupted run included."""
-    episodes, of = [], []
+    episodes: list[Episode] = []
     for number, example in enumerate(asked):
         seeds = [trajectory_seed(config.seed, number, i) for i in range(config.samples_per_question)]
         episodes += task.environment.episodes(example, seeds)
-        of += [example] * len(seeds)
-    log = AnswerLog(task.out / ".answers.jsonl", answer_options(config, "train", task))
     waiting, trajectories = play_unanswered(episodes, log)
+    waiting = [episode for episode in waiting if episode.trajectory.status is None]
     with tqdm(desc="collect", unit="trajectory") as bar, weights_for_rollouts(config, task):
         sampling = make_sampling(config, task.environment, config.temperature)
-        task.play([e for e in waiting if e.trajectory.status is None], sampling, 0, show(bar))
+        task.play(waiting, sampling, 0, show(bar))
+    of = [example for example in asked for _ in range(config.samples_per_question)]
     return list(zip(trajectories, of, strict=True))
 
 
-def teacher_record(trajectory: Trajectory, example: Example, task: Task) -> dict:
-    """A conversation that is to be learned: also what a server wrote, whose ids here are not its own."""
-    record = chat_record(trajectory, example, task.environment)
-    messages = [
-        {k: v for k, v in message.items() if k not in ("weight", "unlearned")}
-        for message in record["messages"]
-    ]
+def to_be_learned(record: dict) -> dict:
+    """The conversation without what says that a message is not learned: a server's ids are not our own."""
+    marks = ("weight", "unlearned")
+    messages = [{k: v for k, v in m.items() if k not in marks} for m in record["messages"]]
     return record | {"messages": messages}
 
 

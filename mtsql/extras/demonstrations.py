@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mtsql.agent.env import Environment, outcome_of
+from mtsql.agent.env import Environment, Episode, outcome_of
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
@@ -46,7 +46,6 @@ class Mistake:
     shows what there is, to be run before the repair.
     """
 
-    kind: str
     wrong: tuple[str, ...]
     shown: tuple[Example, Schema]
     learned: bool = False
@@ -81,31 +80,42 @@ def play(environment: Environment, example: Example, mistake: Mistake | None = N
     None if it does not fit into the limits.
     """
     (episode,) = environment.episodes(example, [0], mistake and mistake.shown)
-    tools, recipe = episode.tools, episode.recipe
-    gold, said = normal_form(example.gold_sql, episode.schema), ""  # `said`: the verdict on what came back
-
-    def say(text: str, unlearned: str = "") -> None:
-        if episode.trajectory.status is not None:
-            return
-        ids = episode.tokens.message_ids(text)
-        written = json.dumps(unlearned, ensure_ascii=False)[1:-1]  # as it stands in a call
-        loss_mask = episode.tokens.loss_mask_without(ids, written) if unlearned else None
-        fits = len(ids) <= min(episode.limits.max_turn_tokens, episode.remaining_tokens())
-        episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN if fits else Stop.LIMIT, loss_mask)
-
-    failed = verdict(EXEC_SQL, False) + "\n"
+    recipe, gold = episode.recipe, normal_form(example.gold_sql, episode.schema)
+    said = ""  # the verdict on what came back
     for sql in mistake.wrong if mistake else ():
-        say(said + recipe.call(sql), unlearned="" if mistake.learned else sql)
-        said = failed
+        written = json.dumps(sql, ensure_ascii=False)[1:-1]  # as it stands in a call
+        say(episode, said + recipe.call(sql), unlearned="" if mistake.learned else written)
+        said = verdict(EXEC_SQL, False) + "\n"
     if mistake and mistake.look:
-        say(said + recipe.call(mistake.look))
-    for tool in (EXEC_SQL, MEMORY_RETRIEVE):
-        if tool in tools and (tool == EXEC_SQL or example.history):
-            say(said + (recipe.call(gold) if tool == EXEC_SQL else tool_call(tool, gold)))
-            said = verdict(tool, True) + "\n"
-    say(said + recipe.answer(gold))
+        say(episode, said + recipe.call(mistake.look))
+    if EXEC_SQL in episode.tools:
+        say(episode, said + recipe.call(gold))
+        said = verdict(EXEC_SQL, True) + "\n"
+    if MEMORY_RETRIEVE in episode.tools and example.history:
+        say(episode, said + tool_call(MEMORY_RETRIEVE, gold))
+        said = verdict(MEMORY_RETRIEVE, True) + "\n"
+    say(episode, said + recipe.answer(gold))
     finished = episode.trajectory.status is Status.ANSWERED and not episode.trajectory.off_protocol
     return episode.trajectory if finished else None
+
+
+def say(episode: Episode, text: str, stop: Stop = Stop.END_OF_TURN, unlearned: str = "") -> None:
+    """Give an episode a message as if the policy had sampled it, within its limits; nothing if it is over.
+
+    The loss mask is 1 on all tokens, an end of turn included, but for those of `unlearned`, a part of the
+    message or all of it.
+    """
+    if episode.trajectory.status is not None:
+        return
+    ids, loss_mask = episode.tokens.message_ids(text), None
+    if stop is Stop.STOP_STRING:
+        ids = ids[:-1]
+    if len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens()):
+        stop = Stop.LIMIT
+    elif unlearned:
+        part = unlearned in text and unlearned != text
+        loss_mask = episode.tokens.loss_mask_without(ids, unlearned) if part else [0] * len(ids)
+    episode.step(ids, [0.0] * len(ids), stop, loss_mask)
 
 
 def make_mistake(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
@@ -121,8 +131,8 @@ def stale_names(
     environment: Environment, example: Example, rng: random.Random, tables: bool, count: int = 1
 ) -> Mistake | None:
     """`count` of the names in the gold SQL have other names in the prompt, taken from other databases."""
-    schema = environment.schemas[example.db_id]
-    example, gold = in_normal_form(example, schema), normal_form(example.gold_sql, schema)
+    schema, gold, _ = _read_gold(environment, example)
+    example = in_normal_form(example, schema)
     own_tables, own_columns = _table_names(schema), _column_names(schema)
     own = own_tables - own_columns if tables else own_columns - own_tables
     used = sorted({p for p in PIECE.findall(gold) if p in own and p.lower() not in KEYWORDS})
@@ -130,9 +140,7 @@ def stale_names(
     if len(used) < count or not others:
         return None
     names: dict[str, str] = {}  # from today's to the stale one
-    taken = (
-        {n.lower() for n in own_tables | own_columns} | {p.lower() for p in PIECE.findall(gold)} | KEYWORDS
-    )
+    taken = {name.lower() for name in (*own_tables, *own_columns, *PIECE.findall(gold))} | KEYWORDS
     for name in rng.sample(used, count):
         other = rng.choice(others)
         pool = sorted(_table_names(other) if tables else _column_names(other))
@@ -153,14 +161,12 @@ def stale_names(
         if missed is None:
             return None
         del names[missed]
-    return Mistake("stale table" if tables else "stale column", tuple(wrong), shown, told)
+    return Mistake(tuple(wrong), shown, told)
 
 
 def moved_column(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
     """The prompt shows a column in another table of the join; the error says where it is."""
-    schema = environment.schemas[example.db_id]
-    gold = normal_form(example.gold_sql, schema)
-    table_of = {alias: table for table, alias in ALIASED.findall(gold)}
+    schema, gold, table_of = _read_gold(environment, example)
     keys = _key_names(schema)
     pairs = [
         (alias, column, other)
@@ -173,13 +179,12 @@ def moved_column(environment: Environment, example: Example, rng: random.Random)
     alias, column, other = rng.choice(pairs)
     wrong = re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
     shown = _moved(schema, {column}, table_of[alias], table_of[other])
-    return _failing("moved column", environment, example, gold, wrong, shown, True)
+    return _failing(environment, example, wrong, shown, told=True)
 
 
 def lost_join(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
     """The prompt shows all columns in one table, so that the join looks needless."""
-    schema = environment.schemas[example.db_id]
-    gold = normal_form(example.gold_sql, schema)
+    schema, gold, _ = _read_gold(environment, example)
     join = JOINED.search(gold)
     if join is None or gold.count(" JOIN ") != 1:
         return None
@@ -189,33 +194,26 @@ def lost_join(environment: Environment, example: Example, rng: random.Random) ->
     if not columns or columns & set(_columns(schema, join[kept])):
         return None
     wrong = re.sub(r"\bt[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
-    return _failing(
-        "lost join", environment, example, gold, wrong, _moved(schema, columns, join[lost], join[kept]), True
-    )
+    shown = _moved(schema, columns, join[lost], join[kept])
+    return _failing(environment, example, wrong, shown, told=True)
 
 
 def ambiguous_column(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
     """A column that several joined tables have, without its table."""
-    schema = environment.schemas[example.db_id]
-    gold = normal_form(example.gold_sql, schema)
-    table_of = {alias: table for table, alias in ALIASED.findall(gold)}
-    places = [
-        found
-        for found in QUALIFIED.finditer(gold)
-        if sum(found[2] in _columns(schema, table) for table in table_of.values()) > 1
-    ]
+    schema, gold, table_of = _read_gold(environment, example)
+    having = Counter(column for table in table_of.values() for column in set(_columns(schema, table)))
+    places = [found for found in QUALIFIED.finditer(gold) if having[found[2]] > 1]
     if not places:
         return None
     place = rng.choice(places)
     wrong = gold[: place.start()] + place[2] + gold[place.end() :]
-    return _failing("ambiguous column", environment, example, gold, wrong, schema, False)
+    return _failing(environment, example, wrong, schema, told=False)
 
 
 def other_value(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
     """A text is compared in a form that the database does not have; the agent looks which there are."""
-    schema = environment.schemas[example.db_id]
-    example, gold = in_normal_form(example, schema), normal_form(example.gold_sql, schema)
-    table_of = {alias: table for table, alias in ALIASED.findall(gold)}
+    schema, gold, table_of = _read_gold(environment, example)
+    example = in_normal_form(example, schema)
     found = rng.choice(COMPARED.findall(gold) or [None])
     if found is None:
         return None
@@ -240,7 +238,7 @@ def other_value(environment: Environment, example: Example, rng: random.Random) 
     if shows != ["null", "ok"] or value not in seen:
         return None
     question = example.question.replace(asked[0], form) if asked else example.question
-    return Mistake("other value", (wrong,), (replace(example, question=question), schema), look=look)
+    return Mistake((wrong,), (replace(example, question=question), schema), look=look)
 
 
 KINDS: dict[str, Callable[[Environment, Example, random.Random], Mistake | None]] = {
@@ -254,15 +252,22 @@ KINDS: dict[str, Callable[[Environment, Example, random.Random], Mistake | None]
 }
 
 
+def _read_gold(environment: Environment, example: Example) -> tuple[Schema, str, dict[str, str]]:
+    """The question's schema, its gold SQL in normal form, and the table of each alias in that."""
+    schema = environment.schemas[example.db_id]
+    gold = normal_form(example.gold_sql, schema)
+    return schema, gold, {alias: table for table, alias in ALIASED.findall(gold)}
+
+
 def _failing(
-    kind: str, environment: Environment, example: Example, gold: str, wrong: str, shown: Schema, told: bool
+    environment: Environment, example: Example, wrong: str, shown: Schema, told: bool
 ) -> Mistake | None:
     """The mistake, if the query fails with an error where the gold SQL does not."""
-    path = environment.schemas[example.db_id].path
-    outcomes = [outcome_of(environment.executor.execute(path, sql)) for sql in (wrong, gold)]
+    schema, gold, _ = _read_gold(environment, example)
+    outcomes = [outcome_of(environment.executor.execute(schema.path, sql)) for sql in (wrong, gold)]
     if outcomes[0] != "error" or outcomes[1] == "error":
         return None
-    return Mistake(kind, (wrong,), (in_normal_form(example, environment.schemas[example.db_id]), shown), told)
+    return Mistake((wrong,), (in_normal_form(example, schema), shown), told)
 
 
 def _table_names(schema: Schema) -> set[str]:
@@ -325,21 +330,18 @@ def _renamed_schema(schema: Schema, names: Mapping[str, str]) -> Schema:
 
 def _moved(schema: Schema, columns: set[str], source: str, target: str) -> Schema:
     """The schema with some columns of one table at the end of another, their example cells with them."""
-    cells: dict[str, tuple[str, object]] = {}
-    for table in schema.tables:
+
+    def cells(table: SchemaTable) -> dict[str, tuple[str, object]]:
+        """Type and example cell by column."""
         row = table.example_row or (None,) * len(table.columns)
-        if table.name == source:
-            cells |= {
-                c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True) if c in columns
-            }
+        return {c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True)}
+
+    origin = [table for table in schema.tables if table.name == source]
+    moved = {c: pair for table in origin for c, pair in cells(table).items() if c in columns}
 
     def change(table: SchemaTable) -> SchemaTable:
-        row = table.example_row or (None,) * len(table.columns)
-        held = {c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True)}
-        if table.name == source:
-            held = {c: pair for c, pair in held.items() if c not in columns}
-        if table.name == target:
-            held |= cells
+        held = {c: pair for c, pair in cells(table).items() if table.name != source or c not in columns}
+        held |= moved if table.name == target else {}
         return replace(
             table,
             columns=tuple((c, kind) for c, (kind, _) in held.items()),

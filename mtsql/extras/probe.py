@@ -39,6 +39,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 import json
 import random
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -61,6 +62,7 @@ from mtsql.sql.normal import normal_form
 from mtsql.task import Task, begin_task, weights_for_rollouts
 
 BLIND = "error: the query fails"
+PROBABILITIES = ("gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind")
 
 
 class Failure(NamedTuple):
@@ -74,23 +76,19 @@ class Failure(NamedTuple):
 
 def main(config: Args) -> None:
     """Probe every failure, write the means."""
-    task = begin_task(config, config.split)
-    rows = []
+    task, rows = begin_task(config, config.split), []
     failures = [*own_failures(config, task), *made_failures(config, task)]
     with weights_for_rollouts(config, task), torch.no_grad():
         task.policy.eval()
         for failure in tqdm(failures, desc="probe", unit="failure"):
-            found = probe(task, failure)
-            if found is not None:
+            if found := probe(task, failure):
                 about = {"kind": failure.kind, "example_id": failure.example.id, "failed": failure.sql}
                 rows.append(about | found)
     means = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = [row for row in rows if row["kind"] == kind]
-        means[kind] = {"failures": len(of_kind)} | {
-            name: fmean(row[name] for row in of_kind)
-            for name in ("gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind")
-        }
+        means[kind] = {name: fmean(row[name] for row in of_kind) for name in PROBABILITIES}
+        means[kind]["failures"] = len(of_kind)
     save_config(config, task.out)
     write_atomically(task.out / "probe.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_atomically(task.out / "probe.json", json.dumps(means, indent=1))
@@ -115,12 +113,9 @@ def made_failures(config: Args, task: Task) -> Iterator[Failure]:
     asked = examples(task.dataset.dialogues)
     random.Random(config.seed).shuffle(asked)
     for kind, make in KINDS.items():
-        count = 0
-        for example in asked:
-            mistake = make(task.environment, example, random.Random(f"{config.seed}/{example.id}"))
-            if mistake is None or mistake.look or len(mistake.wrong) > 1 or count >= config.questions:
-                continue
-            count += 1
+        made = ((e, make(task.environment, e, random.Random(f"{config.seed}/{e.id}"))) for e in asked)
+        alone = ((e, m) for e, m in made if m is not None and len(m.wrong) == 1 and not m.look)
+        for example, mistake in islice(alone, config.questions):
             yield Failure(kind, example, mistake.wrong[0], mistake.shown)
 
 

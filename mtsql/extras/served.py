@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
@@ -29,16 +29,13 @@ from mtsql.task import Progress, Task, begin_questions, begin_task
 
 SEEDS = 2**31  # servers take so many
 SECONDS = 600.0  # for one message, which may be long
-# Servers take a model's own settings where none are given; ours are those of the rollout here.
-PLAIN = {"tokens": {"top_k": -1, "repetition_penalty": 1.0}, "chat": {}}
 LIMITS = ("max_tokens", "max_completion_tokens")  # names of a message's limit: the usual, OpenAI's newer one
 CANNOT = (200, 400, 404, 405, 422)  # what a server answers that has no such address or option
 # No server, key, account, address or room: no fault of one request. All else is what one question has met.
 FOR_ALL = (0, 401, 402, 403, 404, 429, 503)
 REFUSED_IN_A_ROW = 16  # episodes, with none played to its end in between: then all requests have a fault
 FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a message, that are sent back
-
-Read = TypeVar("Read")
+Message: TypeAlias = tuple[list[int], list[float], Stop, list[int]]  # the arguments of Episode.step
 
 
 @dataclass
@@ -93,82 +90,103 @@ class ServedPolicy:
 
         Raises ServerError for no answer, or one in another form.
         """
-        play = self._play_tokens if self.protocol == "tokens" else self._play_chat
-        play(episode, sampling, stopped or threading.Event())
+        turns = TokenTurns(episode) if self.protocol == "tokens" else ChatTurns(episode, sampling)
+        stopped, suffix = stopped or threading.Event(), []
+        while suffix is not None and not stopped.is_set():
+            suffix = episode.step(*self._ask(turns, sampling, stopped))
 
-    def _ask(
-        self,
-        path: str,
-        episode: Episode,
-        sampling: Sampling,
-        content: dict[str, Any],
-        read: Callable[[dict[str, Any]], Read],
-        stopped: threading.Event,
-    ) -> tuple[Read, str | None, int]:
-        """What `read` finds in the first choice of the answer, why it is over, and its limit in tokens."""
+    def _ask(self, turns: TokenTurns | ChatTurns, sampling: Sampling, stopped: threading.Event) -> Message:
+        """The next message of an episode."""
+        episode = turns.episode
         limit = min(sampling.max_turn_tokens, episode.remaining_tokens())
         seed = (episode.trajectory.seed + episode.trajectory.messages) % SEEDS
-        asked = {"model": self.model, "temperature": sampling.temperature, "seed": seed}
-        asked |= PLAIN[self.protocol] | {"top_p": sampling.top_p}
-        if self.own_temperature:
-            del asked["temperature"], asked["top_p"]
+        asked = {"model": self.model, "seed": seed, self.limit_name: limit} | turns.request()
+        if not self.own_temperature:
+            asked |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         if sampling.stop_strings:
             asked["stop"] = list(sampling.stop_strings)
 
-        def read_answer(answer: dict[str, Any]) -> tuple[Read, str | None, int]:
+        def read(answer: dict[str, Any]) -> Message:
             self.costs.add(answer)
-            choice = _first_choice(answer)
-            return read(choice), choice.get("finish_reason"), limit
+            return turns.read(_first_choice(answer), limit)
 
         try:
-            name = self.limit_name
-            return self.server.post(path, asked | content | {name: limit}, read_answer, stopped)
+            return self.server.post(turns.path, asked, read, stopped)
         except ServerError as error:
-            if error.status != 400 or name != LIMITS[0] or LIMITS[1] not in str(error):
+            if error.status != 400 or LIMITS[0] not in asked or LIMITS[1] not in str(error):
                 raise
         self.limit_name = LIMITS[1]
-        return self.server.post(path, asked | content | {self.limit_name: limit}, read_answer, stopped)
+        return self._ask(turns, sampling, stopped)
 
-    def _play_tokens(self, episode: Episode, sampling: Sampling, stopped: threading.Event) -> None:
-        exact = {
+
+class TokenTurns:
+    """The messages of an episode as token ids."""
+
+    path = "/completions"
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode, self.ends = episode, episode.tokens.end_of_turn_ids
+
+    def request(self) -> dict[str, Any]:
+        """What to ask for. Without settings servers take the model's own; ours are those of a rollout."""
+        return {
+            "prompt": self.episode.trajectory.ids,
+            "top_k": -1,
+            "repetition_penalty": 1.0,
             "return_token_ids": True,
             "logprobs": 0,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
-            "stop_token_ids": list(self.tokens.end_of_turn_ids),
+            "stop_token_ids": list(self.ends),
         }
-        suffix: list[int] | None = []
-        while suffix is not None and not stopped.is_set():
-            asked = {"prompt": episode.trajectory.ids} | exact
-            (ids, logprobs, loss_mask), reason, limit = self._ask(
-                "/completions", episode, sampling, asked, _sampled, stopped
-            )
-            suffix = episode.step(ids, logprobs, self._stop_of_ids(ids, reason, limit), loss_mask)
 
-    def _stop_of_ids(self, ids: list[int], reason: str | None, limit: int) -> Stop:
-        if ids[-1] in self.tokens.end_of_turn_ids:
-            return Stop.END_OF_TURN
-        cut = reason == "length" or len(ids) > limit
-        return Stop.LIMIT if cut else Stop.STOP_STRING
+    def read(self, choice: dict[str, Any], limit: int) -> Message:
+        """The message in an answer; raises one of UNREADABLE."""
+        ids, logprobs, loss_mask = _sampled(choice)
+        cut = choice.get("finish_reason") == "length" or len(ids) > limit
+        stop = Stop.END_OF_TURN if ids[-1] in self.ends else Stop.LIMIT if cut else Stop.STOP_STRING
+        return ids, logprobs, stop, loss_mask
 
-    def _play_chat(self, episode: Episode, sampling: Sampling, stopped: threading.Event) -> None:
-        recipe = episode.recipe
-        messages, tools = recipe.prompt(episode.example, episode.schema, episode.tools)
-        messages, offered = list(messages), {"tools": tools} if tools else {}
-        suffix: list[int] | None = []
-        while suffix is not None and not stopped.is_set():
-            (said, text), reason, limit = self._ask(
-                "/chat/completions", episode, sampling, {"messages": messages} | offered, _message, stopped
-            )
-            text, stop = _put_back_stop(text, reason, episode, sampling.stop_strings)
-            ids = self.tokens.message_ids(text)
-            if stop is Stop.STOP_STRING:
-                ids = ids[:-1]  # the end of turn was not sampled
-            if len(ids) > limit:
-                stop = Stop.LIMIT
-            suffix = episode.step(ids, [0.0] * len(ids), stop, [0] * len(ids))
-            if suffix is not None:
-                messages += [said, *_observation(said, episode)]
+
+class ChatTurns:
+    """The messages of an episode as a chat: `said` holds the server's."""
+
+    path = "/chat/completions"
+
+    def __init__(self, episode: Episode, sampling: Sampling) -> None:
+        self.episode, self.stop_strings = episode, sampling.stop_strings
+        self.prompt, self.tools = episode.recipe.prompt(episode.example, episode.schema, episode.tools)
+        self.said: list[dict[str, Any]] = []
+
+    def request(self) -> dict[str, Any]:
+        """What to ask for: the whole chat, each message of the server followed by what was observed."""
+        messages = list(self.prompt)
+        for said, seen in zip(self.said, self.episode.trajectory.observations, strict=True):
+            messages += [said, *_observation(said, seen.text, self.episode.recipe.observation_role)]
+        return {"messages": messages} | ({"tools": self.tools} if self.tools else {})
+
+    def read(self, choice: dict[str, Any], limit: int) -> Message:
+        """The message in an answer; raises one of UNREADABLE."""
+        said, text = _message(choice)
+        text, stop = self._put_back_stop(text, choice.get("finish_reason"))
+        ids = self.episode.tokens.message_ids(text)
+        if stop is Stop.STOP_STRING:
+            ids = ids[:-1]  # the end of turn was not sampled
+        if len(ids) > limit:
+            stop = Stop.LIMIT
+        self.said.append(said)
+        return ids, [0.0] * len(ids), stop, [0] * len(ids)
+
+    def _put_back_stop(self, text: str, reason: str | None) -> tuple[str, Stop]:
+        """A message with the stop string that the server took off, and why it is over."""
+        if reason == "length":
+            return text, Stop.LIMIT
+        parse = self.episode.recipe.parse
+        if parse(text).problem is not None:
+            for string in self.stop_strings:
+                if parse(text + string).problem is None:
+                    return text + string, Stop.STOP_STRING
+        return text, Stop.END_OF_TURN
 
 
 def _first_choice(answer: dict[str, Any]) -> dict[str, Any]:
@@ -230,32 +248,17 @@ def _readable_call(call: dict[str, Any]) -> str:
         return f"<tool_call>\n{call['function']['arguments']}\n</tool_call>"
 
 
-def _put_back_stop(
-    text: str, reason: str | None, episode: Episode, stop_strings: Sequence[str]
-) -> tuple[str, Stop]:
-    """A message with the stop string that the server took off, and why it is over."""
-    if reason == "length":
-        return text, Stop.LIMIT
-    if episode.recipe.parse(text).problem is not None:
-        for string in stop_strings:
-            if episode.recipe.parse(text + string).problem is None:
-                return text + string, Stop.STOP_STRING
-    return text, Stop.END_OF_TURN
-
-
-def _observation(said: dict[str, Any], episode: Episode) -> list[dict[str, Any]]:
+def _observation(said: dict[str, Any], content: str, role: str) -> list[dict[str, Any]]:
     """What the environment answered: to each of a message's calls, or as the user's next message.
 
     A call that the server left in the text is answered as Qwen3's chat template writes a tool's message:
     servers refuse a tool's message that follows no call.
     """
-    content = episode.trajectory.observations[-1].text
-    calls = said.get("tool_calls") or ()
-    if not calls:
-        if episode.recipe.observation_role == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
-        return [{"role": "user", "content": content}]
-    return [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in calls]
+    if calls := said.get("tool_calls"):
+        return [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in calls]
+    if role == "tool":
+        content = f"<tool_response>\n{content}\n</tool_response>"
+    return [{"role": "user", "content": content}]
 
 
 def find_protocol(server: Server, model: str, tokens: ChatTokens) -> str:
@@ -263,23 +266,17 @@ def find_protocol(server: Server, model: str, tokens: ChatTokens) -> str:
 
     Raises ServerError if it is not there.
     """
-    prompt = {
-        "prompt": tokens.message_ids("SELECT 1"),
-        "max_tokens": 1,
-        "return_token_ids": True,
-        "logprobs": 0,
-    }
+    asked = {"model": model, "prompt": tokens.message_ids("SELECT 1"), "max_tokens": 1}
     try:
-        answer = server.post("/completions", {"model": model, **prompt})
+        answer = server.post(TokenTurns.path, asked | {"return_token_ids": True, "logprobs": 0})
+        _sampled(_first_choice(answer))
+        return "tokens"
     except ServerError as error:
         if error.status not in CANNOT:
             raise
-        return "chat"
-    try:
-        _sampled(_first_choice(answer))
-        return "tokens"
     except UNREADABLE:
-        return "chat"
+        pass
+    return "chat"
 
 
 def play_served(

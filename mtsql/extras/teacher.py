@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,13 +21,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mtsql.agent.env import Environment, Episode, Recipe
+from mtsql.agent.env import Environment, Recipe
 from mtsql.agent.tokens import message_text
 from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.config import Training
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
+from mtsql.extras.demonstrations import say
 from mtsql.files import load_json_lines
 from mtsql.learn.warm_start import Collected
 from mtsql.recipes.rewards import RewardFunction, is_right
@@ -51,29 +53,26 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class TeacherLine:
-    """One conversation: the question, the teacher's messages, and what came back after each of them."""
+    """One conversation: the question and the teacher's messages."""
 
     example_id: str | None
     db_id: str | None
     asked: str  # the first message of the user
     messages: tuple[str, ...]
-    observed: tuple[str, ...]  # one for each of `messages`; "" where nothing came back
+    unlearned: tuple[str, ...]  # of each of `messages`, what of it is not to be learned
     tool_set: str | None = None  # of TOOL_SETS, where it is another than the run's
-    unlearned: tuple[str | None, ...] = ()  # of each of `messages`, what of it is not to be learned
 
 
 @dataclass(frozen=True)
 class Replay:
     """What became of one line.
 
-    `question` is None where none was found, `trajectory` is None where it is not kept. `other_observation`
-    says that our environment answered something else than the file shows.
+    `question` is None where none was found, `trajectory` is None where it is not kept.
     """
 
     outcome: Outcome
     question: Example | None = None
     trajectory: Trajectory | None = None
-    other_observation: bool = False
 
 
 def read_teacher(path: Path) -> list[TeacherLine | None]:
@@ -89,25 +88,22 @@ def read_teacher(path: Path) -> list[TeacherLine | None]:
 def _read_line(item: Any) -> TeacherLine | None:
     try:
         asked = next(message_text(m) for m in item["messages"] if m["role"] == "user")
-        said, observed, unlearned = [], [], []
+        said, unlearned = [], []
         for message in item["messages"]:
             text = message_text(message)
             if message["role"] == "assistant":
                 part = text if message.get("weight") == 0 else message.get("unlearned")
-                unlearned.append(part if isinstance(part, str) else None)
+                unlearned.append(part if isinstance(part, str) else "")
                 said.append(text)
-                observed.append("")
-            elif said:
-                observed[-1] = observed[-1] or text
-        "".join((asked, *said, *observed)).encode()  # arguments are JSON in JSON: half of a character again
-        names = [item[k] if isinstance(item.get(k), str) else None for k in ("example_id", "db_id")]
+        "".join((asked, *said)).encode()  # arguments are JSON in JSON: half of a character again
     except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
         return None
-    tool_set = item.get("tool_set")
-    tool_set = tool_set if isinstance(tool_set, str) and tool_set in TOOL_SETS else None
+    names = (item.get(name) for name in ("example_id", "db_id", "tool_set"))
+    example_id, db_id, tool_set = (name if isinstance(name, str) else None for name in names)
     if not said:
         return None
-    return TeacherLine(*names, asked, tuple(said), tuple(observed), tool_set, tuple(unlearned))
+    tool_set = tool_set if tool_set in TOOL_SETS else None
+    return TeacherLine(example_id, db_id, asked, tuple(said), tuple(unlearned), tool_set)
 
 
 def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Example | None]:
@@ -145,38 +141,17 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def replay_lines(
-    lines: Sequence[TeacherLine | None],
-    questions: Sequence[Example],
-    in_play: Collection[str],
+def replay_line(
+    line: TeacherLine | None,
+    question: Example | None,
     environment: Environment,
-    reward: RewardFunction,
-    correct: str,
-    progress: bool,
-) -> list[Replay]:
-    """What becomes of each line.
-
-    A line may be about any of `questions`, but only those with an id in `in_play` are kept. The others are
-    needed all the same: a prompt holds the earlier questions of its dialogue too, and has to be told from
-    theirs.
-    """
-    match = make_matcher(questions)
-    replays = []
-    for line in tqdm(lines, desc="replay the teacher", unit="line", disable=not progress):
-        if line is None:
-            replays.append(Replay(Outcome.UNREADABLE))
-            continue
-        question = match(line)
-        known = question is not None and question.id in in_play
-        replay = _replay(line, question, environment, reward, correct) if known else Replay(Outcome.UNKNOWN)
-        replays.append(replay)
-    return replays
-
-
-def _replay(
-    line: TeacherLine, question: Example, environment: Environment, reward: RewardFunction, correct: str
+    right: Callable[[Trajectory, Example], bool],
 ) -> Replay:
-    """Play the teacher's messages on a question; kept is what is right and follows the recipe throughout."""
+    """Play a teacher's messages on a question; kept is what is right and follows the recipe throughout."""
+    if line is None:
+        return Replay(Outcome.UNREADABLE)
+    if question is None:
+        return Replay(Outcome.UNKNOWN)
     if line.tool_set is not None:
         environment = replace(environment, tools=make_tools(line.tool_set))
     messages = [message_of(text, environment.recipe) for text in line.messages]
@@ -184,21 +159,22 @@ def _replay(
     framing = [token.content for token in added if token.special]  # control tokens around messages
     if any(token in text for token in framing for text, _ in messages):
         return Replay(Outcome.FORMAT, question)
-    trajectory = _play(environment.episodes(question, [0])[0], messages, line.unlearned)
+    (episode,) = environment.episodes(question, [0])
+    for (text, stop), unlearned in zip(messages, line.unlearned, strict=True):
+        say(episode, text, stop, unlearned)
+    trajectory = episode.trajectory
     if trajectory.status is Status.OUT_OF_TOKENS:
         outcome = Outcome.TOO_LONG
     elif trajectory.status in (None, Status.OUT_OF_INTERACTIONS):
         outcome = Outcome.UNFINISHED
     elif trajectory.status is not Status.ANSWERED or trajectory.off_protocol:
         outcome = Outcome.FORMAT
-    elif not is_right(reward(trajectory, question), correct):
+    elif not right(trajectory, question):
         outcome = Outcome.WRONG
     elif not any(trajectory.loss_mask):
         outcome = Outcome.NOTHING
     else:
-        pairs = zip(trajectory.observations, line.observed, strict=False)  # none follows the answer
-        other = any(told and _flat(ours.text) not in _flat(told) for ours, told in pairs)
-        return Replay(Outcome.KEPT, question, trajectory, other)
+        return Replay(Outcome.KEPT, question, trajectory)
     return Replay(outcome, question)
 
 
@@ -224,53 +200,25 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
     return text, Stop.END_OF_TURN
 
 
-def _play(
-    episode: Episode, messages: Sequence[tuple[str, Stop]], unlearned: Sequence[str | None]
-) -> Trajectory:
-    """Send messages until the episode is over or none is left, within the limits of a rollout.
+def prefer_harder(replays: Sequence[Replay], count: int, scorer: Scorer, rng: random.Random) -> list[Replay]:
+    """`count` of the kept, drawn at random, easy questions only if there are no others left; 0 gives all.
 
-    As for a policy's own messages, the loss mask is 1 on all their tokens, an end of turn included, but for
-    those of the message's text in `unlearned`.
+    SQL-Trail (A.6) keeps 1,000, "prioritizing examples with moderate to high difficulty".
     """
-    for (text, stop), left_out in zip(messages, unlearned, strict=True):
-        if episode.trajectory.status is not None:
-            break
-        ids = episode.tokens.message_ids(text)
-        if stop is Stop.STOP_STRING:
-            ids = ids[:-1]
-        if len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens()):
-            stop = Stop.LIMIT
-        loss_mask = None
-        if left_out and stop is not Stop.LIMIT:  # such a trajectory is dropped, however long
-            loss_mask = [0] * len(ids)
-            if left_out in text and left_out != text:
-                loss_mask = episode.tokens.loss_mask_without(ids, left_out)
-        episode.step(ids, [0.0] * len(ids), stop, loss_mask)
-    return episode.trajectory
-
-
-def prefer_harder(
-    replays: Sequence[Replay], count: int, scorer: Scorer, rng: random.Random
-) -> list[Trajectory]:
-    """`count` of the kept trajectories, drawn at random, easy questions only if there are no others left.
-
-    `count` 0 gives all. SQL-Trail (A.6) keeps 1,000, "prioritizing examples with moderate to high
-    difficulty".
-    """
-    kept = [replay for replay in replays if replay.trajectory is not None]
+    kept = [replay for replay in replays if replay.outcome is Outcome.KEPT]
     if count:
         rng.shuffle(kept)
         kept.sort(key=lambda r: scorer.hardness(r.question.db_id, r.question.gold_sql) == "easy")
         kept = kept[:count]
-    return [replay.trajectory for replay in kept]
+    return kept
 
 
 def format_replays(replays: Sequence[Replay]) -> str:
     """A small table: how many lines were kept, and why the others were dropped."""
-    counts = {f"  {outcome}": sum(r.outcome is outcome for r in replays) for outcome in Outcome}
-    counts["kept that saw another observation than the source"] = sum(r.other_observation for r in replays)
-    lines = [("lines of the teacher", len(replays)), *(line for line in counts.items() if line[1])]
-    return "\n".join(f"{name:<52}{count:>8,}" for name, count in lines)
+    counts = Counter(replay.outcome for replay in replays)
+    rows = [("lines of the teacher", len(replays))]
+    rows += [(f"  {outcome}", counts[outcome]) for outcome in Outcome if counts[outcome]]
+    return "\n".join(f"{name:<52}{count:>8,}" for name, count in rows)
 
 
 def taught_answers(
@@ -280,24 +228,31 @@ def taught_answers(
     taught: Sequence[TeacherLine | None],
     pool: Sequence[Example],
 ) -> list[Collected]:
-    """What a process finds in its share of a teacher's lines; the questions in `pool` are in play."""
-    questions, in_play = examples(task.dataset.dialogues, config.history), {example.id for example in pool}
-    replays = replay_lines(
-        task.processes.share(taught),
-        questions,
-        in_play,
-        task.environment,
-        reward,
-        config.correct,
-        task.processes.is_main,
-    )
+    """What a process finds in its share of a teacher's lines.
+
+    A line may be about any question of the data, but only those in `pool` are kept. The others are needed all
+    the same: a prompt holds the earlier questions of its dialogue too, and has to be told from theirs.
+    """
+    match = make_matcher(examples(task.dataset.dialogues, config.history))
+    in_play, replays = {example.id for example in pool}, []
+
+    def right(trajectory: Trajectory, question: Example) -> bool:
+        return is_right(reward(trajectory, question), config.correct)
+
+    hidden = not task.processes.is_main
+    for line in tqdm(task.processes.share(taught), "replay the teacher", unit="line", disable=hidden):
+        question = match(line) if line else None
+        question = question if question and question.id in in_play else None
+        replays.append(replay_line(line, question, task.environment, right))
     replays = task.processes.gather(replays)
     if task.processes.is_main:
         print(format_replays(replays))
     chosen = prefer_harder(replays, config.teacher_kept, task.scorer, random.Random(config.seed))
-    found = []
-    for replay in replays:
-        if replay.question is not None:
-            keep = [replay.trajectory] if any(replay.trajectory is t for t in chosen) else []
-            found.append(Collected(replay.question.id, 1, replay.outcome is Outcome.KEPT, keep))
-    return task.processes.share(found)
+    learned = set(map(id, chosen))
+    return task.processes.share(
+        [
+            Collected(r.question.id, 1, r.outcome is Outcome.KEPT, [r.trajectory] if id(r) in learned else [])
+            for r in replays
+            if r.question is not None
+        ]
+    )
