@@ -8,7 +8,7 @@
 - toy: every arm of MTSQL-R1's own method and its baselines of the same model, on the embedded benchmark
 - sparc, cosql: the same on SParC or CoSQL; --other is the folder of the other of the two
 - real: the recipe with a small language model; --data is one folder with real/train_mix.json (see
-  docs/datasets.md), {sparc,cosql}/{dev,tables}.json, spider/dev.json and database/
+  docs/training.md), {sparc,cosql}/{dev,tables}.json, spider/dev.json and database/
 - recipes: the four papers on the embedded benchmark
 
 A suite is a table of trainings and arms (mtsql/extras/reproduce/suites.py). Each is one command, which is

@@ -10,7 +10,7 @@ train files of SParC and CoSQL. A dialogue ends before CoSQL's placeholder for a
 asked ("I AM GPT"), and before an utterance that runs on with another speaker's ("Expert: ..."). Questions
 whose database is not there are left out, and counted. Whether the gold SQL runs is seen where one trains.
 
-docs/datasets.md says in what it differs from the mix of the committed results.
+docs/training.md says in what it differs from the mix of the committed results.
 """
 
 from __future__ import annotations

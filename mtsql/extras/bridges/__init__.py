@@ -1,5 +1,5 @@
 """The same questions, environment and rewards under other engines: TRL, verl, SkyRL.
 
 The core knows nothing of them. Each bridge is one short file over `mtsql.extras.bridges.task`;
-docs/beyond_one_machine.md says when to take which, and what was run.
+docs/served.md says when to take which, and what was run.
 """
