@@ -14,8 +14,8 @@ Departures from the paper:
 - EM is the official exact set match, as in the authors' code; the text (--rewards paper) compares strings.
   EX is the official one too: DISTINCT and the order of columns do not count.
 - Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py; how clause F1 is read:
-  docs/algorithm.md) and are paid at every level; the paper begins with those of medium difficulty (Finding 9),
-  an edit of this file (docs/how_to.md).
+  docs/algorithm.md) and are paid at every level; the paper begins with those of medium difficulty (Finding
+  9), an edit of this file (docs/how_to.md).
 - The dev set is evaluated after steps, not before the first.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code.
