@@ -24,7 +24,7 @@ from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically
 from mtsql.toy import words
-from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
+from mtsql.toy.database import Database, make_database, tables_entry, write_sqlite
 from mtsql.toy.dialogue import CannotAsk, Speaker
 from mtsql.toy.query import Query, mistakes, render
 
@@ -64,7 +64,7 @@ def _useful(rows: list[tuple] | None) -> bool:
     return bool(rows) and len(rows) <= 40 and any(value is not None for value in rows[0]) and rows != [(0,)]
 
 
-def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) -> bool:
+def _tie(connection: sqlite3.Connection, query: Query, database: Database) -> bool:
     """Whether LIMIT 1 would pick one of several equal firsts, so that the answer is arbitrary."""
     if not query.limit:
         return False
@@ -74,7 +74,7 @@ def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) ->
 
 
 def make_dialogue(
-    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
+    database: Database, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
 ) -> tuple[list[dict], list[list[dict]]]:
     """The turns of one dialogue, and for each the mistakes ({kind, query}) that change the answer.
 
@@ -117,13 +117,13 @@ def _write_databases(
         db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
         if whose == "invented":
             entities = inventor.theme(entities)
-        database = make_database(db_id, entities, rng)
+        database = make_database(entities, rng)
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
         write_sqlite(database, path)
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         for _ in range(dialogues_each):
-            yield tables_entry(database), *make_dialogue(database, connection, rng, said)
+            yield tables_entry(db_id, database), *make_dialogue(database, connection, rng, said)
         connection.close()
 
 
