@@ -166,8 +166,8 @@ def make_database(entities: Sequence[EntityWords], rng: random.Random) -> Databa
     return {table.name: table for table in tables.values()}
 
 
-def write_sqlite(database: Database, path: Path) -> None:
-    """Write tables, keys and rows to `path`, a new SQLite file."""
+def write_sqlite(database: Database, path: Path) -> sqlite3.Connection:
+    """Write tables, keys and rows to `path`, a new SQLite file; returns the connection."""
     connection = sqlite3.connect(path)
     for table in database.values():
         lines = [f"{name} {'integer' if kind == 'number' else 'text'}" for name, _, kind in table.fields]
@@ -178,7 +178,7 @@ def write_sqlite(database: Database, path: Path) -> None:
         places = ", ".join("?" * len(table.fields))
         connection.executemany(f"insert into {table.name} values ({places})", table.rows)
     connection.commit()
-    connection.close()
+    return connection
 
 
 def tables_entry(db_id: str, database: Database) -> dict:
@@ -187,7 +187,7 @@ def tables_entry(db_id: str, database: Database) -> dict:
     fields = [(-1, "*", "*", "text"), *((i, *field) for i, t in enumerate(tables) for field in t.fields)]
     places = [place for place, *_ in fields]
     keys = {table.name: places.index(i) for i, table in enumerate(tables)}  # the first field of each
-    linked = [(keys[t.name] + len(t.columns) + 1, keys[t.parent.name]) for t in tables if t.parent]
+    links = [[keys[t.name] + len(t.columns) + 1, keys[t.parent.name]] for t in tables if t.parent]
     return {
         "db_id": db_id,
         "table_names": [t.singular for t in tables],
@@ -196,5 +196,5 @@ def tables_entry(db_id: str, database: Database) -> dict:
         "column_names_original": [[place, name] for place, name, *_ in fields],
         "column_types": [kind for *_, kind in fields],
         "primary_keys": list(keys.values()),
-        "foreign_keys": [list(pair) for pair in linked],
+        "foreign_keys": links,
     }

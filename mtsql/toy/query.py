@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from mtsql.toy.database import Column, Database, Table
 
-
 AGGREGATES = {"avg": "average", "max": "highest", "min": "lowest", "sum": "total"}
 COUNT = ("count", None)
 
