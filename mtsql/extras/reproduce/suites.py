@@ -196,7 +196,7 @@ def recipes_suite() -> Suite:
     """
     single = (*NO_TOOLS, "--max-interactions", "0")
     trainings = {
-        "imitation": Training(IMITATE, "", ("--further-recipes", ",".join(RECIPES[1:]))),
+        "imitation": Training(IMITATE, "", ("--all-recipes",)),
         "counts": Training(COUNT, BASE, ("--config", "configs/sql_trail.toml", "{config}")),
     }
     arms = {}
