@@ -39,10 +39,6 @@ COMPARISONS = (
     ("rl", "warm_start"), ("rl", "short_horizon"), ("rl", "rl_no_execution"), ("rl", "rl_no_memory"),
     ("rl_themes", "warm_start_themes"), ("rl_themes", "short_horizon_themes"),
 )  # fmt: skip
-TRAININGS = (  # phase, the phase whose policy it begins with, title
-    ("sft", "imitation", "warm start: self-taught fine-tuning on its own right trajectories"),
-    ("grpo", "sft", "GRPO: reinforcement learning on whole trajectories"),
-)
 METRICS = ("ex", "em", "ex_sampled")
 DRAWS = 100_000  # of an interval
 
@@ -65,7 +61,10 @@ def main() -> None:
     run_part("benchmark: dialogues over generated databases", benchmark, data)
     imitate = ["-m", "mtsql.toy.imitation", *shared, "--out", str(imitation), "--resume"]
     run_part("imitation: a tiny model learns from a scripted agent", imitate, imitation / "run.json")
-    for phase, start, title in TRAININGS:
+    for phase, start, title in (
+        ("sft", "imitation", "warm start: self-taught fine-tuning on its own right trajectories"),
+        ("grpo", "sft", "GRPO: reinforcement learning on whole trajectories"),
+    ):
         command = [f"train_{phase}.py", *shared, "--model", str(policies[start]), "--out", str(out / phase)]
         run_part(title, [*command, "--resume"], policies[phase])
     for arm, (phase, tools, split) in ARMS.items():
@@ -91,10 +90,8 @@ def report(out: Path) -> None:
         values[f"{better} - {worse}"] = pair
     results = {name: {key: percent(of[key]) for key in METRICS} for name, of in values.items()}
     write_atomically(out / "results.json", json.dumps(results, indent=1))
-    print(
-        "\nOn unseen databases, % with 95 % interval over databases; ..._themes: on themes and ways of asking"
-    )
-    print("that training lacks; sampled: at temperature 1; a - b: their paired difference, in points.\n")
+    print("\nUnseen databases, % with 95 % interval over databases; sampled: at temperature 1;")
+    print("..._themes: themes and ways of asking that training lacks; a - b: paired difference, points.\n")
     print(f"{'arm':<34}{'EX greedy':<22}{'EM greedy':<22}EX sampled")
     for name, of in results.items():
         cells = [f"{mean:.1f} [{low:.1f}, {high:.1f}]" for mean, low, high in of.values()]
