@@ -64,10 +64,9 @@ class Column:
         """Its phrase behind the article."""
         return ("an " if self.phrase[0] in "aei" else "a ") + self.phrase
 
-    def stored(self, value: int | str, style: str | None = None) -> int | str:
-        """The form in which the database stores a value, by the column's style or the given one."""
-        style = style or self.style
-        return STORED[style](value) if style else value
+    def stored(self, value: int | str) -> int | str:
+        """The form in which the database stores a value."""
+        return STORED[self.style](value) if self.style else value
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,11 @@ COUNT = ("count", None)
 
 @dataclass(frozen=True)
 class Condition:
-    """`column op value`; `value` is a number, a word as people write it, or a Query.
-
-    `style` overrides the form in which a word is stored (a mistake).
-    """
+    """`column op value`; `value` is a number, a word as people write it, or a Query."""
 
     column: Column
     op: str
     value: int | str | Query
-    style: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ def _value(condition: Condition, database: Database) -> str:
         return f"({render(condition.value, database)})"
     if isinstance(condition.value, int):
         return str(condition.value)
-    return f"'{condition.column.stored(condition.value, condition.style)}'"
+    return f"'{condition.column.stored(condition.value)}'"
 
 
 def _link(database: Database, one: str, other: str) -> tuple[Table, Table] | None:
@@ -192,7 +188,8 @@ def mistakes(query: Query, previous: Query | None, database: Database) -> list[t
     for now in (c for c in query.where if isinstance(c.value, str)):
         for style in ("title", "lower") if now.column.form == "proper" else ("lower", "title"):
             if style != now.column.style:
-                found.append(("value_form", query.changed(now, replace(now, style=style))))
+                stored = replace(now, column=replace(now.column, style=style))
+                found.append(("value_form", query.changed(now, stored)))
     for column in dict.fromkeys([c for _, c in query.select if c] + [c.column for c in query.where]):
         for table in database.values():
             twin = next((c for c in table.columns if c.name == column.name), None)
