@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-import re
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -234,48 +232,6 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
 
 def config_for(work, held_out=1):
     return EvaluateConfig(model="", data=(str(work / "benchmark"),), out="", held_out=held_out)
-
-
-def test_quickstart_ends_with_its_table(work):
-    small = (ROOT / "configs" / "toy.toml").read_text()
-    for setting, smaller in (
-        ("questions = 250", 20),
-        ("samples_per_question = 4", 8),
-        ("steps = 34", 1),
-        ("questions = 1632  # as many as the steps ask", 0),
-        ("prompts_per_step = 48", 4),
-    ):
-        assert small.count(f"\n{setting}\n") == 1
-        small = small.replace(f"\n{setting}\n", f"\n{setting.split()[0]} = {smaller}\n")
-    (work / "small.toml").write_text(small)
-    (work / "quick").mkdir()
-    imitation = ROOT / "models" / "toy" / "seed0"  # the model of `work` answers none of these questions
-    (work / "quick" / "benchmark").symlink_to(work / "benchmark")
-    (work / "quick" / "imitation").symlink_to(imitation)
-    evaluation = work / "quick" / "evaluation"
-    run(
-        "evaluate.py", "--config", work / "small.toml", "--data", work / "benchmark", "--split", "test",
-        "--model", imitation, "--out", evaluation / "imitation",
-    )  # fmt: skip
-    for arm in ("warm_start", "rl_no_memory"):  # what is there already is not made again
-        shutil.copytree(evaluation / "imitation", evaluation / arm)
-    out = run(
-        "-m", "mtsql.toy.quickstart", "--config", work / "small.toml", "--imitate", "--out", work / "quick"
-    )
-    assert "rl - warm_start " in out and out.count("is there already") == 5
-    results = json.loads((work / "quick" / "results.json").read_text())
-    arms = {name: of for name, of in results.items() if " - " not in name}
-    assert (
-        len(arms) == 9 and len({of["ex"][0] for of in arms.values()} - {0}) >= 3
-    )  # most are agents of their own
-    for arm, of in arms.items():
-        summary = json.loads((evaluation / arm / "summary.json").read_text())
-        assert (of["ex"][0], of["em"][0]) == pytest.approx([100 * summary[m]["mean"] for m in ("ex", "em")])
-        assert all(low <= mean <= high for mean, low, high in of.values())
-        assert re.search(rf"^{arm} +{of['ex'][0]:.1f} ", out, re.MULTILINE)
-    for name in results.keys() - arms.keys():
-        better, worse = name.split(" - ")
-        assert results[name]["ex"][0] == pytest.approx(arms[better]["ex"][0] - arms[worse]["ex"][0])
 
 
 def test_all_processes_leave_out_what_one_cannot_score(work):
