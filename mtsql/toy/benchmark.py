@@ -104,8 +104,8 @@ def make_dialogue(
 
 def _write_databases(
     folder: Path, split: str, whose: str, seed: int
-) -> Iterator[tuple[dict, list[dict], list[list[dict]]]]:
-    """Write the databases of one part of a split; gives each dialogue with its tables entry and mistakes."""
+) -> Iterator[tuple[dict, list[tuple[list[dict], list[list[dict]]]]]]:
+    """Write the databases of one part of a split; gives each one's tables entry and what is asked of it."""
     databases, dialogues_each = SPLITS[split][whose]
     rng = random.Random(f"{seed}/{split}/{whose}")
     inventor = Inventor(rng)
@@ -120,9 +120,17 @@ def _write_databases(
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
         connection = write_sqlite(database, path)
-        for _ in range(dialogues_each):
-            yield tables_entry(db_id, database), *make_dialogue(database, connection, rng, said)
+        asked = [make_dialogue(database, connection, rng, said) for _ in range(dialogues_each)]
+        yield tables_entry(db_id, database), [(turns, wrong) for turns, wrong in asked if turns]
         connection.close()
+
+
+def _record(db_id: str, turns: list[dict], single: bool) -> dict:
+    """A dialogue in SParC's format, or its first question in Spider's."""
+    if single:
+        return {"db_id": db_id, "question": turns[0]["utterance"], "query": turns[0]["query"]}
+    last = {key: turns[-1][key] for key in ("utterance", "query")}
+    return {"database_id": db_id, "interaction": turns, "final": last}
 
 
 def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
@@ -133,27 +141,21 @@ def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
-    entries: dict[str, dict] = {}
+    entries = []
     with folder_atomically(folder) as partial:
         for split, parts in SPLITS.items():
             dialogues, wrong = [], []
             made = (_write_databases(partial, split, whose, seed) for whose in parts)
-            for entry, turns, found in chain.from_iterable(made):
-                db_id = entry["db_id"]
-                entries[db_id] = entry
-                if not turns:
-                    continue
-                last = {key: turns[-1][key] for key in ("utterance", "query")}
-                dialogue = {"database_id": db_id, "interaction": turns, "final": last}
-                if single:
-                    dialogue = {"db_id": db_id, "question": turns[0]["utterance"], "query": turns[0]["query"]}
-                dialogues.append(dialogue)
-                wrong.append(found[:1] if single else found)
+            for entry, asked in chain.from_iterable(made):
+                entries.append(entry)
+                for turns, found in asked:
+                    dialogues.append(_record(entry["db_id"], turns, single))
+                    wrong.append(found[:1] if single else found)
             name = "train_spider.json" if single and split == "train" else f"{split}.json"
             (partial / name).write_text(json.dumps(dialogues, indent=1))
             if split == "train":
                 (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
-        (partial / "tables.json").write_text(json.dumps(list(entries.values()), indent=1))
+        (partial / "tables.json").write_text(json.dumps(entries, indent=1))
 
 
 def main() -> None:

@@ -84,11 +84,9 @@ class Speaker:
         value = self.rng.choice(sorted(column.values)[quarter:-quarter])
         return Condition(column, self.rng.choice((">", "<", ">")), value)
 
-    def with_conditions(self, query: Query, table: Table, count: int) -> Query:
-        """The query with `count` more conditions on columns of `table`."""
-        for _ in range(count):
-            query = query.under(self.condition(table, query.where))
-        return query
+    def restrict(self, query: Query, table: Table, restricted: int) -> Query:
+        """The query with one more condition on a column of `table`, or as it is."""
+        return query.under(self.condition(table, query.where)) if restricted else query
 
     def average_condition(self, table: Table) -> Condition:
         """`column > (SELECT avg(column) FROM table)`, or `<`, for a random column."""
@@ -147,30 +145,30 @@ class Speaker:
 
     def one_column(self, table: Table) -> Asked:
         """A column under at most one condition."""
-        conditions = self.rng.choice((0, 1, 1))
+        restricted = self.rng.choice((0, 1, 1))
         named = self.rng.random() < 0.6
-        return self._columns(table, [table.label if named else self.column(table)], conditions)
+        return self._columns(table, [table.label if named else self.column(table)], restricted)
 
     def two_columns(self, table: Table) -> Asked:
         """Two columns under at most one condition."""
-        conditions = self.rng.choice((0, 1))
+        restricted = self.rng.choice((0, 1))
         column = self.column(table)
-        return self._columns(table, [column, self.column(table, avoid=[column])], conditions)
+        return self._columns(table, [column, self.column(table, avoid=[column])], restricted)
 
-    def _columns(self, table: Table, columns: list[Column], conditions: int) -> Asked:
-        query = self.with_conditions(listing_of(table, *columns), table, conditions)
+    def _columns(self, table: Table, columns: list[Column], restricted: int) -> Asked:
+        query = self.restrict(listing_of(table, *columns), table, restricted)
         require(not {c.column for c in query.where if c.op == "="} & set(columns))
         return self.listing(query)
 
     def count(self, table: Table) -> Asked:
         """How many there are."""
-        query = self.with_conditions(Query(table.name, (COUNT,)), table, self.rng.choice((0, 1, 1)))
+        query = self.restrict(Query(table.name, (COUNT,)), table, self.rng.choice((0, 1, 1)))
         return self.ask("count", query, such=self.say_all(query))
 
     def one_aggregate(self, table: Table) -> Asked:
         """An average, maximum, minimum or total."""
-        conditions = self.rng.choice((0, 1))
-        query = self.with_conditions(Query(table.name, (self.aggregate(table),)), table, conditions)
+        restricted = self.rng.choice((0, 1))
+        query = self.restrict(Query(table.name, (self.aggregate(table),)), table, restricted)
         return self.ask("aggregate", query, such=self.say_all(query), again=self.say_all(query))
 
     def group(self, table: Table) -> Asked:
@@ -195,11 +193,11 @@ class Speaker:
 
     def parent_condition(self, table: Table) -> Asked:
         """Entities whose parent meets a condition: a join."""
-        conditions = self.rng.choice((0, 0, 1))
+        restricted = self.rng.choice((0, 0, 1))
         condition = self.condition(table.parent)
         counting = self.rng.random() < 0.3
         query = Query(table.name, (COUNT if counting else ("", table.label),), (condition,))
-        query = self.with_conditions(query, table, conditions)
+        query = self.restrict(query, table, restricted)
         return self.ask("count_joined", query, such=self.say_all(query)) if counting else self.listing(query)
 
     def pair(self, table: Table) -> Asked:
@@ -209,11 +207,11 @@ class Speaker:
 
     def children(self, table: Table) -> Asked:
         """Parents by their number of children: count each, the most, or at least so many."""
-        conditions = self.rng.choice((0, 0, 0, 1))
+        restricted = self.rng.choice((0, 0, 0, 1))
         label = table.parent.label
         query = replace(listing_of(table.parent, label), group=label, joined=table.name)
         kind = self.rng.choice(("each", "most", "fewest", "having"))
-        query = self.with_conditions(query, table, conditions)
+        query = self.restrict(query, table, restricted)
         children = table.plural + self.say_all(query, table)
         if kind == "each":
             query = replace(query, select=(*query.select, COUNT))
