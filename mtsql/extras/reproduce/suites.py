@@ -167,7 +167,7 @@ def quick_suite() -> Suite:
     known = ("test",)
     arms = {
         "imitation": Arm("untrained, both tools", BASE, (), known),
-        "short_horizon": Arm("untrained, no tools: it answers better than with them", BASE, NO_TOOLS),
+        "short_horizon": Arm("untrained, no tools", BASE, NO_TOOLS),
         "warm_start": Arm("warm start", "sft"),
         "rl": Arm("after RL", "grpo"),
         "rl_no_execution": Arm("after RL, EXECUTE taken away", "grpo", ("--tools", "no_execution"), known),
