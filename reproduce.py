@@ -1,10 +1,12 @@
 """The experiments of the papers as suites of commands, and a page of each suite's numbers.
 
+    python reproduce.py --suite quick
     python reproduce.py --suite toy --seeds 0 1 2
     python reproduce.py --suite sparc --data sparc --other cosql --model Qwen/Qwen3-1.7B
     python reproduce.py --suite real --data DATA --model models/qwen2.5-coder-0.5b
     python reproduce.py --suite recipes
 
+- quick: the recipe in small on the embedded benchmark, which `bash quickstart.sh` calls
 - toy: every arm of MTSQL-R1's own method and its baselines of the same model, on the embedded benchmark
 - sparc, cosql: the same on SParC or CoSQL; --other is the folder of the other of the two
 - real: the recipe with a small language model; --data is one folder with real/train_mix.json (see
@@ -14,6 +16,8 @@
 A suite is a table of trainings and arms (mtsql/extras/reproduce/suites.py). Each is one command, which is
 skipped when its result is there: stop it at any time and start it again. Several seeds may run side by side,
 each in a process of its own with the same --out, once seed 0 has made what all share (toy shares nothing).
+quick and toy begin with the tiny models in models/toy; for a seed that has none there one is made first,
+by imitation of a scripted agent, in an hour or more.
 --out gets the page, its figures, and its rows as JSON. Not there: other authors' systems, and prompted large
 models.
 """
@@ -52,7 +56,7 @@ def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
     rank = str(from_toml(Path(suite.config), SftArgs).get("lora_rank", 0))
     for seed in chosen.seeds or suite.seeds:
         shipped = MODELS / f"seed{seed}"
-        own = str(shipped) if name == "toy" and shipped.exists() else ""
+        own = str(shipped) if name in ("quick", "toy") and shipped.exists() else ""
         places = {"data": data, "other": other, "model": chosen.model or own, "rank": rank}
         parts += parts_of(suite, out, seed, places)
     return parts
@@ -66,7 +70,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=SUITES, required=True, help="which experiments")
     parser.add_argument("--data", default="", help="folder of the data, if the suite does not make it")
     parser.add_argument("--other", default="", help="folder of the other of SParC and CoSQL")
-    parser.add_argument("--model", default="", help="base model [toy, recipes: models/toy, or made]")
+    parser.add_argument("--model", default="", help="base model [toy, quick: models/toy, or made]")
     parser.add_argument("--out", type=Path, help="run folder [runs/suite_toy, runs/real, runs/recipes, ...]")
     parser.add_argument("--seeds", type=int, nargs="+", help="[toy: 0 to 4, recipes: 0 to 2, others: 0]")
     parser.add_argument("--config", default="", help="settings, if not those of the suite")
@@ -81,7 +85,8 @@ def main() -> None:
         else:
             run_part(*part)
     if not chosen.list:
-        print(f"\n{write_page(SUITES[chosen.suite], chosen.suite, chosen.out / f'{page}.md')}")
+        written = write_page(SUITES[chosen.suite], chosen.suite, chosen.out / f"{page}.md")
+        print(f"\n{written.read_text()}\n{written}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ QWEN.gguf is the file that `python -m mtsql.pretrained qwen2.5-coder-0.5b` pins.
 are the same weights quantised twice, so the embeddings stay behind: their bytes are zeros, which cost
 nothing packed.
 
-A job's commands start together, each with --resume, and are interrupted (Ctrl-C: the step
-ends, a checkpoint is saved) when its minutes are over. The same command goes on in the next call, if OUT
-was carried there again.
+A job's commands start together and are interrupted when its minutes are over (Ctrl-C: a training ends its
+step and saves a checkpoint, an evaluation has kept its answers). The same command goes on in the next call,
+if OUT was carried there again.
 """
 
 from __future__ import annotations
@@ -26,20 +26,39 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-CONFIG = ["--config", "configs/real_qwen.toml", "--micro-batch-positions", "12288", "--save-every", "50"]
 PART_BYTES = 40 * 2**20
-NO_TOOLS, WARM = ["--tools", "none"], ["--model", "{out}/warm_start/policy"]
-# Each job is commands that run side by side: script, arm, options. {out} is --out.
-JOBS: dict[str, list[tuple[str, str, list[str]]]] = {
-    "fine_tune": [("train_sft.py", "short_sft", NO_TOOLS), ("train_sft.py", "warm_start", [])],
-    "fine_tune_twice": [
-        ("train_sft.py", "short_sft_2", [*NO_TOOLS, "--epochs", "2"]),
-        ("train_sft.py", "warm_start_2", ["--epochs", "2"]),
-    ],
-    "rl_short": [("train_grpo.py", "short_rl", [*NO_TOOLS, "--model", "{out}/short_sft/policy"])],
-    "rl_outcome": [("train_grpo.py", "rl_outcome", WARM)],
-    "rl": [("train_grpo.py", "rl", [*WARM, "--rewards", "process"])],
-    "rl_seed_1": [("train_grpo.py", "rl_1", [*WARM, "--rewards", "process", "--seed", "1"])],
+CONFIG = ["--config", "configs/real_qwen.toml"]
+SIZES = ["--micro-batch-positions", "12288", "--save-every", "50", "--resume"]
+SOURCES = ["--tables", "{data}/sparc/tables.json", "--databases", "{data}/database"]
+TRAIN = [*CONFIG, *SIZES, "--data", "{data}/real/train_mix.json", *SOURCES]
+SFT, GRPO = ["train_sft.py", *TRAIN], ["train_grpo.py", *TRAIN, "--model", "{out}/warm_start/policy"]
+PROCESS, NO_TOOLS = ["--rewards", "process"], ["--tools", "none"]
+PAPER = (
+    "--wording paper --result-characters 200 --no-error-hints --max-prompt-tokens 4000 --max-response-tokens "
+)
+PAPER += "8000 --max-turn-tokens 1000 --max-tool-tokens 2000"
+COSQL = ["--tables", "{data}/cosql/tables.json", "--databases", "{data}/database"]
+UNTRAINED = {
+    "sparc": ["evaluate.py", *CONFIG, *PAPER.split(), "--data", "{data}/sparc/dev.json", *SOURCES],
+    "cosql": ["evaluate.py", *CONFIG, *PAPER.split(), "--data", "{data}/cosql/dev.json", *COSQL],
+}
+# Each job is commands that run side by side, by the name of their folder in {out}, which is --out.
+JOBS: dict[str, dict[str, list[str]]] = {
+    "fine_tune": {"short_sft": [*SFT, *NO_TOOLS], "warm_start": SFT},
+    "fine_tune_twice": {
+        "short_sft_2": [*SFT, *NO_TOOLS, "--epochs", "2"],
+        "warm_start_2": [*SFT, "--epochs", "2"],
+    },
+    "rl_short": {"short_rl": [*GRPO, *NO_TOOLS, "--model", "{out}/short_sft/policy"]},
+    "rl_outcome": {"rl_outcome": GRPO},
+    "rl": {"rl": [*GRPO, *PROCESS]},
+    "engine": {"decode": ["bench/decode.py"]},
+    "rl_seed_1": {"rl_1": [*GRPO, *PROCESS, "--seed", "1"]},
+    "paper_wording": {
+        f"paper_{name}{'' if tools else '_no_tools'}": [*command, *([] if tools else NO_TOOLS)]
+        for name, command in UNTRAINED.items()
+        for tools in (True, False)
+    },
 }
 
 
@@ -92,24 +111,24 @@ def join(source: Path, out: Path) -> None:
 
 def run_job(job: str, data: str, out: str, minutes: float) -> int:
     """Start a job's commands together, end them when the time is over; 0 if all did what they should."""
-    mix = ["--data", f"{data}/real/train_mix.json", "--tables", f"{data}/sparc/tables.json"]
-    mix += ["--databases", f"{data}/database"]
     Path(out).mkdir(parents=True, exist_ok=True)
-    running = []
-    for script, arm, options in JOBS[job]:
-        options = [option.format(out=out) for option in options]
-        command = [sys.executable, script, *CONFIG, *mix, *options, "--out", f"{out}/{arm}", "--resume"]
-        log = (Path(out) / f"{arm}.log").open("a")
-        running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    running = {}
+    for name, words in JOBS[job].items():
+        target = (
+            ["--json", f"{out}/{name}.json"] if words[0].startswith("bench/") else ["--out", f"{out}/{name}"]
+        )
+        command = [sys.executable, *(word.format(data=data, out=out) for word in words), *target]
+        log = (Path(out) / f"{name}.log").open("a")
+        running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 60 * minutes
-    while time.monotonic() < deadline and any(process.poll() is None for process in running):
+    while time.monotonic() < deadline and any(process.poll() is None for process in running.values()):
         time.sleep(1)
-    for process in running:
+    for process in running.values():
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-    codes = [process.wait() for process in running]
-    print({arm: code for (_, arm, _), code in zip(JOBS[job], codes, strict=True)})
-    return max(codes)
+    codes = {name: process.wait() for name, process in running.items()}
+    print(codes)
+    return max(codes.values())
 
 
 if __name__ == "__main__":

@@ -78,21 +78,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(folder, schema, ChatTokens(train_tokenizer(texts * 3, 300)), Executor())
 
 
-def make_episode(
-    tiny: Tiny,
-    history: bool = False,
-    tools: str = "both",
-    limits: Limits = Limits(),  # noqa: B008 (frozen)
-    compact: bool = True,
-    result_characters: int = 40,
-    gold_history: bool = True,
-) -> Episode:
-    """An episode for QUESTION, after one earlier question if `history`."""
+def make_episode(tiny: Tiny, history: bool = False, gold_history: bool = True, **options) -> Episode:
+    """An episode for QUESTION, after one earlier question if `history`; `options` of `environment_of`."""
     earlier = HistoryTurn(
         "How many singers are there?", "SELECT count(*) FROM singer" if gold_history else None
     )
     example = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, (earlier,) if history else ())
-    return environment_of(tiny, tools, limits, compact, result_characters).episodes(example, [0])[0]
+    return environment_of(tiny, **options).episodes(example, [0])[0]
 
 
 def environment_of(
@@ -103,7 +95,7 @@ def environment_of(
     result_characters: int = 40,
     error_hints: bool = False,
 ) -> Environment:
-    """The environment of `make_episode`."""
+    """The environment of the tiny database."""
     recipe = MtsqlR1(PromptOptions(compact, result_characters))
     schemas, chosen = {"music": tiny.schema}, make_tools(tools)
     return Environment(schemas, recipe, tiny.tokens, tiny.executor, limits, chosen, error_hints)
@@ -125,10 +117,8 @@ def run(*command, expect=0):
     if words[0].endswith(".py") or (words[0] == "-m" and words[1].startswith("mtsql.")):
         code, printed = run_forked(words)
     else:
-        outcome = subprocess.run(
-            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, **ENVIRONMENT},
-        )  # fmt: skip
+        whole = dict(cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+        outcome = subprocess.run([sys.executable, *words], **whole)
         code, printed = outcome.returncode, outcome.stdout + outcome.stderr
     assert code == expect, printed
     return printed
@@ -193,17 +183,10 @@ def work(tmp_path_factory, worker_id):
 
 def make_work(folder: Path) -> Path:
     """Write the benchmark and the model that `work` is."""
-    splits = toy.SPLITS
-    toy.SPLITS = {
-        "train": {"known": (2, 5)},
-        "dev": {"known": (3, 2)},
-        "test": {"known": (3, 2)},
-        "test_themes": {"unseen": (6, 2)},
-    }
-    try:
+    splits = {part: {"known": size} for part, size in (("train", (2, 5)), ("dev", (3, 2)), ("test", (3, 2)))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "SPLITS", splits | {"test_themes": {"unseen": (6, 2)}})
         toy.write_benchmark(folder / "benchmark", seed=0)
-    finally:
-        toy.SPLITS = splits
     run(
         "-m", "mtsql.toy.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
         "--copying-steps", 120, "--answer-steps", 180, "--agent-steps", 120, "--questions-per-database", 4,

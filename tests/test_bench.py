@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT, run
 from conftest import TOY as TOY_CONFIG
 
+from evaluate import Args as EvaluateArgs
 from mtsql.config import read_options
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
@@ -74,14 +75,16 @@ def test_decode(tmp_path):
 
 def test_gpu_queue(script, monkeypatch, capsys, real, work, tmp_path):
     queue = script("gpu_queue")
-    for commands in queue.JOBS.values():
-        for name, arm, options in commands:
-            config = {"train_sft.py": SftArgs, "train_grpo.py": GrpoArgs}[name]
-            given = [*queue.CONFIG, *options, "--data", "d", "--out", arm, "--resume"]
-            assert read_options(config, "", [option.format(out="o") for option in given]).out == arm
+    classes = {"train_sft.py": SftArgs, "train_grpo.py": GrpoArgs, "evaluate.py": EvaluateArgs}
+    for words in (words for commands in queue.JOBS.values() for words in commands.values()):
+        if words[0] in classes:
+            given = [word.format(data="d", out="o") for word in words[1:]]
+            assert read_options(classes[words[0]], "", [*given, "--out", "o"]).wording in ("compact", "paper")
     small = ["--model", str(work / "imitation"), "--targets", "gold", "--rounds", "1", "--questions", "2"]
-    monkeypatch.setattr(queue, "CONFIG", TOY_CONFIG)
-    monkeypatch.setattr(queue, "JOBS", {"one": [("train_sft.py", "arm", ["--tools", "none", *small])]})
+    mix = ["--data", "{data}/real/train_mix.json", "--tables", "{data}/sparc/tables.json"]
+    mix += ["--databases", "{data}/database", "--resume"]
+    command = ["train_sft.py", *TOY_CONFIG, *small, "--tools", "none", *mix]
+    monkeypatch.setattr(queue, "JOBS", {"one": {"arm": command}})
     with pytest.raises(SystemExit) as ended:
         start(queue, monkeypatch, "run", "one", "--data", real, "--out", tmp_path / "out")
     assert ended.value.code == 0, (tmp_path / "out" / "arm.log").read_text()

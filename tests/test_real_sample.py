@@ -7,12 +7,11 @@ import random
 import shutil
 from collections import Counter
 
-import pytest
 from conftest import ROOT
 
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.trajectory import Status
-from mtsql.config import Data, read_options
+from mtsql.config import Data
 from mtsql.data.datasets import examples
 from mtsql.extras import make_mix
 from mtsql.recipes.mtsql_r1 import PRESETS
@@ -24,30 +23,20 @@ from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 SPARC = ROOT / "tests" / "data" / "sparc"
 
 
-@pytest.mark.parametrize("wording", ["paper", "compact"])
-def test_a_good_agent_earns_all_that_there_is(tiny, wording):
-    config = read_options(
-        EvaluateArgs, "", [f"--data={SPARC}", "--model=none", "--out=none", f"--wording={wording}"]
-    )
+def test_a_good_agent_earns_all_that_there_is(tiny):
+    config = EvaluateArgs(data=(str(SPARC),), model="none", out="none", wording="compact")
     split = load_split(config, "dev")
     environment = make_environment(config, split, tiny.tokens, "both")
     scorer = Scorer(environment.schemas, environment.executor)
     asked = examples(split.dialogues)
     assert len(split.dialogues) == 40 and len(asked) == 115
     assert [scorer.gold_problem(e.db_id, e.gold_sql) for e in asked] == [None] * 115
-    played = 0
     for example in asked:
         (episode,) = environment.episodes(example, [0])
-        trajectory = episode.trajectory
-        if trajectory.status is None:
-            trajectory = demonstrate(episode, [], ATTENTIVE, random.Random(0))
-        if trajectory.status is Status.OUT_OF_TOKENS:  # the tiny tokenizer makes long prompts
-            continue
+        trajectory = demonstrate(episode, [], ATTENTIVE, random.Random(0))
         assert trajectory.status is Status.ANSWERED, example.id
         rewards = reward(trajectory, example, scorer, PRESETS["process"])
         assert (rewards.ex, rewards.em, rewards.parts["proposal"]) == (1, 1, 1), example.id
-        played += 1
-    assert played >= 100
 
 
 def test_the_training_mix_is_made_of_the_official_layouts(tmp_path):

@@ -57,6 +57,7 @@ def listed(*words) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("quick", []),
         ("toy", []),
         ("toy", ["--model", "base"]),
         ("sparc", ["--data", "D", "--other", "O", "--model", "base"]),
@@ -126,7 +127,8 @@ def test_arms_differ_in_what_they_are_named_after(monkeypatch):
         different = {key for key in vars(final) if vars(final)[key] != vars(other)[key]}
         assert getattr(other, field) == value
         assert different == {field, "out", *(["model"] if "trained" in arm else [])}
-    assert SUITES["toy"].benchmark[-1] == str(MODELS_SEED)  # models/toy have seen train of this one
+    for name in ("quick", "toy"):
+        assert SUITES[name].benchmark[-1] == str(MODELS_SEED)  # models/toy have seen train of this one
 
 
 def test_the_recipes_have_their_own_settings_and_the_same_budget(monkeypatch):

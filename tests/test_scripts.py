@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-import re
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -234,53 +232,6 @@ def test_curriculum_is_counted_and_followed_level_by_level(work):
 
 def config_for(work, held_out=1):
     return EvaluateArgs(model="", data=(str(work / "benchmark"),), out="", held_out=held_out)
-
-
-def test_quickstart_ends_with_its_table(work):
-    small = (ROOT / "configs" / "toy.toml").read_text()
-    for setting, smaller in (
-        ("questions = 250", 20),
-        ("samples_per_question = 4", 8),
-        ("steps = 34", 1),
-        ("questions = 1632  # as many as the steps ask", 0),
-        ("prompts_per_step = 48", 4),
-    ):
-        assert small.count(f"\n{setting}\n") == 1
-        small = small.replace(f"\n{setting}\n", f"\n{setting.split()[0]} = {smaller}\n")
-    (work / "small.toml").write_text(small)
-    (work / "quick").mkdir()
-    imitation = ROOT / "models" / "toy" / "seed0"  # the model of `work` answers none of these questions
-    (work / "quick" / "benchmark").symlink_to(work / "benchmark")
-    (work / "quick" / "imitation").symlink_to(imitation)
-    evaluation = work / "quick" / "evaluation"
-    run(
-        "evaluate.py", "--config", work / "small.toml", "--data", work / "benchmark", "--split", "test",
-        "--model", imitation, "--out", evaluation / "imitation",
-    )  # fmt: skip
-    for arm in ("warm_start", "rl_no_memory"):  # what is there already is not made again
-        shutil.copytree(evaluation / "imitation", evaluation / arm)
-    out = run(
-        "-m", "mtsql.toy.quickstart", "--config", work / "small.toml", "--imitate", "--out", work / "quick"
-    )
-    assert "rl - warm_start:" in out and out.count("is there already") == 5
-    results = json.loads((work / "quick" / "results.json").read_text())
-    assert [r["arm"] for r in results] == [
-        "imitation", "short_horizon", "warm_start", "rl", "rl_no_execution", "rl_no_memory",
-        "short_horizon_themes", "warm_start_themes", "rl_themes",
-    ]  # fmt: skip
-    for result in results:
-        summary = json.loads((evaluation / result["arm"] / "summary.json").read_text())
-        assert (result["ex"], result["em"]) == pytest.approx((summary["ex"]["mean"], summary["em"]["mean"]))
-        assert (result["questions"], result["status"]) == (summary["questions"], summary["status"])
-        assert re.search(rf"^{result['arm']} +{100 * result['ex']:.1f} ", out, re.MULTILINE)
-        assert result["ex_low"] <= result["ex"] <= result["ex_high"] and result["minutes"] >= 0
-    assert len({r["ex"] for r in results} - {0}) >= 3  # most arms are agents of their own
-    ex = {r["arm"]: r["ex"] for r in results}
-    differences = json.loads((work / "quick" / "differences.json").read_text())
-    assert len(differences) == 6
-    for found in differences:
-        assert found["ex"] == pytest.approx(ex[found["better"]] - ex[found["worse"]])
-        assert found["em_low"] <= found["em"] <= found["em_high"]
 
 
 def test_all_processes_leave_out_what_one_cannot_score(work):

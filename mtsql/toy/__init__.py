@@ -1,1 +1,1 @@
-"""The embedded benchmark, its tiny model, the scripted agent that it imitates, and the quick start."""
+"""The embedded benchmark, its tiny model, and the scripted agent that it imitates."""

@@ -23,10 +23,10 @@ from pathlib import Path
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically
-from mtsql.toy import words
-from mtsql.toy.database import ToyDatabase, make_database, tables_entry, write_sqlite
+from mtsql.toy.database import Database, make_database, tables_entry, write_sqlite
 from mtsql.toy.dialogue import CannotAsk, Speaker
 from mtsql.toy.query import Query, mistakes, render
+from mtsql.toy.words import ASKING, Inventor, themes
 
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
 MODELS_SEED = 1  # of the benchmark whose train the models in models/toy have learned
@@ -40,12 +40,10 @@ SPLITS = {
 
 
 def asked_anew(question: str) -> str:
-    """A question in the words of the split test_themes. Raises ValueError for one that has none there."""
-    ways = words.ASKING["asked_anew"]
+    """A question in the words of the split test_themes, which has other words for every question."""
+    ways = ASKING["asked_anew"]
     found = ((re.fullmatch(known, question), new) for known, new in ways["sentences"].items())
-    said = next((match.expand(new) for match, new in found if match), None)
-    if said is None:
-        raise ValueError(f"no other way to ask {question!r}")
+    said = next(match.expand(new) for match, new in found if match)
     for known, new in ways["phrases"].items():
         said = re.sub(known, new, said)
     return said
@@ -59,22 +57,22 @@ def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
         return None
 
 
-def _useful(rows: list[tuple] | None) -> bool:
+def _useful(rows: list[tuple]) -> bool:
     """Whether a gold result says something: at most 40 rows, the first not all NULL, no lone zero."""
-    return bool(rows) and len(rows) <= 40 and any(value is not None for value in rows[0]) and rows != [(0,)]
+    return 0 < len(rows) <= 40 and any(value is not None for value in rows[0]) and rows != [(0,)]
 
 
-def _tie(connection: sqlite3.Connection, query: Query, database: ToyDatabase) -> bool:
+def _tie(connection: sqlite3.Connection, query: Query, database: Database) -> bool:
     """Whether LIMIT 1 would pick one of several equal firsts, so that the answer is arbitrary."""
     if not query.limit:
         return False
     two = replace(query, select=(*query.select, query.order[:2]), limit=2)
-    rows = _answer(connection, render(two, database)) or []
+    rows = connection.execute(render(two, database)).fetchall()
     return len(rows) == 2 and rows[0][-1] == rows[1][-1]
 
 
 def make_dialogue(
-    database: ToyDatabase, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
+    database: Database, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
 ) -> tuple[list[dict], list[list[dict]]]:
     """The turns of one dialogue, and for each the mistakes ({kind, query}) that change the answer.
 
@@ -92,7 +90,7 @@ def make_dialogue(
         except CannotAsk:
             continue
         gold = render(query, database)
-        rows = _answer(connection, gold)
+        rows = connection.execute(gold).fetchall()
         if not _useful(rows) or rows == before or _tie(connection, query, database):
             continue
         question = said(question)
@@ -105,26 +103,34 @@ def make_dialogue(
 
 
 def _write_databases(
-    folder: Path, split: str, whose: str, databases: int, dialogues_each: int, seed: int
-) -> Iterator[tuple[dict, list[dict], list[list[dict]]]]:
-    """Write the databases of one part of a split; gives each dialogue with its tables entry and mistakes."""
+    folder: Path, split: str, whose: str, seed: int
+) -> Iterator[tuple[dict, list[tuple[list[dict], list[list[dict]]]]]]:
+    """Write the databases of one part of a split; gives each one's tables entry and what is asked of it."""
+    databases, dialogues_each = SPLITS[split][whose]
     rng = random.Random(f"{seed}/{split}/{whose}")
-    inventor = words.Inventor(rng)
+    inventor = Inventor(rng)
     said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
-    themes = list(words.themes(whose == "unseen").items())
+    named = list(themes(whose == "unseen").items())
     for number in range(databases):
-        theme, entities = themes[number % len(themes)]
+        theme, entities = named[number % len(named)]
         db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
         if whose == "invented":
             entities = inventor.theme(entities)
-        database = make_database(db_id, entities, rng)
+        database = make_database(entities, rng)
         path = folder / "database" / db_id / f"{db_id}.sqlite"
         path.parent.mkdir(parents=True)
-        write_sqlite(database, path)
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-        for _ in range(dialogues_each):
-            yield tables_entry(database), *make_dialogue(database, connection, rng, said)
+        connection = write_sqlite(database, path)
+        asked = [make_dialogue(database, connection, rng, said) for _ in range(dialogues_each)]
+        yield tables_entry(db_id, database), [(turns, wrong) for turns, wrong in asked if turns]
         connection.close()
+
+
+def _record(db_id: str, turns: list[dict], single: bool) -> dict:
+    """A dialogue in SParC's format, or its first question in Spider's."""
+    if single:
+        return {"db_id": db_id, "question": turns[0]["utterance"], "query": turns[0]["query"]}
+    last = {key: turns[-1][key] for key in ("utterance", "query")}
+    return {"database_id": db_id, "interaction": turns, "final": last}
 
 
 def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
@@ -135,27 +141,21 @@ def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
-    entries: dict[str, dict] = {}
+    entries = []
     with folder_atomically(folder) as partial:
         for split, parts in SPLITS.items():
             dialogues, wrong = [], []
-            made = (_write_databases(partial, split, whose, *sizes, seed) for whose, sizes in parts.items())
-            for entry, turns, found in chain.from_iterable(made):
-                db_id = entry["db_id"]
-                entries[db_id] = entry
-                if single and turns:
-                    first = {"question": turns[0]["utterance"], "query": turns[0]["query"]}
-                    dialogues.append({"db_id": db_id, **first})
-                elif turns:
-                    last = {key: turns[-1][key] for key in ("utterance", "query")}
-                    dialogues.append({"database_id": db_id, "interaction": turns, "final": last})
-                if turns:
+            made = (_write_databases(partial, split, whose, seed) for whose in parts)
+            for entry, asked in chain.from_iterable(made):
+                entries.append(entry)
+                for turns, found in asked:
+                    dialogues.append(_record(entry["db_id"], turns, single))
                     wrong.append(found[:1] if single else found)
             name = "train_spider.json" if single and split == "train" else f"{split}.json"
             (partial / name).write_text(json.dumps(dialogues, indent=1))
             if split == "train":
                 (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
-        (partial / "tables.json").write_text(json.dumps(list(entries.values()), indent=1))
+        (partial / "tables.json").write_text(json.dumps(entries, indent=1))
 
 
 def main() -> None:
@@ -163,11 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--single", action="store_true", help="the first question of each dialogue alone, in Spider's format"
-    )
-    arguments = parser.parse_args()
-    write_benchmark(arguments.folder, arguments.seed, arguments.single)
+    single = "the first question of each dialogue alone, in Spider's format"
+    parser.add_argument("--single", action="store_true", help=single)
+    write_benchmark(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

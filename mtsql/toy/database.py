@@ -11,13 +11,19 @@ import sqlite3
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from mtsql.toy import words
+from mtsql.toy.words import ColumnWords, EntityWords
 
-# The share of columns whose name is drawn from all that they can have, most not the question's word.
-RENAMED = 0.1
+RENAMED = (
+    0.1  # share of columns whose name is drawn from all that they can have, most not the question's word
+)
 NUMBERS = ("amount", "year")  # forms of columns, see `mtsql.toy.words`
-CATEGORIES = ("proper", "common")  # whose values repeat, so that questions can ask for one of them
+CATEGORIES = {  # forms whose values repeat, so that questions can ask for one: how they are stored, at random
+    "proper": ("title", "title", "lower", "lower"),
+    "common": (*("title", "lower") * 4, "code"),
+}
+STORED = {"title": str.capitalize, "lower": str.lower, "code": lambda word: word[0].upper()}
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Column:
 
     `phrase` is what questions call it, `other_names` are names that it could have had. `kind` and `form` are
     those of `mtsql.toy.words`; a key's form is "key". `style` says how values are stored: "title", "lower",
-    "code", or "" where they are as they are (names, numbers).
+    "code", or "" where they are as they are (names, numbers). `values` are those of its rows as people write
+    them.
     """
 
     table: str
@@ -36,6 +43,12 @@ class Column:
     kind: str = ""
     form: str = "key"
     style: str = ""
+    values: tuple = ()
+
+    @property
+    def distinct(self) -> list:
+        """Its values, each once."""
+        return list(dict.fromkeys(self.values))
 
     @property
     def plural(self) -> str:
@@ -51,17 +64,16 @@ class Column:
         """Its phrase behind the article."""
         return ("an " if self.phrase[0] in "aei" else "a ") + self.phrase
 
-    def stored(self, word: str, style: str | None = None) -> str:
-        """The form in which the database stores `word`, by the column's style or the given one."""
-        forms = {"lower": word.lower(), "code": word[0].upper(), "title": word.capitalize()}
-        return forms.get(self.style if style is None else style, word)
+    def stored(self, value: int | str) -> int | str:
+        """The form in which the database stores a value."""
+        return STORED[self.style](value) if self.style else value
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its key column, its own columns, and its foreign key (column, parent table) or None.
+    """A table: its key column, its own columns, and the column `link` that points to `parent`, if any.
 
-    `person` says whether questions call its entities "who".
+    `person` says whether questions call its entities "who". `rows` are in the order key, columns, link.
     """
 
     name: str
@@ -70,46 +82,36 @@ class Table:
     person: bool
     key: str
     columns: tuple[Column, ...]
-    foreign_key: tuple[str, str] | None
+    parent: Table | None
+    link: str
+    rows: list[tuple]
 
     @property
     def label(self) -> Column:
         """The column that names an entity; its values are unique."""
         return self.columns[0]
 
+    @property
+    def fields(self) -> list[tuple[str, str, str]]:
+        """(name, phrase, type) of every column in order, keys included."""
+        fields = [(self.key, f"{self.singular} id", "number")]
+        fields += [(c.name, c.phrase, "number" if c.form in NUMBERS else "text") for c in self.columns]
+        return fields + ([(self.link, f"{self.parent.singular} id", "number")] if self.parent else [])
+
+    @property
+    def its(self) -> str:
+        """The possessive for one of its entities."""
+        return "their" if self.person else "its"
+
     def of(self, forms: Collection[str], avoid: Collection[Column] = ()) -> list[Column]:
         """The columns of these forms, or of any, but for those of `avoid`."""
         return [c for c in self.columns if (not forms or c.form in forms) and c not in avoid]
 
 
-@dataclass(frozen=True)
-class ToyDatabase:
-    """A schema and its rows.
-
-    `rows[table]` are tuples in the order key, columns, foreign key. `words_of` has the values of each
-    category column as people write them.
-    """
-
-    db_id: str
-    tables: dict[str, Table]
-    rows: dict[str, list[tuple]]
-    words_of: dict[Column, tuple[str, ...]]
-
-    def parent(self, table: str) -> Table | None:
-        """The table that the foreign key of `table` points to, None without one."""
-        link = self.tables[table].foreign_key
-        return self.tables[link[1]] if link else None
-
-    def fields(self, table: Table) -> list[tuple[str, str, str]]:
-        """(name, phrase, type) of every column of a table in order, keys included."""
-        columns = [(table.key, f"{table.singular} id", "number")]
-        columns += [(c.name, c.phrase, "number" if c.form in NUMBERS else "text") for c in table.columns]
-        if table.foreign_key:
-            columns.append((table.foreign_key[0], f"{self.parent(table.name).singular} id", "number"))
-        return columns
+Database: TypeAlias = dict[str, Table]  # by name, parents before children
 
 
-def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
+def _values(column: ColumnWords, count: int, rng: random.Random) -> list:
     """`count` values of a column, in the words people use; labels are unique."""
     if column.bounds:
         return [rng.randint(*column.bounds) for _ in range(count)]
@@ -119,11 +121,11 @@ def _values(column: words.ColumnWords, count: int, rng: random.Random) -> list:
     return [rng.choice(pool) for _ in range(count)]
 
 
-def make_database(db_id: str, entities: Sequence[words.EntityWords], rng: random.Random) -> ToyDatabase:
+def make_database(entities: Sequence[EntityWords], rng: random.Random) -> Database:
     """Draw a database: some linked entities of a theme, their columns, names, forms of values, and rows."""
     count = rng.choice((2, 2, 2, 2, 2, 2, 3, 3, 3, 4))
-    chosen = [rng.choice([e for e in entities if e.parent])]
-    chosen.insert(0, next(e for e in entities if e.singular == chosen[0].parent))
+    child = rng.choice([e for e in entities if e.parent])
+    chosen = [next(e for e in entities if e.singular == child.parent), child]
     while len(chosen) < count:
         linked = ({e.singular for e in chosen} | {e.parent for e in chosen}) - {None}
         near = [e for e in entities if e not in chosen and linked & {e.singular, e.parent}]
@@ -132,80 +134,66 @@ def make_database(db_id: str, entities: Sequence[words.EntityWords], rng: random
         chosen.append(rng.choice(near))
     chosen.sort(key=entities.index)
     plural, capital, long_key = rng.random() < 0.35, rng.random() < 0.25, rng.random() < 0.3
+    sizes = [rng.randint(10, 16) if e.parent else rng.randint(4, 7) for e in chosen]
 
     def cased(name: str) -> str:
         return name.capitalize() if capital else name
 
-    table_names = {e.singular: cased(e.plural if plural else e.singular) for e in chosen}
-    sizes = {e.singular: rng.randint(4, 7) if not e.parent else rng.randint(10, 16) for e in chosen}
-    tables, rows, words_of = {}, {}, {}
-    for entity in chosen:
-        table = table_names[entity.singular]
+    tables: Database = {}  # by singular
+    for entity, size in zip(chosen, sizes, strict=True):
+        name = cased(entity.plural if plural else entity.singular)
         label, *others = entity.columns
         kept = rng.sample(others, rng.randint(min(3, len(others)), len(others)))
-        columns, values = [], []
+        columns, cells = [], [range(1, size + 1)]
         for spec in (label, *sorted(kept, key=others.index)):
-            name = rng.choice(spec.names) if rng.random() < RENAMED else spec.names[0]
-            other_names = [n for n in (*spec.names, spec.phrases[0]) if n != name and " " not in n]
-            phrase, category = rng.choice(spec.phrases), spec.form in CATEGORIES
-            styles = ("title", "title", "lower", "lower")
-            if spec.form == "common":
-                styles = (*("title", "lower") * 4, "code")
-            style = rng.choice(styles) if category else ""
-            column = Column(
-                table, cased(name), tuple(map(cased, other_names)), phrase, spec.kind, spec.form, style
-            )
-            drawn = _values(spec, sizes[entity.singular], rng)
-            if category:
-                words_of[column] = tuple(dict.fromkeys(drawn))
-                drawn = [column.stored(word) for word in drawn]
-                if style != "code" and rng.random() < 0.8:
-                    drawn[0] = None
-            columns.append(column)
-            values.append(drawn)
-        link = None
-        if entity.parent in table_names:
-            link = (cased(f"{entity.parent}_id"), table_names[entity.parent])
-            # Parents at the end of the list are left without children, so that NOT IN finds some.
-            values.append([rng.randint(1, sizes[entity.parent] - 1) for _ in values[0]])
-        rows[table] = [(i + 1, *row) for i, row in enumerate(zip(*values, strict=True))]
-        key = cased(f"{entity.singular}_id" if long_key else "id")
-        names = (table, entity.singular, entity.plural)
-        tables[table] = Table(*names, entity.person, key, tuple(columns), link)
-    return ToyDatabase(db_id, tables, rows, words_of)
+            called = rng.choice(spec.names) if rng.random() < RENAMED else spec.names[0]
+            other_names = (n for n in (*spec.names, spec.phrases[0]) if n != called and " " not in n)
+            phrase = rng.choice(spec.phrases)
+            style = rng.choice(CATEGORIES[spec.form]) if spec.form in CATEGORIES else ""
+            values = tuple(_values(spec, size, rng))
+            words = (tuple(map(cased, other_names)), phrase, spec.kind, spec.form)
+            columns.append(Column(name, cased(called), *words, style, values))
+            cells.append([columns[-1].stored(value) for value in values])
+            if style in ("title", "lower") and rng.random() < 0.8:
+                cells[-1][0] = None
+        parent = tables.get(entity.parent)
+        if parent:  # parents at the end of the list are left without children, so that NOT IN finds some
+            cells.append([rng.randint(1, len(parent.rows) - 1) for _ in range(size)])
+        key, link = cased(f"{entity.singular}_id" if long_key else "id"), cased(f"{entity.parent}_id")
+        names = (name, entity.singular, entity.plural, entity.person, key)
+        tables[entity.singular] = Table(*names, tuple(columns), parent, link, list(zip(*cells, strict=True)))
+    return {table.name: table for table in tables.values()}
 
 
-def write_sqlite(database: ToyDatabase, path: Path) -> None:
-    """Write tables, keys and rows to `path`, a new SQLite file."""
+def write_sqlite(database: Database, path: Path) -> sqlite3.Connection:
+    """Write tables, keys and rows to `path`, a new SQLite file; returns the connection."""
     connection = sqlite3.connect(path)
-    for table in database.tables.values():
-        fields = database.fields(table)
-        lines = [f"{name} {'integer' if kind == 'number' else 'text'}" for name, _, kind in fields]
+    for table in database.values():
+        lines = [f"{name} {'integer' if kind == 'number' else 'text'}" for name, _, kind in table.fields]
         lines.append(f"primary key ({table.key})")
-        if table.foreign_key:
-            column, parent = table.foreign_key
-            lines.append(f"foreign key ({column}) references {parent}({database.tables[parent].key})")
+        if table.parent:
+            lines.append(f"foreign key ({table.link}) references {table.parent.name}({table.parent.key})")
         connection.execute(f"create table {table.name} ({', '.join(lines)})")
-        places = ", ".join("?" * len(fields))
-        connection.executemany(f"insert into {table.name} values ({places})", database.rows[table.name])
+        places = ", ".join("?" * len(table.fields))
+        connection.executemany(f"insert into {table.name} values ({places})", table.rows)
     connection.commit()
-    connection.close()
+    return connection
 
 
-def tables_entry(database: ToyDatabase) -> dict:
+def tables_entry(db_id: str, database: Database) -> dict:
     """The database's entry in Spider's tables.json format."""
-    tables = list(database.tables.values())
-    fields = [(-1, "*", "*", "text"), *((i, *f) for i, t in enumerate(tables) for f in database.fields(t))]
+    tables = list(database.values())
+    fields = [(-1, "*", "*", "text"), *((i, *field) for i, t in enumerate(tables) for field in t.fields)]
     places = [place for place, *_ in fields]
     keys = {table.name: places.index(i) for i, table in enumerate(tables)}  # the first field of each
-    linked = [(keys[t.name] + len(t.columns) + 1, t.foreign_key[1]) for t in tables if t.foreign_key]
+    links = [[keys[t.name] + len(t.columns) + 1, keys[t.parent.name]] for t in tables if t.parent]
     return {
-        "db_id": database.db_id,
+        "db_id": db_id,
         "table_names": [t.singular for t in tables],
-        "table_names_original": list(database.tables),
+        "table_names_original": list(database),
         "column_names": [[place, phrase] for place, _, phrase, _ in fields],
         "column_names_original": [[place, name] for place, name, *_ in fields],
         "column_types": [kind for *_, kind in fields],
         "primary_keys": list(keys.values()),
-        "foreign_keys": [[column, keys[parent]] for column, parent in linked],
+        "foreign_keys": links,
     }

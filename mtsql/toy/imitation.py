@@ -13,8 +13,9 @@ and beside the rest, come exercises on random words.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,7 +34,7 @@ from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
 from mtsql.learn import checkpoint as checkpoints
 from mtsql.learn.batches import group_micro_batches
-from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
+from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import restore_policy, save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
@@ -49,6 +50,7 @@ EXERCISE = 32  # random tokens in an exercise
 DATABASES = {"answers": 2, "agent": 1}  # databases in each step of a phase
 MATRIX_RATE, LEARNING_RATE = 0.025, 4e-3  # peaks of the schedule: matrices, Muon; all else, AdamW
 MICRO_BATCH_POSITIONS = 2500
+FREE = ("out", "resume")  # options that may change when a run is resumed
 SAVE_EVERY = 250  # optimizer steps between checkpoints
 
 
@@ -66,7 +68,7 @@ class ImitationConfig(Common):
     questions_per_database: int = option(8, "training questions over each database of a step")
     skips_execution: float = option(0.65, "how often the agent does not run a query without conditions")
     skips_memory: float = option(0.55, "how often it does not ask the memory")
-    further_recipes: str = option("", "recipes beside --recipe whose formats it learns too: skyrl_sql,...")
+    all_recipes: bool = option(False, "learn the formats of all papers' recipes, not of --recipe alone")
     hidden: int = option(192, "hidden size of the model")
     layers: int = option(4, "layers of the model")
     resume: bool = option(False, "go on from the newest checkpoint in --out, if one is there")
@@ -121,12 +123,9 @@ def by_database(asked: Sequence[Example], size: int, rng: random.Random) -> list
     return rng.sample(chunks, len(chunks))
 
 
-def recipes_of(config: ImitationConfig) -> list[str]:
-    """--recipe and --further-recipes. Raises UserError for an unknown one."""
-    names = [config.recipe, *filter(None, config.further_recipes.split(","))]
-    for name in set(names) - set(RECIPES):
-        raise UserError(f"--further-recipes {name} is unknown; choose from {', '.join(RECIPES)}, with commas")
-    return names
+def recipes_of(config: ImitationConfig) -> Sequence[str]:
+    """The recipes whose formats the model learns."""
+    return RECIPES if config.all_recipes else (config.recipe,)
 
 
 def make_tokenizer(config: ImitationConfig, dataset: Dataset) -> PreTrainedTokenizerFast:
@@ -139,11 +138,24 @@ def make_tokenizer(config: ImitationConfig, dataset: Dataset) -> PreTrainedToken
     for example in examples(dataset.dialogues):
         texts += [example.question, example.gold_sql, WORDING]
     tags: list[str] = []
-    for name in recipes_of(config):
-        if name != RECIPES[0]:
-            recipe = load_recipe(name).make_recipe(prompt_options(config))
-            tags += [*recipe.call("QUERY").split("QUERY"), *recipe.answer("QUERY").split("QUERY")]
+    for name in (name for name in recipes_of(config) if name != RECIPES[0]):
+        recipe = load_recipe(name).make_recipe(prompt_options(config))
+        tags += [*recipe.call("QUERY").split("QUERY"), *recipe.answer("QUERY").split("QUERY")]
     return train_tokenizer(texts, VOCABULARY, list(dict.fromkeys(tags)))
+
+
+def make_environments(
+    config: ImitationConfig, dataset: Dataset, tokens: ChatTokens
+) -> list[dict[str, Environment]]:
+    """Each recipe's environments by set of tools; one beside --recipe has its paper's number of turns."""
+    environments = []
+    for name in recipes_of(config):
+        played = replace(config, recipe=name)
+        if name != config.recipe:
+            turns = from_toml(Path("configs") / f"{name}.toml", ImitationConfig)["max_interactions"]
+            played = replace(played, max_interactions=turns)
+        environments.append({tools: make_environment(played, dataset, tokens, tools) for tools in TOOL_SETS})
+    return environments
 
 
 def training_groups(
@@ -153,13 +165,7 @@ def training_groups(
 
     The phases are "copying", "answers" and "agent"; the groups of the latter two are of one database each.
     """
-    environments = []  # of each recipe, by the set of tools
-    for name in recipes_of(config):
-        played = replace(config, recipe=name)
-        if name != config.recipe:
-            turns = from_toml(Path("configs") / f"{name}.toml", ImitationConfig)["max_interactions"]
-            played = replace(played, max_interactions=turns)
-        environments.append({tools: make_environment(played, dataset, tokens, tools) for tools in TOOL_SETS})
+    environments = make_environments(config, dataset, tokens)
     dialogues = enumerate(read_json(Path(config.data[0]) / "scripted_mistakes.json"))
     wrong = {f"{i:05d}/{turn}": found for i, turns in dialogues for turn, found in enumerate(turns)}
     habits = scripted_agent.Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
@@ -171,24 +177,20 @@ def training_groups(
     def repairs(count: int) -> list[list[Trajectory]]:
         return [[scripted_agent.repair_exercise(tokens, words, EXERCISE, rng)] for _ in range(count)]
 
-    def shown(phase: str, example: Example, played: Mapping[str, Environment]) -> list[Trajectory]:
-        if phase == "agent":
-            return scripted_agent.demonstrations(played, example, wrong[example.id], habits, rng)
-        (episode,) = played["none"].episodes(example, [0])
-        return [scripted_agent.demonstrate(episode, wrong[example.id], habits, rng)]
-
     for _ in range(config.copying_steps):
         copying = [[scripted_agent.copying_exercise(copyable, EXERCISE, rng)] for _ in range(8)]
         yield "copying", copying + repairs(8)
     asked, order = examples(dataset.dialogues), []
     for phase, steps in (("answers", config.answer_steps), ("agent", config.agent_steps)):
+        show = scripted_agent.direct_answer if phase == "answers" else scripted_agent.demonstrations
         for _ in range(steps):
             if len(order) < DATABASES[phase]:
                 order += by_database(asked, config.questions_per_database, rng)
-            groups, chunks, order = [], order[: DATABASES[phase]], order[DATABASES[phase] :]
-            for chunk in chunks:
+            groups = []
+            for _ in range(DATABASES[phase]):
                 played = environments[0] if len(environments) == 1 else rng.choice(environments)
-                groups.append([trajectory for e in chunk for trajectory in shown(phase, e, played)])
+                shown = (show(played, e, wrong[e.id], habits, rng) for e in order.pop(0))
+                groups.append(list(chain.from_iterable(shown)))
             yield phase, groups + repairs(config.repair_exercises)
 
 
@@ -196,25 +198,22 @@ def rate_at(config: ImitationConfig, step: int) -> float:
     """Learning rate as a share of its peak: warm-up while copying, half of a cosine for each phase then."""
     if step < config.copying_steps:
         return min(1.0, (step + 1) / 40)
+    answers, agent = config.answer_steps, config.agent_steps
     step -= config.copying_steps
-    if step < config.answer_steps:
-        return cosine_rate(1.0, 0.5 * step / config.answer_steps, warmup=0.0)
-    return cosine_rate(1.0, 0.5 + 0.5 * (step - config.answer_steps) / config.agent_steps, warmup=0.0)
+    phases = step / answers if step < answers else 1 + (step - answers) / agent
+    return cosine_rate(1.0, phases / 2, warmup=0.0)
 
 
 def take_step(model: PreTrainedModel, optimizers: Sequence, rate: float, phase: str, groups: list) -> float:
     """One step of both optimizers on a step's trajectories; the mean loss a token."""
-    trained_tokens = sum(sum(t.loss_mask) for group in groups for t in group)
+    trained_tokens = sum(t.trained_length for group in groups for t in group)
     for optimizer, peak in zip(optimizers, (MATRIX_RATE, LEARNING_RATE), strict=True):
         set_learning_rate(optimizer, peak * rate)
         optimizer.zero_grad()
     total = 0.0
     for micro_batch in group_micro_batches(groups, MICRO_BATCH_POSITIONS):
-        if phase == "copying":
-            token_batch = row_batch([t for group in micro_batch for t in group], model.device)
-        else:
-            token_batch = shared_prompt_batch(micro_batch, model.device)
-        logprobs, _ = token_logprobs(model, token_batch)
+        layout = "rows" if phase == "copying" else "shared"  # random tokens share no prompt
+        logprobs, _ = token_logprobs(model, token_batch(micro_batch, layout, model.device))
         loss = sft_loss(logprobs, trained_tokens)
         loss.backward()
         total += loss.item()
@@ -231,14 +230,11 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(pick_device())
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizers, taken = make_optimizers(model), 0
-    fixed = {n: str(v) for n, v in asdict(config).items() if n not in ("out", "resume")}
+    fixed = {f"--{n.replace('_', '-')}": str(v) for n, v in asdict(config).items() if n not in FREE}
     if checkpoint:
         taken, before, states = checkpoints.load_training_state(checkpoint)
-        words = [
-            f"--{n.replace('_', '-')} was {v}, is now {fixed[n]}" for n, v in before.items() if fixed[n] != v
-        ]
-        if words:
-            raise UserError(f"{out} goes on with the same options only: {'; '.join(words)}")
+        if changed := [f"{n} was {before[n]}, is now {v}" for n, v in fixed.items() if before[n] != v]:
+            raise UserError(f"{out} goes on with the same options only: {'; '.join(changed)}")
         restore_policy(model, checkpoint / "policy", "float32")
         for i, optimizer in enumerate(optimizers):
             optimizer.load_state_dict(states[str(i)])

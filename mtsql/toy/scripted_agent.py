@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from mtsql.agent.env import Environment, Episode
 from mtsql.agent.tokens import ChatTokens
@@ -60,10 +61,9 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
         episode.step(ids, [0.0] * len(ids), stop=Stop.END_OF_TURN)
 
     verdicts = ""
-    executed = EXEC_SQL not in tools
-    executed = (" WHERE " not in sql and rng.random() < habits.skips_execution) or executed
-    recalled = rng.random() < habits.skips_memory
-    recalled = recalled or not (recipe.verifies and MEMORY_RETRIEVE in tools and episode.example.history)
+    has_memory = recipe.verifies and MEMORY_RETRIEVE in tools and episode.example.history
+    executed = (" WHERE " not in sql and rng.random() < habits.skips_execution) or EXEC_SQL not in tools
+    recalled = rng.random() < habits.skips_memory or not has_memory
     while True:
         if (executed and recalled) or episode.trajectory.interactions == episode.limits.max_interactions:
             say(verdicts + recipe.answer(sql))
@@ -110,12 +110,18 @@ def repair_lesson(
     return [replace(shown, segments=[*segments, replace(repair, loss_mask=loss_mask)])]
 
 
+Played: TypeAlias = Mapping[str, Environment]  # a recipe's environments by set of tools
+
+
+def direct_answer(
+    played: Played, example: Example, wrong: list[dict], habits: Habits, rng: random.Random
+) -> list[Trajectory]:
+    """What one question gives to the phase without tools."""
+    return [demonstrate(played["none"].episodes(example, [0])[0], wrong, habits, rng)]
+
+
 def demonstrations(
-    played: Mapping[str, Environment],
-    example: Example,
-    wrong: list[dict],
-    habits: Habits,
-    rng: random.Random,
+    played: Played, example: Example, wrong: list[dict], habits: Habits, rng: random.Random
 ) -> list[Trajectory]:
     """What one question gives to the last phase, by the set of tools.
 

@@ -32,17 +32,14 @@ LENGTHS = range(4, 10)  # letters of an invented word
 POOL, LABELS = 12, 24  # values of an invented list; of one that names entities, of which a table has up to 16
 
 
-def _pools(source: dict, titles: str) -> dict[str, tuple[str, Sequence[str]]]:
+def _pools(source: dict) -> dict[str, tuple[str, Sequence[str]]]:
     """The lists of values in a file: kind -> form and values. A title is two words."""
-    pools = {
-        titles: ("label", [*map(" ".join, product(source["titles"]["first"], source["titles"]["second"]))])
-    }
-    for section, form in (("labels", "label"), ("proper", "proper"), ("common", "common")):
-        pools |= {kind: (form, values) for kind, values in source[section].items()}
-    return pools
+    titles = {kind: [*map(" ".join, product(*words.values()))] for kind, words in source["titles"].items()}
+    lists = {"label": source["labels"] | titles, "proper": source["proper"], "common": source["common"]}
+    return {kind: (form, values) for form, pools in lists.items() for kind, values in pools.items()}
 
 
-_POOLS = _pools(_KNOWN, "title") | _pools(_UNSEEN, "title_unseen")
+_POOLS = _pools(_KNOWN) | _pools(_UNSEEN)
 
 
 @dataclass(frozen=True)
@@ -137,12 +134,12 @@ class Inventor:
         for entity in entities:
             renamed[entity.plural] = rename(entity.singular) + "s"
         return [
-            EntityWords(
-                rename(entity.singular),
-                rename(entity.plural),
+            replace(
+                entity,
+                singular=rename(entity.singular),
+                plural=rename(entity.plural),
                 parent=entity.parent and rename(entity.parent),
                 columns=tuple(map(column, entity.columns)),
-                person=entity.person,
             )
             for entity in entities
         ]

@@ -18,6 +18,8 @@ IMITATE, COUNT = ("-m", "mtsql.toy.imitation"), ("-m", "mtsql.extras.curriculum"
 DONE = {SFT: "policy", GRPO: "policy", COUNT: "counts.jsonl", IMITATE: "run.json"}
 BASE = "base"  # not a training: the model that the suite begins with, given or what `imitation` makes
 NO_TOOLS, PREDICTED = ("--tools", "none"), ("--history", "predicted")
+TOY_BENCHMARK = ("-m", "mtsql.toy.benchmark", "{data}", "--seed", "1")  # whose train models/toy have seen
+TOY_SETS = {split: ("--data", "{data}", "--split", split) for split in ("test", "test_themes")}
 OUTCOME, PROCESS = ("--rewards", "outcome"), ("--rewards", "process")
 
 
@@ -160,11 +162,39 @@ def authors_suite(title: str, config: str, sets: Mapping[str, Options], gold: in
     return Suite(title, config, ("--data", "{data}"), sets, trainings, arms, pairs, once=(BASE,))
 
 
+def quick_suite() -> Suite:
+    """The recipe in small: one round of Algorithm 1, then GRPO with both kinds of rewards, no curriculum."""
+    known = ("test",)
+    arms = {
+        "imitation": Arm("untrained, both tools", BASE, (), known),
+        "short_horizon": Arm("untrained, no tools", BASE, NO_TOOLS),
+        "warm_start": Arm("warm start", "sft"),
+        "rl": Arm("after RL", "grpo"),
+        "rl_no_execution": Arm("after RL, EXECUTE taken away", "grpo", ("--tools", "no_execution"), known),
+        "rl_no_memory": Arm("after RL, MEMORY-VERIFY taken away", "grpo", ("--tools", "no_memory"), known),
+    }
+    pairs = (
+        ("RL beside its warm start", "rl", "warm_start"),
+        ("the recipe beside the model without tools", "rl", "short_horizon"),
+        ("EXECUTE", "rl", "rl_no_execution"),
+        ("MEMORY-VERIFY", "rl", "rl_no_memory"),
+    )
+    return Suite(
+        "The recipe in small on the embedded benchmark",
+        "configs/toy.toml",
+        ("--data", "{data}"),
+        TOY_SETS,
+        {"imitation": Training(IMITATE), "sft": Training(SFT), "grpo": Training(GRPO, "sft")},
+        arms,
+        pairs,
+        benchmark=TOY_BENCHMARK,
+    )
+
+
 def toy_suite() -> Suite:
     """MTSQL-R1's arms on the embedded benchmark, with models of half and twice its layers in seed 0."""
-    sets = {split: ("--data", "{data}", "--split", split) for split in ("test", "test_themes")}
     suite = authors_suite(
-        "MTSQL-R1's arms on the embedded benchmark", "configs/toy_suite.toml", sets, 1500, ("90", "60")
+        "MTSQL-R1's arms on the embedded benchmark", "configs/toy_suite.toml", TOY_SETS, 1500, ("90", "60")
     )
     gold = suite.trainings["short_sft"].options
     trainings, arms, once = {"imitation": Training(IMITATE), **suite.trainings}, dict(suite.arms), []
@@ -182,9 +212,8 @@ def toy_suite() -> Suite:
         for arm in ("base", "short_sft", "round_3", "rl_process"):
             like = suite.arms[arm]
             arms[of + arm] = Arm(f"{layers} layers: {like.what}", of + arm, like.options)
-    making = ("-m", "mtsql.toy.benchmark", "{data}", "--seed", "1")  # of which models/toy have seen train
     return suite._replace(
-        trainings=trainings, arms=arms, seeds=tuple(range(5)), once=tuple(once), benchmark=making
+        trainings=trainings, arms=arms, seeds=tuple(range(5)), once=tuple(once), benchmark=TOY_BENCHMARK
     )
 
 
@@ -196,7 +225,7 @@ def recipes_suite() -> Suite:
     """
     single = (*NO_TOOLS, "--max-interactions", "0")
     trainings = {
-        "imitation": Training(IMITATE, "", ("--further-recipes", ",".join(RECIPES[1:]))),
+        "imitation": Training(IMITATE, "", ("--all-recipes",)),
         "counts": Training(COUNT, BASE, ("--config", "configs/sql_trail.toml", "{config}")),
     }
     arms = {}
@@ -317,6 +346,7 @@ def dataset_suite(name: str, other: str) -> Suite:
 
 
 SUITES = {
+    "quick": quick_suite(),
     "toy": toy_suite(),
     "sparc": dataset_suite("sparc", "cosql"),
     "cosql": dataset_suite("cosql", "sparc"),
