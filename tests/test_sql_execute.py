@@ -19,8 +19,7 @@ import pytest
 from conftest import ROOT
 
 from mtsql.errors import UserError
-from mtsql.sql.compare import results_equal
-from mtsql.sql.execute import Executor, execution_match
+from mtsql.sql.execute import Executor, execution_match, results_equal
 from mtsql.sql.structure import SqlSchema
 
 ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT max(x) FROM r"

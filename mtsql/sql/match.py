@@ -1,4 +1,4 @@
-"""Exact set match (EM) as the official evaluation defines it, its ten components, and strict string match.
+"""Verdicts on structures of the official grammar: exact set match (EM), its components, hardness.
 
 Source: taoyds/test-suite-sql-eval, evaluation.py.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mtsql.sql.parse import Mode, parse_sql
-from mtsql.sql.structure import COMPARISONS, SET_OPERATORS, SqlParseError, SqlSchema, cached, split_conditions
+from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
+from mtsql.sql.structure import SqlParseError, SqlSchema, cached
 
+LIKE = COMPARISONS.index("like")
 COMPONENTS = (
     "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
     "IUEN", "keywords",
@@ -39,7 +40,7 @@ def exact_set_match(
     pred_sql: str | None,
     schema: SqlSchema,
     foreign_keys: dict[str, str],
-    mode: Mode = "official",
+    keep_limit: bool = False,
 ) -> bool:
     """Exact set match (EM): all components and the tables are equal; values and join keys are ignored.
 
@@ -47,11 +48,11 @@ def exact_set_match(
     query does not parse.
     """
     keys = tuple(foreign_keys.items())
-    gold = _normalised(gold_sql, schema, keys, mode)
+    gold = _normalised(gold_sql, schema, keys, keep_limit)
     if pred_sql is None:
         return False
     try:
-        pred = _normalised(pred_sql, schema, keys, mode)
+        pred = _normalised(pred_sql, schema, keys, keep_limit)
     except SqlParseError:
         return False
     return _exact(gold, pred)
@@ -98,13 +99,13 @@ def _both(
 
 @cached
 def _normalised(
-    sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], mode: Mode = "official"
+    sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], keep_limit: bool = False
 ) -> dict:
     """The structure of `sql` without values and DISTINCT, foreign keys replaced by their representatives.
 
     Only keys of tables in the outermost FROM are replaced.
     """
-    structure = parse_sql(sql, schema, mode)
+    structure = parse_sql(sql, schema, keep_limit)
     tables = {unit for kind, unit in structure["from"]["table_units"] if kind == "table_unit"}
     renamed = {column: key for column, key in foreign_keys if column.partition(".")[0] + "__" in tables}
     return _normalise(structure, renamed)
@@ -203,3 +204,62 @@ def _keywords(sql: dict) -> set[str]:
     if any(condition[0] for condition in conditions):
         words.add("not")
     return words
+
+
+def whole_clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
+    """The share of whole clauses that are equal, which the released reward of MTSQL-R1 calls F1.
+
+    Over the ten clauses of the structure that are not empty on both sides; values, DISTINCT and the
+    order of elements count. 0.0 if the prediction cannot be read. Raises SqlParseError if the gold
+    query cannot.
+    """
+    gold = parse_sql(gold_sql, schema, keep_limit=True)
+    if pred_sql is None:
+        return 0.0
+    try:
+        pred = parse_sql(pred_sql, schema, keep_limit=True)
+    except SqlParseError:
+        return 0.0
+    used = [clause for clause in gold if gold[clause] or pred[clause]]
+    return sum(gold[clause] == pred[clause] for clause in used) / len(used)
+
+
+def hardness(gold_sql: str, schema: SqlSchema) -> str:
+    """ "easy", "medium", "hard" or "extra". Raises SqlParseError if the query does not parse."""
+    sql = parse_sql(gold_sql, schema)
+    parts, nested, others = _counted_parts(sql), _nested(sql), _others(sql)
+    if parts <= 1 and others == 0 and nested == 0:
+        return "easy"
+    if nested == 0 and ((others <= 2 and parts <= 1) or (parts <= 2 and others < 2)):
+        return "medium"
+    if nested == 0 and ((others > 2 and parts <= 2) or (2 < parts <= 3 and others <= 2)):
+        return "hard"
+    if parts <= 1 and others == 0 and nested <= 1:
+        return "hard"
+    return "extra"
+
+
+def _counted_parts(sql: dict) -> int:
+    clauses = sum(bool(sql[clause]) for clause in ("where", "groupBy", "orderBy", "limit"))
+    joins = max(len(sql["from"]["table_units"]) - 1, 0)
+    conditions, connectors = split_conditions(sql)
+    likes = sum(condition[1] == LIKE for condition in conditions)
+    return clauses + joins + connectors.count("or") + likes
+
+
+def _nested(sql: dict) -> int:
+    conditions, _ = split_conditions(sql)
+    values = [value for condition in conditions for value in condition[3:5]]
+    return sum(isinstance(value, dict) for value in values) + sum(
+        sql[operator] is not None for operator in SET_OPERATORS
+    )
+
+
+def _others(sql: dict) -> int:
+    """How many of four lists are long. HAVING counts by its NOT flags and connectors (a known bug)."""
+    units = sql["select"][1] + sql["where"][::2] + sql["groupBy"] + sql["having"]
+    if sql["orderBy"]:
+        units = units + [u for unit in sql["orderBy"][1] for u in unit[1:] if u is not None]
+    aggregates = sum(unit[0] != NO_AGGREGATE for unit in units)
+    lists = (sql["select"][1], sql["where"], sql["groupBy"])
+    return (aggregates > 1) + sum(len(items) > 1 for items in lists)

@@ -9,11 +9,10 @@ from pathlib import Path
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
-from mtsql.sql.clauses import clause_f1, whole_clause_f1
+from mtsql.sql.clauses import clause_f1
 from mtsql.sql.execute import Executor, as_executed, as_scored, execution_match, set_match
-from mtsql.sql.hardness import hardness
-from mtsql.sql.match import exact_set_match, string_match
-from mtsql.sql.parse import Mode, parse_sql
+from mtsql.sql.grammar import parse_sql
+from mtsql.sql.match import exact_set_match, hardness, string_match, whole_clause_f1
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 FURTHER_METRICS = {
@@ -47,13 +46,13 @@ class Scorer:
             return set_match(executor, path, gold, predicted)
         return execution_match(executor, path, gold, predicted, self.kind == "keep_distinct")
 
-    def em(self, db_id: str, gold: str, predicted: str | None, mode: Mode = "official") -> bool:
-        """Exact set match: the official EM; in mode "authors" the numbers after nested LIMITs count.
+    def em(self, db_id: str, gold: str, predicted: str | None, keep_limit: bool = False) -> bool:
+        """Exact set match: the official EM; with `keep_limit` the numbers after nested LIMITs count.
 
         False for a gold SQL that the official grammar cannot read, as are most of BIRD's.
         """
         try:
-            return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id], mode)
+            return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id], keep_limit)
         except SqlParseError:
             return False
 

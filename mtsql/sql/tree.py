@@ -14,11 +14,9 @@ from sqlglot.dialects.sqlite import SQLite
 from sqlglot.tokens import Token, TokenType
 
 from mtsql.data.names import KEYWORDS, RESERVED, folded
-from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.structure import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
-MAX_CHARACTERS = 100_000
-TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
 MAX_COPIED_NODES = 10_000
 MAX_JOINED = 64  # by SQLite
 MAX_STEPS = 5_000  # of sqlglot from token to token, many times what a gold query takes
