@@ -143,11 +143,7 @@ def as_scored(sql: str, keep_distinct: bool) -> tuple[str, ...]:
 
 
 def execution_match(
-    executor: Executor,
-    db_path: str | Path,
-    gold_sql: str,
-    pred_sql: str | None,
-    keep_distinct: bool = False,
+    executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: str | None, keep_distinct: bool = False
 ) -> bool:
     """Execution match (EX) as the official evaluation defines it; R_EX in training.
 

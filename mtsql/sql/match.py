@@ -6,6 +6,7 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 
 from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
 from mtsql.sql.structure import SqlParseError, SqlSchema, cached
@@ -47,15 +48,7 @@ def exact_set_match(
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse.
     """
-    keys = tuple(foreign_keys.items())
-    gold = _normalised(gold_sql, schema, keys, keep_limit)
-    if pred_sql is None:
-        return False
-    try:
-        pred = _normalised(pred_sql, schema, keys, keep_limit)
-    except SqlParseError:
-        return False
-    return _exact(gold, pred)
+    return _exact(*_both(gold_sql, pred_sql, schema, foreign_keys, keep_limit))
 
 
 def partial_f1(
@@ -87,14 +80,19 @@ def partial_sizes(
 
 
 def _both(
-    gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
+    gold_sql: str,
+    pred_sql: str | None,
+    schema: SqlSchema,
+    foreign_keys: dict[str, str],
+    keep_limit: bool = False,
 ) -> tuple[dict, dict]:
+    """The normalised structures, that of an empty query for what is missing or does not parse."""
     keys = tuple(foreign_keys.items())
-    gold = _normalised(gold_sql, schema, keys)
-    try:
-        return gold, EMPTY if pred_sql is None else _normalised(pred_sql, schema, keys)
-    except SqlParseError:
-        return gold, EMPTY
+    gold, pred = _normalised(gold_sql, schema, keys, keep_limit), EMPTY
+    if pred_sql is not None:
+        with suppress(SqlParseError):
+            pred = _normalised(pred_sql, schema, keys, keep_limit)
+    return gold, pred
 
 
 @cached

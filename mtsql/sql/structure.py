@@ -13,7 +13,7 @@ from mtsql.errors import UserError
 
 MAX_CHARACTERS = 100_000
 TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
-MAX_KEPT_CHARACTERS = 4_000  # of a statement whose reading is kept: its tree takes much more
+MAX_KEPT = 4_000  # of a statement whose reading is kept: its tree takes much more
 
 
 class SqlParseError(ValueError):
@@ -60,7 +60,7 @@ def cached(read: Callable[..., dict]) -> Callable[..., dict]:
 
     @wraps(read)
     def reading(sql: str, *args: object, **named: object) -> dict:
-        return (kept if len(sql) <= MAX_KEPT_CHARACTERS else read)(sql, *args, **named)
+        return (kept if len(sql) <= MAX_KEPT else read)(sql, *args, **named)
 
     return reading
 
