@@ -6,12 +6,15 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
 from mtsql.sql.structure import SqlParseError, SqlSchema, cached
 
 LIKE = COMPARISONS.index("like")
+Reading: TypeAlias = Callable[[str], dict]
 COMPONENTS = (
     "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
     "IUEN", "keywords",
@@ -48,7 +51,7 @@ def exact_set_match(
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse.
     """
-    return _exact(*_both(gold_sql, pred_sql, schema, foreign_keys, keep_limit))
+    return _exact(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys, keep_limit)))
 
 
 def partial_f1(
@@ -59,7 +62,7 @@ def partial_f1(
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    equal = _equal_components(*_both(gold_sql, pred_sql, schema, foreign_keys))
+    equal = _equal_components(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
     return {name: float(same) for name, same in equal.items()}
 
 
@@ -71,7 +74,7 @@ def partial_sizes(
     The official table takes the accuracy over all questions with the component in the prediction, the
     recall over all questions with it in the gold query. Raises SqlParseError as `partial_f1`.
     """
-    gold, pred = map(_components, _both(gold_sql, pred_sql, schema, foreign_keys))
+    gold, pred = map(_components, _both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
     sizes = {name: (len(pred[name]), len(gold[name])) for name in COMPONENTS}
     # The official code swaps the two here, and counts one element where both agree, even on none.
     same_connectors = _same_items(gold["and/or"], pred["and/or"])
@@ -79,20 +82,20 @@ def partial_sizes(
     return sizes
 
 
-def _both(
-    gold_sql: str,
-    pred_sql: str | None,
-    schema: SqlSchema,
-    foreign_keys: dict[str, str],
-    keep_limit: bool = False,
-) -> tuple[dict, dict]:
-    """The normalised structures, that of an empty query for what is missing or does not parse."""
-    keys = tuple(foreign_keys.items())
-    gold, pred = _normalised(gold_sql, schema, keys, keep_limit), EMPTY
+def _both(gold_sql: str, pred_sql: str | None, read: Reading) -> tuple[dict, dict]:
+    """The two as they are read; an empty query for a prediction that is missing or does not parse."""
+    gold, pred = read(gold_sql), EMPTY
     if pred_sql is not None:
         with suppress(SqlParseError):
-            pred = _normalised(pred_sql, schema, keys, keep_limit)
+            pred = read(pred_sql)
     return gold, pred
+
+
+def _reader(
+    schema: SqlSchema, foreign_keys: dict[str, str], keep_limit: bool = False
+) -> Callable[[str], dict]:
+    keys = tuple(foreign_keys.items())
+    return lambda sql: _normalised(sql, schema, keys, keep_limit)
 
 
 @cached
@@ -211,13 +214,7 @@ def whole_clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> f
     order of elements count. 0.0 if the prediction cannot be read. Raises SqlParseError if the gold
     query cannot.
     """
-    gold = parse_sql(gold_sql, schema, keep_limit=True)
-    if pred_sql is None:
-        return 0.0
-    try:
-        pred = parse_sql(pred_sql, schema, keep_limit=True)
-    except SqlParseError:
-        return 0.0
+    gold, pred = _both(gold_sql, pred_sql, lambda sql: parse_sql(sql, schema, keep_limit=True))
     used = [clause for clause in gold if gold[clause] or pred[clause]]
     return sum(gold[clause] == pred[clause] for clause in used) / len(used)
 
