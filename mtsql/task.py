@@ -196,7 +196,7 @@ def load_split(config: Data, split: str) -> Dataset:
         (path, *further), tables, databases = split_files(config, split, i)
         if further:
             print(f"{path.parent}: {path.name} and {further[0].name} together")
-        first = sum(len(part.dialogues) + part.skipped for part in parts)
+        first = sum(len(part.dialogues) + part.missing.total() for part in parts)
         parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
     dataset = join_datasets(parts)
     for source, count in dataset.missing.items():

@@ -249,7 +249,7 @@ def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):
         '[{"database_id": "gone", "interaction": [{"utterance": "a", "query": "select 1"}]},'
         '{"database_id": "music", "interaction": [{"utterance": "a", "query": "select 1"}]}]'
     )
-    assert load_dataset(bad, tables, databases, allow_missing=True).skipped == 1
+    assert load_dataset(bad, tables, databases, allow_missing=True).missing.total() == 1
 
 
 def test_official_folder_layouts_are_found(tmp_path):

@@ -12,7 +12,7 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Tool, make_t
 from mtsql.agent.trajectory import ActionType, Status, Stop
 from mtsql.recipes.mtsql_r1 import next_action
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
-from mtsql.sql.text import same_query, single_quoted
+from mtsql.sql.text import same_query
 
 BOTH = make_tools("both")
 WIDE = Limits(max_prompt_tokens=20_000, max_response_tokens=40_000, max_tool_tokens=10_000)
@@ -351,19 +351,3 @@ def test_tool_call_is_json(tiny):
     text = tool_call(EXEC_SQL, 'SELECT "a"\nFROM t -- ü')
     inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     assert json.loads(inner)["arguments"]["code"] == 'SELECT "a"\nFROM t -- ü'
-
-
-@pytest.mark.parametrize(
-    ("sql", "written"),
-    [
-        ('SELECT a FROM t WHERE b = "x"', "SELECT a FROM t WHERE b = 'x'"),
-        ('SELECT "A", "t"."b" FROM "T"', 'SELECT "A", "t"."b" FROM "T"'),
-        ('WHERE b = "it\'s ""so"""', "WHERE b = 'it''s \"so\"'"),
-        ('WHERE b = \'say "x"\' -- "y"', 'WHERE b = \'say "x"\' -- "y"'),
-        ('WHERE b = "never closed', 'WHERE b = "never closed'),
-        ('WHERE b = ""', "WHERE b = ''"),
-        ('"', '"'),
-    ],
-)
-def test_single_quoted(sql, written):
-    assert single_quoted(sql, {"a", "b", "t"}) == written

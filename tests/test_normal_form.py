@@ -45,6 +45,15 @@ FILES += [SHARED / f"{name}.json" for name in ("sparc/dev", "cosql/dev", "spider
             "SELECT name FROM singer -- all\nWHERE id IN(SELECT max(id) FROM singer)",
             "SELECT name FROM singer WHERE id IN (SELECT max(id) FROM singer)",
         ),
+        (
+            'SELECT "NAME" FROM "Singer" WHERE age = "a ""b"""',
+            'SELECT "NAME" FROM "Singer" WHERE age = \'a "b"\'',
+        ),
+        (
+            'SELECT name FROM singer WHERE age = "never closed',
+            'SELECT name FROM singer WHERE age = "never closed',
+        ),
+        ('SELECT \'say "x"\', "" -- "y"', "SELECT 'say \"x\"', ''"),
         ("SELECT [Name], `age` FROM singer", "SELECT [Name], `age` FROM singer"),
         ("SELECT name FROM singer WHERE name = 'open", "SELECT name FROM singer WHERE name = 'open"),
         ("SELECT count FROM t", "SELECT count FROM t"),  # a column, since no bracket follows

@@ -13,9 +13,9 @@ from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.extras import official
 from mtsql.extras.prediction_files import compare, read_pairs
-from mtsql.sql.clauses import whole_clause_f1
-from mtsql.sql.plug import with_gold_values
+from mtsql.sql.match import whole_clause_f1
 from mtsql.sql.structure import SqlSchema
+from mtsql.sql.text import with_gold_values
 
 GOLD = """SELECT name FROM singer\tmusic
 SELECT name FROM singer WHERE age > 20 AND country = 'France'\tmusic

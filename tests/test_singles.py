@@ -158,18 +158,18 @@ def test_other_layouts(tiny, tmp_path):
         ([SPIDER, "text"], "item 1 should be an object with named fields, not str"),
         ([SPIDER, {}], "item 1 has none of the fields .* its fields are none"),
         ([{"db_id": "music", "question": "?"}], r"item 0 has none .* SQL \(BIRD\).* are db_id, question$"),
-        ([{"db_id": "music", "query": GOLD}], "item 0 looks like Spider but lacks the field question"),
-        ([SPIDER, {"question": "?", "query": GOLD}], "item 1 looks like Spider but lacks the field db_id"),
-        ([{k: v for k, v in SYN.items() if k != "query"}], "item 0 looks like Spider-Syn but lacks .* query"),
-        ([BIRD | {"SQL": None}], "item 0: the field SQL should be text, not NoneType"),
-        ([BIRD | {"evidence": ["a"]}], "item 0: the field evidence should be text, not list"),
-        ([SPIDER | {"db_id": ["music"]}], "item 0: the field db_id should be text, not list"),
-        ([SYNSQL | {"sql": {"select": []}}], "item 0: the field sql should be text, not dict"),
+        ([{"db_id": "music", "query": GOLD}], "item 0 \\(Spider\\) lacks the field question"),
+        ([SPIDER, {"question": "?", "query": GOLD}], "item 1 \\(Spider\\) lacks the field db_id"),
+        ([{k: v for k, v in SYN.items() if k != "query"}], "item 0 \\(Spider-Syn\\) lacks .* query"),
+        ([BIRD | {"SQL": None}], "item 0 \\(BIRD\\): the field SQL should be text, not NoneType"),
+        ([BIRD | {"evidence": ["a"]}], "item 0 \\(BIRD\\): the field evidence should be text, not list"),
+        ([SPIDER | {"db_id": ["music"]}], "item 0 \\(Spider\\): the field db_id should be text, not list"),
+        ([SYNSQL | {"sql": {"select": []}}], "item 0 \\(SynSQL\\): the field sql should be text, not dict"),
         ([SPIDER, SPIDER | {"db_id": "../music"}], r"item 1: database '\.\./music' is not in"),
         ({"data": [SPIDER]}, "should hold a list"),
         ([DIALOGUE | {"interaction": 3}], "expected SParC's fields"),
-        ([DIALOGUE | {"interaction": []}], "dialogue 0: expected SParC's fields"),
-        ([DIALOGUE | {"interaction": ["a"]}], "dialogue 0: expected SParC's fields"),
+        ([DIALOGUE | {"interaction": []}], "item 0: expected SParC's fields"),
+        ([DIALOGUE | {"interaction": ["a"]}], "item 0: expected SParC's fields"),
         (
             [DIALOGUE | {"database_id": ["music"]}],
             "the field database_id should be text, not list",
@@ -194,7 +194,7 @@ def test_missing_databases_are_skipped_on_request_and_ids_stay(tiny, tmp_path):
     data = tmp_path / "dev.json"
     data.write_text(json.dumps([SPIDER | {"db_id": "gone"}, BIRD | {"evidence": None}]))
     dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
-    assert dataset.skipped == 1 and [d.id for d in dataset.dialogues] == ["00001"]
+    assert dataset.missing.total() == 1 and [d.id for d in dataset.dialogues] == ["00001"]
     assert dataset.dialogues[0].turns[0].knowledge == ""
     data.write_text(json.dumps([SPIDER | {"db_id": "gone"}]))
     with pytest.raises(UserError, match="no dialogue whose database"):
@@ -425,13 +425,13 @@ def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path, monkeypa
 def test_real_spider():
     beside = {"tables": str(SHARED / "sparc/tables.json"), "databases": str(SHARED / "database")}
     dataset = load(SHARED / "spider", **beside)
-    assert len(dataset.dialogues) == 1034 and dataset.skipped == 0
+    assert len(dataset.dialogues) == 1034 and dataset.missing.total() == 0
     first = Turn("How many singers do we have?", "SELECT count(*) FROM singer", "concert_singer", 0)
     assert dataset.dialogues[0].turns == (first,)
     assert {d.db_id for d in dataset.dialogues} <= dataset.schemas.keys()
     assert len({d.db_id for d in dataset.dialogues}) == 20
     assert "create table stadium (" in dataset.schemas["concert_singer"].text(compact=False)
     train = load(SHARED / "spider", "train", allow_missing=True, **beside)
-    assert len(train.dialogues) + train.skipped == 7000
+    assert len(train.dialogues) + train.missing.total() == 7000
     with pytest.raises(UserError, match=r"tables\.json is not a file; give .* with --tables"):
         load(SHARED / "spider")

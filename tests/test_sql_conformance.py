@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mtsql.sql.execute import Executor, execution_match
-from mtsql.sql.hardness import hardness
-from mtsql.sql.match import exact_set_match, partial_f1
-from mtsql.sql.parse import official_prediction, parse_sql
+from mtsql.sql.grammar import parse_sql
+from mtsql.sql.match import exact_set_match, hardness, partial_f1
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
+from mtsql.sql.text import official_prediction
 
 HERE = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared"

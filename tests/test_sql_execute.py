@@ -1,7 +1,6 @@
 """The read-only executor and execution match: section 6 of the notes, design invariant 10."""
 
 import gc
-import hashlib
 import os
 import random
 import resource
@@ -9,39 +8,28 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
+import hostile
 import pytest
 from conftest import ROOT
+from hostile import make_database
 
 from mtsql.errors import UserError
-from mtsql.sql.compare import results_equal
-from mtsql.sql.execute import Executor, execution_match
+from mtsql.sql.execute import Executor, execution_match, results_equal
 from mtsql.sql.structure import SqlSchema
 
-ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT max(x) FROM r"
+ENDLESS = hostile.ENDLESS.format("max(x)")
+NAMES = "SELECT name FROM singer"
 
 
 @pytest.fixture
 def database(tmp_path):
-    path = tmp_path / "concerts.sqlite"
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        """
-        CREATE TABLE singer (singer_id INTEGER PRIMARY KEY, name TEXT, country TEXT, age INTEGER);
-        INSERT INTO singer VALUES (1, 'Ann', 'France', 30), (2, 'Bob', 'France', 25),
-                                  (3, 'Cy', 'Chad', 30);
-        CREATE TABLE number (n INTEGER);
-        """
-    )
-    connection.executemany("INSERT INTO number VALUES (?)", [(i,) for i in range(2_000)])
-    connection.commit()
-    connection.close()
-    return path
+    make_database(tmp_path / "concerts.sqlite")
+    return tmp_path / "concerts.sqlite"
 
 
 @pytest.fixture
@@ -60,65 +48,8 @@ def test_statuses(executor, database):
     assert executor.execute(database, "PRAGMA table_info(singer)").status == "rows"
 
 
-@pytest.mark.parametrize("sql", ["", " ; ", "-- nothing", "SELECT '\0'", "SELECT '\ud800'", "SELEC"])
-def test_unreadable_sql_is_an_error(executor, database, sql):
-    result = executor.execute(database, sql)
-    assert result.status == "error" and result.message
-
-
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "DROP TABLE singer",
-        "DELETE FROM singer",
-        "UPDATE singer SET age = 1 RETURNING age",
-        "INSERT INTO singer VALUES (9, 'x', 'y', 1)",
-        "CREATE TEMP TABLE x (a)",
-        "ATTACH 'other.sqlite' AS other",
-        "DETACH main",
-        "PRAGMA writable_schema = 1",
-        "PRAGMA query_only = 0",
-        "PRAGMA journal_mode = WAL",
-        "VACUUM",
-        "VACUUM INTO 'copy.sqlite'",
-        "ANALYZE",
-        "BEGIN",
-        "SELECT load_extension('x')",
-        "SELECT 1; DROP TABLE singer",
-        "SELECT 1; SELECT 2",
-    ],
-)
-def test_hostile_sql_is_refused(executor, database, sql, monkeypatch):
-    monkeypatch.chdir(database.parent)
-    before = hashlib.sha256(database.read_bytes()).digest()
-    result = executor.execute(database, sql)
-    assert result.status == "refused" and result.message
-    assert str(database.parent) not in result.message
-    assert hashlib.sha256(database.read_bytes()).digest() == before
-    assert list(database.parent.iterdir()) == [database]
-    assert executor.execute(database, "SELECT count(*) FROM singer").rows == ((3,),)
-
-
-@pytest.mark.parametrize(
-    "sql",
-    [
-        ENDLESS,
-        "SELECT count(*) FROM number a, number b, number c",
-        "SELECT a.n FROM number a, number b, number c ORDER BY a.n * b.n",
-        "SELECT a.n FROM number a, number b, number c WHERE a.n < 0 OR c.n < 0",
-    ],
-)
-def test_the_time_limit_stops_the_statement(executor, database, sql):
-    start = time.monotonic()
-    result = executor.execute(database, sql)
-    assert result.status == "timeout" and not result.ok
-    assert time.monotonic() - start < 1.5
-    assert executor.execute(database, "SELECT 1").rows == ((1,),)  # the connection still works
-
-
 def test_row_and_size_limits(executor, database):
-    endless = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT x FROM r"
-    result = executor.execute(database, endless)
+    result = executor.execute(database, hostile.ENDLESS.format("x"))
     assert result.ok and result.truncated and len(result.rows) == 100
     assert executor.execute(database, "SELECT zeroblob(200000)").status == "error"
     wide = Executor(max_rows=2_000).execute(database, "SELECT zeroblob(140000) FROM number")
@@ -176,12 +107,6 @@ def test_full_text_tables_can_be_read(executor, database):
     assert executor.execute(database, "INSERT INTO song (song) VALUES ('rebuild')").status == "refused"
 
 
-def test_a_gold_result_past_a_limit_names_both(executor, database, monkeypatch):
-    monkeypatch.setattr("mtsql.sql.execute.MAX_SCORED_BYTES", 10_000)
-    with pytest.raises(ValueError, match=r"\(more than 1000000 rows or 10000 bytes\)"):
-        executor.gold_rows(database, "SELECT n FROM number")
-
-
 def test_a_table_of_an_absent_module_is_left_out(database):
     connection = sqlite3.connect(database)
     connection.execute("PRAGMA writable_schema = ON")
@@ -189,7 +114,7 @@ def test_a_table_of_an_absent_module_is_left_out(database):
     connection.execute("INSERT INTO sqlite_master VALUES ('table', 'odd', 'odd', 0, ?)", (made,))
     connection.commit()
     connection.close()
-    assert set(SqlSchema.from_database(database).tables) == {"singer", "number"}
+    assert set(SqlSchema.from_database(database).tables) == {"singer", "number", "words", "pairs"}
 
 
 def test_a_locked_database_is_an_error_of_the_moment(database):
@@ -216,28 +141,17 @@ def test_a_timeout_is_remembered_only_if_the_statement_had_the_processor(executo
     assert (executor.execute(database, ENDLESS) is late) == had_it
 
 
-def test_cache_is_bounded_and_forgets_the_oldest(database, monkeypatch):
-    monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 2)
-    executor = Executor()
-    first = executor.execute(database, "SELECT 1")
-    second = executor.execute(database, "SELECT 2")
-    assert executor.execute(database, "SELECT 1") is first
-    executor.execute(database, "SELECT 3")  # pushes "SELECT 2" out
-    assert executor.execute(database, "SELECT 1") is first
-    assert executor.execute(database, "SELECT 2") is not second
-
-
 def test_the_current_year_is_what_the_official_evaluation_makes_of_it(executor, database):
-    gold = "SELECT name FROM singer WHERE age < 2020"
-    assert execution_match(executor, database, gold, "SELECT name FROM singer WHERE age < YEAR(CURDATE())")
-    word_behind = "SELECT name FROM singer WHERE age < YEAR ( CURDATE ( ) ) AND age > 1"
+    gold = NAMES + " WHERE age < 2020"
+    assert execution_match(executor, database, gold, NAMES + " WHERE age < YEAR(CURDATE())")
+    word_behind = NAMES + " WHERE age < YEAR ( CURDATE ( ) ) AND age > 1"
     assert not execution_match(executor, database, gold, word_behind)  # it becomes 2020AND
     assert execution_match(executor, database, "SELECT '2020'", "SELECT 'year(curdate())'")  # even there
 
 
 def test_a_gold_result_is_kept_when_the_machine_is_busy(database, monkeypatch):
     monkeypatch.setattr("mtsql.sql.execute.MAX_CACHED_RESULTS", 1)
-    executor, gold = Executor(), "SELECT name FROM singer"
+    executor, gold = Executor(), NAMES
     rows = executor.gold_rows(database, gold)
     executor.execute(database, "SELECT 1")  # pushes it out of the cache
     executor.timeout_seconds = 0.0
@@ -245,13 +159,6 @@ def test_a_gold_result_is_kept_when_the_machine_is_busy(database, monkeypatch):
     assert executor.gold_rows(database, gold) == rows
     with pytest.raises(ValueError, match="gold query failed"):
         executor.gold_rows(database, gold + " ORDER BY name")
-    monkeypatch.setattr("mtsql.sql.execute.MAX_GOLD_BYTES", 0)
-    without_room = Executor()
-    without_room.gold_rows(database, gold)
-    without_room.execute(database, "SELECT 1")
-    without_room.timeout_seconds = 0.0
-    with pytest.raises(ValueError, match="gold query failed"):
-        without_room.gold_rows(database, gold)
 
 
 def test_cached_results_respect_the_limit_asked_for(executor, database):
@@ -261,22 +168,6 @@ def test_cached_results_respect_the_limit_asked_for(executor, database):
     assert executor.execute(database, query).truncated
     assert executor.predicted_rows(database, 1_999, query) is None
     assert len(executor.predicted_rows(database, 2_000, query)) == 2_000
-
-
-def test_threads_share_one_executor(executor, database):
-    wrong = []
-
-    def work(start):
-        for i in range(start, start + 50):
-            if executor.execute(database, f"SELECT {i} + count(*) FROM singer").rows != ((i + 3,),):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(k * 25,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 @pytest.mark.parametrize(
@@ -300,19 +191,6 @@ def test_results_equal(gold, pred, ordered, equal):
     assert results_equal(gold, pred, ordered) is equal
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_results_equal_is_not_exponential_in_the_columns(ordered):
-    width = 40
-    gold = [tuple((i * j + j) % 2 for j in range(width)) for i in range(200)]
-    pred = [tuple(reversed(row)) for row in gold]
-    wide = [tuple((i * j) % 7 for j in range(999)) for i in range(50)]
-    start = time.monotonic()
-    assert results_equal(gold, pred, ordered)
-    assert not results_equal(gold, [*pred[:-1], (5, *pred[-1][1:])], ordered)
-    assert results_equal(wide, [tuple(reversed(row)) for row in wide], ordered)
-    assert time.monotonic() - start < 2
-
-
 def test_results_equal_ends_where_columns_are_permutations_of_one_another():
     """Each row is there in all rotations; half of them are then turned round."""
     rng = random.Random(0)
@@ -330,45 +208,26 @@ def test_results_equal_ends_where_columns_are_permutations_of_one_another():
         ("SELECT name, age FROM singer", "SELECT age, name FROM singer", True, True),
         ("SELECT DISTINCT country FROM singer", "SELECT country FROM singer", True, False),
         ("SELECT count(DISTINCT age) FROM singer", "SELECT count(age) FROM singer", True, False),
-        ("SELECT name FROM singer", "SELECT name FROM singer ORDER BY age", True, True),
-        (
-            "SELECT name FROM singer ORDER BY name",
-            "SELECT name FROM singer ORDER BY name DESC",
-            False,
-            False,
-        ),
-        (
-            "SELECT name FROM singer ORDER  BY name",  # two spaces: read as unordered
-            "SELECT name FROM singer ORDER BY name DESC",
-            True,
-            True,
-        ),
-        (
-            "SELECT name FROM singer WHERE age > 90",
-            "SELECT name, age FROM singer WHERE age > 90",
-            True,
-            True,
-        ),
+        (NAMES, NAMES + " ORDER BY age", True, True),
+        (NAMES + " ORDER BY name", NAMES + " ORDER BY name DESC", False, False),
+        (NAMES + " ORDER  BY name", NAMES + " ORDER BY name DESC", True, True),  # two spaces: unordered
+        (NAMES + " WHERE age > 90", "SELECT name, age FROM singer WHERE age > 90", True, True),
         ("SELECT 3", "SELECT 3.0", True, True),
         ("SELECT 3", "SELECT '3'", False, False),
-        ("SELECT name FROM singer", "SELECT name FROM singer; DROP TABLE singer", True, False),
+        (NAMES, NAMES + "; DROP TABLE singer", True, False),
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM singer WHERE age > = 1", True, True),
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM nowhere", False, False),
-        ("SELECT name FROM singer WHERE age > 90", "", False, False),
-        ("SELECT name FROM singer WHERE age > 90", "-- nothing", False, False),
-        ("SELECT name FROM singer", None, False, False),
+        (NAMES + " WHERE age > 90", "", False, False),
+        (NAMES + " WHERE age > 90", "-- nothing", False, False),
+        (NAMES, None, False, False),
         ("SELECT 'a;b distinct'", "SELECT 'a;b distinct'", True, True),
-        ("SELECT count(*) FROM number", "SELECT n FROM number, singer", False, False),
+        ("SELECT n FROM number", "SELECT n + 0 FROM number", True, True),  # beyond the row limit
+        ("SELECT n FROM number", "SELECT max(n, 1) FROM number", False, False),
         # DISTINCT as an operator is kept, and what is in quotes is not rewritten: both departures
+        (NAMES + " WHERE age IS NOT DISTINCT FROM 30", NAMES + " WHERE age = 30", True, True),
         (
-            "SELECT name FROM singer WHERE age IS NOT DISTINCT FROM 30",
-            "SELECT name FROM singer WHERE age = 30",
-            True,
-            True,
-        ),
-        (
-            "SELECT DISTINCT age is /* x */ distinct -- y\n FROM 30 FROM singer",
-            "SELECT age IS NOT 30 FROM singer",
+            "SELECT DISTINCT 1 is /**/ distinct -- y\n FROM 2 FROM singer",
+            "SELECT 1 FROM singer",
             True,
             False,
         ),
@@ -412,12 +271,6 @@ def test_where_the_gold_query_keeps_its_distinct_the_prediction_does(executor, d
     assert not execution_match(executor, database, gold, "SELECT (n + 1) % 2 FROM number")
     with pytest.raises(ValueError, match="no such column: m"):
         execution_match(executor, database, "SELECT DISTINCT m FROM number", even_and_odd)
-
-
-def test_execution_match_sees_every_row_beyond_the_row_limit(executor, database):
-    gold = "SELECT n FROM number"
-    assert execution_match(executor, database, gold, "SELECT n + 0 FROM number")
-    assert not execution_match(executor, database, gold, "SELECT max(n, 1) FROM number")
 
 
 def test_a_failing_gold_query_is_named(executor, database):
@@ -563,23 +416,6 @@ def test_names_of_columns_and_messages_count_as_memory(database, monkeypatch):
     assert executor.execute(database, queries[0]) is not results[0]  # pushed out
     assert executor.execute(database, names.format("x" * 10_000, ", ".join(["*"] * 1_990))).status == "error"
     assert len(executor.execute(database, f"SELECT {'x' * 90_000}").message) == 1_000
-
-
-def test_a_busy_python_thread_does_not_slow_a_query_down(database):
-    executor, over = Executor(timeout_seconds=5), threading.Event()
-
-    def spin() -> None:
-        while not over.is_set():
-            pass
-
-    busy = threading.Thread(target=spin)
-    busy.start()
-    try:  # two million rounds: a callback in each thousandth would wait for the lock for 10 seconds
-        result = executor.execute(database, "SELECT count(*) FROM number a, number b WHERE a.n < 1000")
-    finally:
-        over.set()
-        busy.join()
-    assert result.rows == ((2_000_000,),)
 
 
 def test_a_file_that_is_no_database_is_an_error_not_an_exception(tmp_path):

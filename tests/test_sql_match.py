@@ -3,16 +3,14 @@
 import random
 import sqlite3
 import time
-from contextlib import suppress
 
 import pytest
 
-from mtsql.errors import UserError
 from mtsql.sql.clauses import clause_f1
-from mtsql.sql.hardness import hardness
-from mtsql.sql.match import exact_set_match, partial_f1, partial_sizes, string_match
-from mtsql.sql.parse import official_prediction, parse_sql
+from mtsql.sql.grammar import parse_sql
+from mtsql.sql.match import exact_set_match, hardness, partial_f1, partial_sizes, string_match
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
+from mtsql.sql.text import official_prediction
 
 ENTRY = {
     "table_names_original": ["Singer", "Concert", "Stadium"],
@@ -34,6 +32,7 @@ ENTRY = {
 }
 KEYS = foreign_key_map(ENTRY)
 C = "WITH c AS (SELECT singer_id AS x FROM singer) "
+NAMES, COUNT = "SELECT name FROM singer", "SELECT count(*) FROM "
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +48,6 @@ def schema(tmp_path_factory):
     )
     connection.close()
     return SqlSchema.from_database(path)
-
-
-def test_schema_is_lower_case_hashable_and_read_once(schema, tmp_path):
-    assert schema.tables["stadium"] == ("stadium_id", "name")
-    assert hash(schema) == hash(SqlSchema(dict(schema.tables)))
-    with pytest.raises(UserError, match=r"gone\.sqlite does not exist"):
-        SqlSchema.from_database(tmp_path / "gone.sqlite")
 
 
 def test_only_short_statements_keep_their_reading(schema):
@@ -83,14 +75,8 @@ def test_structure(schema):
         schema,
     )
     name, age = (0, "__singer.name__", False), (0, "__singer.age__", False)
-    assert sql["select"] == (
-        False,
-        [(0, (0, name, None)), (3, (0, (0, "__concert.year__", True), None))],
-    )
-    assert sql["from"]["table_units"] == [
-        ("table_unit", "__singer__"),
-        ("table_unit", "__concert__"),
-    ]
+    assert sql["select"] == (False, [(0, (0, name, None)), (3, (0, (0, "__concert.year__", True), None))])
+    assert sql["from"]["table_units"] == [("table_unit", "__singer__"), ("table_unit", "__concert__")]
     assert sql["from"]["conds"][0][3] == (0, "__concert.singer_id__", False)
     assert sql["where"][0] == (False, 3, (0, age, None), 3.0, None)
     assert sql["where"][1] == "and"
@@ -127,6 +113,7 @@ UNPARSEABLE = {
     "unknown column": "SELECT shoe FROM singer",
     "unknown table": "SELECT name FROM band",
 }
+DOUBLED = ", ".join(f"a{i} + a{i} AS a{i + 1}" for i in range(40))
 UNREADABLE = {
     "words": "I do not know",
     "unbalanced quote": "SELECT name FROM singer WHERE name = 'Ann",
@@ -134,13 +121,11 @@ UNREADABLE = {
     "no connector": "SELECT name FROM singer WHERE age = 1 age = 2 AND age = 3",
     "early end": "SELECT name FROM singer WHERE age >",
     "deep": "SELECT name FROM singer WHERE age = " + "(SELECT age FROM singer WHERE age = " * 500,
-    "long chain": " UNION ".join(["SELECT name FROM singer"] * 600),
-    "middling chain": " UNION ".join(["SELECT name FROM singer"] * 200),
+    "long chain": " UNION ".join([NAMES] * 600),
+    "middling chain": " UNION ".join([NAMES] * 200),
     "private-use character": "SELECT name FROM singer WHERE name = \ue000 AND 'x",
     "doubling names": "SELECT x+x AS x FROM (" * 30 + "SELECT age AS x FROM singer" + ")" * 30,
-    "doubling aliases": "SELECT 1 AS a0, "
-    + ", ".join(f"a{i} + a{i} AS a{i + 1}" for i in range(40))
-    + " FROM singer ORDER BY a40",
+    "doubling aliases": f"SELECT 1 AS a0, {DOUBLED} FROM singer ORDER BY a40",
     "open brackets": "SELECT " + "[" * 90_000,
     "open comments": "SELECT " + "/*" * 45_000,
 }
@@ -176,44 +161,24 @@ SIBLING = "SELECT name FROM singer WHERE singer_id IN (SELECT {} FROM concert)"
 @pytest.mark.parametrize(
     ("gold", "pred"),
     [
-        ("SELECT name FROM singer LIMIT 3", "SELECT name FROM singer LIMIT 5"),
+        (NAMES + " LIMIT 3", NAMES + " LIMIT 5"),
         ("SELECT name, age FROM singer", "SELECT age, name FROM singer"),
-        ("SELECT name FROM singer WHERE age > 3", "SELECT name FROM singer WHERE age > 4"),
-        (
-            "SELECT name FROM singer WHERE age = singer_id",
-            "SELECT name FROM singer WHERE age = country",
-        ),
+        (NAMES + " WHERE age > 3", NAMES + " WHERE age > 4"),
+        (NAMES + " WHERE age = singer_id", NAMES + " WHERE age = country"),
         (JOIN, JOIN.replace("ON T1.singer_id", "ON T1.age")),
         (JOIN, JOIN.replace("T2.singer_id", "T2.host_id")),
         ("SELECT singer_id FROM concert", "SELECT host_id FROM concert"),
-        ("SELECT DISTINCT name FROM singer", "SELECT name FROM singer"),
+        ("SELECT DISTINCT name FROM singer", NAMES),
         ("SELECT count(DISTINCT age) FROM singer", "SELECT count(age) FROM singer"),
-        (
-            "SELECT name FROM singer WHERE age = 1 AND age = 2 OR age = 3",
-            "SELECT name FROM singer WHERE age = 1 OR age = 2 AND age = 3",
-        ),
+        (f"{NAMES} WHERE age = 1 AND age = 2 OR age = 3", f"{NAMES} WHERE age = 1 OR age = 2 AND age = 3"),
         (NESTED.format("age > 1"), NESTED.format("age > 2")),
         (NESTED.format("age > 1 LIMIT 1"), NESTED.format("age > 1 LIMIT 9")),
-        (
-            "SELECT concert_id FROM singer AS T1 JOIN concert AS T2",
-            "SELECT concert_id FROM concert AS T1 JOIN singer AS T2",
-        ),
-        (
-            "SELECT name FROM singer ORDER BY age DESC, singer_id ASC",
-            "SELECT name FROM singer ORDER BY age ASC, singer_id ASC",
-        ),
-        (
-            "SELECT name FROM singer WHERE age BETWEEN 1 AND 2 AND name LIKE 'a'",
-            "SELECT name FROM singer WHERE age BETWEEN 3 AND 4 AND name LIKE 'b'",
-        ),
-        (
-            "SELECT count(*) FROM concert GROUP BY singer_id",
-            "SELECT count(*) FROM concert GROUP BY host_id",
-        ),
-        (
-            "SELECT name FROM singer WHERE name = 'Ann'",
-            'select NAME from SINGER where Name = "Bob" ;',
-        ),
+        (COUNT + "singer AS T1 JOIN concert AS T2", COUNT + "concert AS T1 JOIN singer AS T2"),
+        (NAMES + " ORDER BY age DESC, singer_id ASC", NAMES + " ORDER BY age ASC, singer_id ASC"),
+        (NAMES + " WHERE age BETWEEN 1 AND 2", NAMES + " WHERE age BETWEEN 3 AND 4"),
+        (NAMES + " WHERE name LIKE 'a'", NAMES + " WHERE name LIKE 'b'"),
+        (COUNT + "concert GROUP BY singer_id", COUNT + "concert GROUP BY host_id"),
+        (NAMES + " WHERE name = 'Ann'", 'select NAME from SINGER where Name = "Bob" ;'),
     ],
 )
 def test_exact_set_match_is_true(schema, gold, pred):
@@ -225,24 +190,15 @@ def test_exact_set_match_is_true(schema, gold, pred):
 @pytest.mark.parametrize(
     ("gold", "pred"),
     [
-        (
-            "SELECT count(*) FROM singer GROUP BY name, age",
-            "SELECT count(*) FROM singer GROUP BY age, name",
-        ),
-        (
-            SIBLING.format("DISTINCT singer_id"),
-            SIBLING.format("singer_id"),
-        ),
+        (COUNT + "singer GROUP BY name, age", COUNT + "singer GROUP BY age, name"),
+        (SIBLING.format("DISTINCT singer_id"), SIBLING.format("singer_id")),
         (SIBLING.format("singer_id"), SIBLING.format("host_id")),
         (NESTED.format("age > 1 AND name = 'a'"), NESTED.format("name = 'a' AND age > 1")),
-        (
-            "SELECT count(*) FROM (SELECT name FROM singer WHERE age > 1)",
-            "SELECT count(*) FROM (SELECT name FROM singer WHERE age > 2)",
-        ),
-        ("SELECT count(*) FROM singer", "SELECT count(*) FROM concert"),
-        ("SELECT name FROM singer LIMIT 3", "SELECT name FROM singer"),
-        ("SELECT name FROM singer", "SELECT name FROM singer UNION SELECT name FROM stadium"),
-        ("SELECT name FROM singer", None),
+        (COUNT + f"({NAMES} WHERE age > 1)", COUNT + f"({NAMES} WHERE age > 2)"),
+        (COUNT + "singer", COUNT + "concert"),
+        (NAMES + " LIMIT 3", NAMES),
+        (NAMES, NAMES + " UNION SELECT name FROM stadium"),
+        (NAMES, None),
     ],
 )
 def test_exact_set_match_is_false(schema, gold, pred):
@@ -291,52 +247,34 @@ def test_official_prediction_replaces_value_in_names_too():
     assert official_prediction("SELECT market_value FROM t") == "SELECT market_1 FROM t"
 
 
+BY_COUNT = "SELECT country FROM singer GROUP BY country ORDER BY count(*) DESC"
+WITH = "WITH x AS (SELECT {} FROM singer) SELECT count(*) FROM x"
+
+
 @pytest.mark.parametrize(
     ("gold", "pred", "score"),
     [
         (JOIN, JOIN, 1.0),
         # aliases, spelling and the side of = do not matter
-        (
-            JOIN,
-            "select s.Name from Singer s inner join concert c on c.singer_id=s.singer_id",
-            1.0,
-        ),
-        ("SELECT name FROM singer", "SELECT singer.name AS n FROM singer", 1.0),
-        # SELECT 2/3, JOIN 1
-        ("SELECT name FROM singer", "SELECT name, age FROM singer", (2 / 3 + 1) / 2),
+        (JOIN, "select s.Name from Singer s inner join concert c on c.singer_id=s.singer_id", 1.0),
+        (NAMES, "SELECT singer.name AS n FROM singer", 1.0),
+        (NAMES, "SELECT name, age FROM singer", (2 / 3 + 1) / 2),  # SELECT 2/3, JOIN 1
         # values count: WHERE 1/2
         (
-            "SELECT name FROM singer WHERE age > 1 AND country = 'a'",
-            "SELECT name FROM singer WHERE country = 'b' AND age > 1",
+            NAMES + " WHERE age > 1 AND name = 'a'",
+            NAMES + " WHERE name = 'b' AND age > 1",
             (1 + 1 / 2 + 1) / 3,
         ),
-        # GROUP and ORDER are missing
-        (
-            "SELECT country FROM singer GROUP BY country ORDER BY count(*) DESC",
-            "SELECT country FROM singer",
-            2 / 4,
-        ),
-        (
-            "SELECT country FROM singer GROUP BY country ORDER BY count(*) DESC",
-            "SELECT country, count(*) AS c FROM singer GROUP BY country ORDER BY c DESC",
-            (2 / 3 + 3) / 4,
-        ),
+        (BY_COUNT, "SELECT country FROM singer", 2 / 4),  # GROUP and ORDER are missing
+        (BY_COUNT, BY_COUNT.replace("country FROM", "country, count(*) FROM"), (2 / 3 + 3) / 4),
         # SELECT 2/3 and JOIN 2/3: the second half of the set operation is missing
-        (
-            "SELECT name FROM singer EXCEPT SELECT name FROM stadium",
-            "SELECT name FROM singer",
-            2 / 3,
-        ),
-        ("SELECT name FROM singer WHERE name = 'a'", 'SELECT name FROM singer WHERE name = "a"', 1),
-        ("SELECT name FROM singer", "SELECT name FORM singer WHERE", 0.0),
-        ("SELECT name FROM singer", "DROP TABLE singer", 0.0),
-        ("SELECT name FROM singer", None, 0.0),
-        ("SELECT name FROM singer LIMIT 1", "SELECT name FROM singer LIMIT 1 OFFSET 3", (1 + 1 + 2 / 3) / 3),
-        (
-            "WITH x AS (SELECT age FROM singer) SELECT count(*) FROM x",
-            "WITH x AS (SELECT name FROM singer) SELECT count(*) FROM x",
-            (1 / 2 + 1) / 2,
-        ),
+        (NAMES + " EXCEPT SELECT name FROM stadium", NAMES, 2 / 3),
+        (NAMES + " WHERE name = 'a'", NAMES + ' WHERE name = "a"', 1),
+        (NAMES, "SELECT name FORM singer WHERE", 0.0),
+        (NAMES, "DROP TABLE singer", 0.0),
+        (NAMES, None, 0.0),
+        (NAMES + " LIMIT 1", NAMES + " LIMIT 1 OFFSET 3", (1 + 1 + 2 / 3) / 3),
+        (WITH.format("age"), WITH.format("name"), (1 / 2 + 1) / 2),
     ],
 )
 def test_clause_f1(schema, gold, pred, score):
@@ -354,75 +292,44 @@ def test_clause_f1_of_a_gold_query_with_itself_is_one_whatever_it_holds(schema):
         assert clause_f1(sql, sql, schema) == 1.0
 
 
+ALL, NAMED = "WITH c AS (SELECT * FROM singer) SELECT {} FROM c", "(SELECT name AS n FROM singer)"
+LATER = "SELECT name FROM singer AS s WHERE age > (SELECT year FROM concert WHERE s.age = year)"
+TOTAL = "SELECT total FROM v WHERE country = 'France'"  # a view
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         (
-            "SELECT count(DISTINCT age) AS n FROM singer ORDER BY n",
-            "SELECT count(DISTINCT singer.age) FROM singer ORDER BY count(DISTINCT age)",
+            "SELECT max(age) AS n FROM singer ORDER BY n",
+            "SELECT max(age) FROM singer ORDER BY max(singer.age)",
         ),
-        (
-            "SELECT t.n FROM (SELECT name AS n FROM singer) AS t",
-            "SELECT name FROM (SELECT name FROM singer)",
-        ),
-        (
-            "SELECT name FROM singer AS s WHERE age > (SELECT year FROM concert WHERE s.age = year)",
-            "SELECT name FROM singer WHERE age > (SELECT year FROM concert WHERE singer.age = year)",
-        ),
-        ("SELECT name FROM singer", "-- the answer\nSELECT name FROM singer"),
-        ("SELECT name FROM singer", "/* x */ ( /* y */ SELECT name FROM singer)"),
-        ("SELECT name FROM singer WHERE age = 1", 'SELECT `name` FROM [singer] WHERE "singer"."age" = 1'),
+        (f"SELECT t.n FROM {NAMED} AS t", f"SELECT name FROM ({NAMES})"),
+        (LATER, LATER.replace(" AS s", "").replace("s.age", "singer.age")),
+        (NAMES, "-- the answer\nSELECT name FROM singer"),
+        (NAMES, "/* x */ ( /* y */ SELECT name FROM singer)"),
+        (NAMES + " WHERE age = 1", 'SELECT `name` FROM [singer] WHERE "singer"."age" = 1'),
         (C + "SELECT x FROM c WHERE x > 1", C + 'SELECT "x" FROM c WHERE "x" > 1'),
         (C + "SELECT x FROM c", C + "SELECT [x] FROM c"),
         (C + "SELECT x FROM c ORDER BY x", C + 'SELECT d.x FROM c AS d ORDER BY "d"."X"'),
         (C + "SELECT x FROM c", 'WITH c("x") AS (SELECT singer_id FROM singer) SELECT c.[x] FROM c'),
-        (
-            "WITH c AS (SELECT * FROM singer) SELECT name FROM c",
-            'WITH c AS (SELECT * FROM singer) SELECT "name" FROM c',
-        ),
+        (ALL.format("name"), ALL.format('"name"')),
         ("SELECT name FROM (SELECT * FROM singer) AS s", 'SELECT s."name" FROM (SELECT * FROM singer) AS s'),
-        ("SELECT n FROM (SELECT name AS n FROM singer)", 'SELECT "n" FROM (SELECT name AS n FROM singer)'),
+        (f"SELECT n FROM {NAMED}", f'SELECT "n" FROM {NAMED}'),
         ("SELECT name AS n FROM singer ORDER BY n", 'SELECT name AS [n] FROM singer ORDER BY "n"'),
-        (
-            "SELECT name FROM singer UNION SELECT 1 ORDER BY name",
-            'SELECT name FROM singer UNION SELECT 1 ORDER BY "name"',
-        ),
-        # a view, and a generated column, which the schema lacks
-        ("SELECT total FROM v WHERE country = 'France'", 'SELECT "total" FROM v WHERE "country" = "France"'),
-        ("SELECT total FROM v WHERE country = 'France'", "SELECT v.total FROM v WHERE [country] = 'France'"),
+        (NAMES + " UNION SELECT 1 ORDER BY name", NAMES + ' UNION SELECT 1 ORDER BY "name"'),
+        (TOTAL, 'SELECT "total" FROM v WHERE "country" = "France"'),
+        (TOTAL, "SELECT v.total FROM v WHERE [country] = 'France'"),
+        # a generated column, which the schema lacks
         ("SELECT max(made) FROM singer GROUP BY made", 'SELECT max("made") FROM singer GROUP BY singer.made'),
         ("SELECT rowid FROM singer", 'SELECT "rowid" FROM singer'),
         # still a text
-        (
-            "SELECT name FROM singer WHERE country IN ('a', 'b')",
-            'SELECT name FROM singer WHERE country IN ("a", "b")',
-        ),
-        (
-            "SELECT name FROM singer WHERE x = 'a' OR age = 1",
-            'SELECT name FROM singer WHERE "x" = "a" OR age = 1',
-        ),
+        (NAMES + " WHERE country IN ('a', 'b')", NAMES + ' WHERE country IN ("a", "b")'),
+        (NAMES + " WHERE x = 'a' OR age = 1", NAMES + ' WHERE "x" = "a" OR age = 1'),
     ],
 )
 def test_clause_f1_sees_through_names(schema, one, other):
     assert clause_f1(one, other, schema) == 1.0
-
-
-def test_garbage_is_refused_and_never_crashes(schema):
-    rng = random.Random(0)
-    queries = [*UNPARSEABLE.values(), JOIN, NESTED.format("age > 1"), SIBLING.format("host_id")]
-    extra = "( ) , . ; ' - * and or not in between union select from as null distinct 1 ''".split()
-    for _ in range(400):
-        words = rng.choice(queries).split()
-        for _ in range(rng.randint(1, 3)):
-            at = rng.randrange(len(words))
-            words[at : at + rng.randint(0, 1)] = [rng.choice(extra)]
-        sql = " ".join(words)
-        parts = set(partial_f1(JOIN, sql, schema, KEYS).values())
-        assert parts <= {0.0, 1.0}
-        assert parts == {1.0} or not exact_set_match(JOIN, sql, schema, KEYS)
-        assert 0.0 <= clause_f1(JOIN, sql, schema) <= 1.0
-        with suppress(SqlParseError):
-            assert parse_sql(sql, schema)["from"]
 
 
 @pytest.mark.parametrize(
@@ -480,10 +387,10 @@ def test_nesting_takes_sqlglot_no_longer_than_a_second(schema):
 
 
 def test_the_official_grammar_takes_no_square_time():
-    """Long lists in another order, and a table of thousands of columns."""
-    wide = SqlSchema({"w": tuple(f"c{i}" for i in range(7_000))})
+    """Long lists in another order, and a table of as many columns as SQLite takes."""
+    wide = SqlSchema({"w": tuple(f"c{i}" for i in range(2_000))})
     for clause, joint in (("SELECT {} FROM w", ", "), ("SELECT c1 FROM w WHERE {} = 1", " = 1 OR ")):
-        names = [f"c{i}" for i in range(7_000)]
+        names = [f"c{i % 2_000}" for i in range(7_000)]
         gold, pred = (clause.format(joint.join(order)) for order in (names, reversed(names)))
         start = time.process_time()
         assert exact_set_match(gold, pred, wide, {})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult, Executor, as_executed
-from mtsql.sql.parse import SqlParseError, SqlSchema, parse_sql
+from mtsql.sql.grammar import SqlParseError, SqlSchema, parse_sql
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ def recall(example: Example, schema: Schema, executor: Executor) -> tuple[Memory
 def _elements(sql: str, schema: Schema) -> dict | None:
     """By the official grammar with the numbers after LIMIT, as in the paper's memory."""
     with suppress(SqlParseError):
-        return parse_sql(sql, SqlSchema.from_database(schema.path), "authors")
+        return parse_sql(sql, SqlSchema.from_database(schema.path), keep_limit=True)
     return None

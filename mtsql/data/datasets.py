@@ -97,11 +97,6 @@ class Dataset:
     schemas: dict[str, Schema]
     missing: Counter[str] = field(default_factory=Counter)  # dialogues without a database, by source
 
-    @property
-    def skipped(self) -> int:
-        """Dialogues left out because their database file is missing."""
-        return self.missing.total()
-
 
 def split_names(split: str) -> tuple[str, ...]:
     """The files that may hold a split in the official layouts, in the order in which they are tried."""
@@ -182,25 +177,47 @@ def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
 
 
 def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
-    """Item `number` of `data` as the dialogue `name`.
+    """Item `number` (from 0) of `data` as the dialogue `name`; a single question is a dialogue of one turn.
 
     Raises UserError with the file, the item and the field that is missing or of another kind.
     """
-    source = str(item["source"]) if isinstance(item, dict) and "source" in item else str(data)
-    if not isinstance(item, dict) or not {"interaction", "database_id"} & item.keys():
-        turn = _single_turn(data, number, item)
-        return Dialogue(name, turn.db_id, (turn,), source)
-    where, asked = f"{data}, dialogue {number}", item.get("interaction")
-    if not isinstance(asked, list) or not asked or not all(isinstance(turn, dict) for turn in asked):
+    where = f"{data}, item {number}"
+    if not isinstance(item, dict):
+        raise UserError(f"{where} should be an object with named fields, not {type(item).__name__}")
+    if {"interaction", "database_id"} & item.keys():
+        asked = item.get("interaction")
+        if not isinstance(asked, list) or not asked or not all(isinstance(turn, dict) for turn in asked):
+            raise UserError(
+                f"{where}: expected SParC's fields database_id and interaction, a list of turns, each with "
+                "utterance and query"
+            )
+        db_id = _text(where, item, "database_id")
+        texts = [
+            [_text(f"{where}, turn {index}", turn, field) for field in ("utterance", "query")]
+            for index, turn in enumerate(asked)
+        ]
+        turns = [Turn(question, sql, db_id, index) for index, (question, sql) in enumerate(texts)]
+    else:
+        turns = [_single_turn(where, item)]
+    return Dialogue(name, turns[0].db_id, tuple(turns), str(item.get("source", data)))
+
+
+def _single_turn(where: str, item: dict) -> Turn:
+    """A single question; its fields tell the format. Raises UserError, which begins with `where`."""
+    fields = next((fields for key, fields in SINGLE_FORMATS.items() if key in item), None)
+    if fields is None:
+        known = ", ".join(f"{key} ({fields.format})" for key, fields in SINGLE_FORMATS.items())
         raise UserError(
-            f"{where}: expected SParC's fields database_id and interaction, a list of turns, each with "
-            "utterance and query"
+            f"{where} has none of the fields interaction (SParC, CoSQL), {known}; "
+            f"its fields are {', '.join(map(str, item)) or 'none'}"
         )
-    db_id, turns = _text(where, item, "database_id"), []
-    for index, turn in enumerate(asked):
-        at = f"{where}, turn {index}"
-        turns.append(Turn(_text(at, turn, "utterance"), _text(at, turn, "query"), db_id, index))
-    return Dialogue(name, db_id, tuple(turns), source)
+    where += f" ({fields.format})"
+    question, sql, db_id = (_text(where, item, field) for field in (fields.question, fields.sql, "db_id"))
+    further = [
+        _text(where, item, field).strip() if item.get(field) is not None else ""
+        for field in (fields.knowledge, fields.difficulty)
+    ]
+    return Turn(question, sql, db_id, 0, *further)
 
 
 def _text(where: str, item: dict, field: str) -> str:
@@ -210,35 +227,6 @@ def _text(where: str, item: dict, field: str) -> str:
     if not isinstance(item[field], str):
         raise UserError(f"{where}: the field {field} should be text, not {type(item[field]).__name__}")
     return item[field]
-
-
-def _single_turn(data: Path, number: int, item: object) -> Turn:
-    """Item `number` (from 0) of a file of single questions; its fields tell the format.
-
-    Raises UserError with the file, the item and the field that is missing or no text.
-    """
-    where = f"{data}, item {number}"
-    if not isinstance(item, dict):
-        raise UserError(f"{where} should be an object with named fields, not {type(item).__name__}")
-    fields = next((fields for key, fields in SINGLE_FORMATS.items() if key in item), None)
-    if fields is None:
-        known = ", ".join(f"{key} ({fields.format})" for key, fields in SINGLE_FORMATS.items())
-        raise UserError(
-            f"{where} has none of the fields interaction (SParC, CoSQL), {known}; "
-            f"its fields are {', '.join(map(str, item)) or 'none'}"
-        )
-
-    def text(field: str) -> str:
-        if field not in item:
-            raise UserError(f"{where} looks like {fields.format} but lacks the field {field}")
-        return _text(where, item, field)
-
-    def optional(field: str) -> str:
-        return text(field).strip() if item.get(field) is not None else ""
-
-    question, sql = text(fields.question), text(fields.sql)
-    knowledge, difficulty = optional(fields.knowledge), optional(fields.difficulty)
-    return Turn(question, sql, text("db_id"), 0, knowledge, difficulty)
 
 
 def examples(dialogues: Iterable[Dialogue], history: str = "gold") -> list[Example]:

@@ -30,7 +30,7 @@ def read_schema(path: Path) -> Schema:
 
     A view of what is no longer there is left out.
 
-    `entry` is what Spider's tables.json would hold. Raises UserError for what is no file, no SQLite file
+    `entry` stays empty. Raises UserError for what is no file, no SQLite file
     (an encrypted one looks like it), locked, damaged, or has no table.
     """
     if not path.is_file():
@@ -43,7 +43,7 @@ def read_schema(path: Path) -> Schema:
         tables += [replace(t, example_row=example_row(reader, "*", t.name)) for t in found]
     if not tables:
         raise UserError(f"--database {path} has no table")
-    return Schema(path.stem, path, tuple(tables), _entry(path.stem, tables))
+    return Schema(path.stem, path, tuple(tables), {})
 
 
 def _names(reader: Reader) -> list[tuple[str, int, int]]:
@@ -84,37 +84,6 @@ def _read_table(reader: Reader, name: str, plain: int) -> SchemaTable:
 def _kind(declared: str) -> str:
     """Spider's word for a declared type."""
     return next((kind for start, kind in KINDS if start in declared.upper()), "text")
-
-
-def _entry(db_id: str, tables: Sequence[SchemaTable]) -> dict:
-    """The object that Spider's tables.json would have."""
-    columns: list[tuple[int, str]] = [(-1, "*")]
-    kinds, primary = ["text"], []
-    places: dict[tuple[str, str], int] = {}
-    for index, table in enumerate(tables):
-        for column, kind in table.columns:
-            places[folded(table.name), folded(column)] = len(columns)
-            columns.append((index, column))
-            kinds.append(kind)
-        primary += [places[folded(table.name), folded(column)] for column in table.primary_keys]
-    foreign = [
-        [places[folded(t.name), folded(c)], places[folded(other), folded(key)]]
-        for t in tables
-        for c, other, key in t.foreign_keys
-        if (folded(other), folded(key)) in places
-    ]
-    names = [table.name for table in tables]
-    spoken = [[table, " ".join(_words(column)) or column] for table, column in columns]
-    return {
-        "db_id": db_id,
-        "table_names_original": names,
-        "table_names": [" ".join(_words(name)) or name for name in names],
-        "column_names_original": [list(column) for column in columns],
-        "column_names": spoken,
-        "column_types": kinds,
-        "primary_keys": primary,
-        "foreign_keys": foreign,
-    }
 
 
 def relevant_part(

@@ -7,9 +7,8 @@ without a limit: not in a fork, which has workers of its own, nor where no proce
 
 from __future__ import annotations
 
-import io
 import os
-import select
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, quoted, receive, send
+from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, packed, quoted, receive
 from mtsql.errors import MissingDatabase, UserError
 
 PROGRAM = Path(__file__).with_name("sql_worker.py")
@@ -92,26 +91,25 @@ class Worker:
     """A process that answers requests. Raises OSError if it does not start."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(PROGRAM)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
-        )  # fmt: skip
-        self._answers = io.BufferedReader(self.process.stdout)
-        self._ready = select.poll()
-        self._ready.register(self._answers, select.POLLIN)
+        self.socket, its_own = socket.socketpair()
+        with its_own:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(PROGRAM)],
+                stdin=its_own, stdout=its_own, stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
+            )  # fmt: skip
+        self._answers = self.socket.makefile("rb")
         self._computed = 0.0  # seconds, until the last answer
         try:
             self.ask(START_SECONDS)
-        except (EOFError, BrokenPipeError, TimeoutError):
+        except (EOFError, ConnectionError, TimeoutError):
             self.end()
             raise OSError("the process that runs SQL does not start") from None
 
     def ask(self, seconds: float, *request: object) -> tuple:
-        """Its answer. Raises TimeoutError after `seconds`, EOFError or BrokenPipeError if it has ended."""
-        send(self.process.stdin, (seconds, *request))
-        if not self._ready.poll(seconds * 1_000):
-            raise TimeoutError
+        """Its answer. Raises TimeoutError after `seconds`, EOFError or ConnectionError if it has ended."""
+        self.socket.settimeout(seconds)
+        self.socket.sendall(packed((seconds, *request)))
         self._computed, answer = receive(self._answers)
         return answer
 
@@ -123,8 +121,8 @@ class Worker:
             used = os.wait4(self.process.pid, 0)[2]
             computed = used.ru_utime + used.ru_stime - self._computed
         self.process.wait()
-        self.process.stdin.close()
         self._answers.close()
+        self.socket.close()
         return computed
 
 
@@ -169,7 +167,7 @@ def run_sql(version: FileVersion, sql: str, seconds: float, max_rows: int, max_b
         except TimeoutError as timeout:
             how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
             return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             continue
         except OSError as error:
             return ExecutionResult("error", message=f"{NOT_OPEN}: {error}")

@@ -152,13 +152,10 @@ def answer(
     return result
 
 
-def send(file: BinaryIO, message: tuple) -> None:
-    """Write one message, and leave nothing of it in a buffer, which a fork would write again."""
+def packed(message: tuple) -> bytes:
+    """One message as it is sent."""
     data = marshal.dumps(message)
-    left = memoryview(len(data).to_bytes(8, "little") + data)
-    while left:
-        left = left[file.write(left) :]
-    file.flush()
+    return len(data).to_bytes(8, "little") + data
 
 
 def receive(file: BinaryIO) -> tuple:
@@ -176,13 +173,14 @@ def serve() -> None:
             resource.setrlimit(limit, (most, most))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, whatever that does
     connections: dict[tuple, Connection] = {}
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(EOFError, ConnectionError):
         while True:
             seconds, *request = receive(sys.stdin.buffer)
             signal.setitimer(signal.ITIMER_REAL, seconds + ALONE_SECONDS)
             result = answer(connections, seconds, *request) if request else ()
             signal.setitimer(signal.ITIMER_REAL, 0)
-            send(sys.stdout.buffer, (time.process_time(), result))
+            sys.stdout.buffer.write(packed((time.process_time(), result)))
+            sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

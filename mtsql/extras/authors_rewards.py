@@ -65,7 +65,7 @@ def authors_reward(
     parts = [(segment.role, decode(segment.ids)) for segment in trajectory.segments[1:]]
     calls = _calls([text for role, text in parts if role == "model"])
     answer = _answer("".join(text for _, text in parts), calls).replace("\n", " ")
-    ex, em = scorer.ex(db_id, gold, answer), scorer.em(db_id, gold, answer, "authors")
+    ex, em = scorer.ex(db_id, gold, answer), scorer.em(db_id, gold, answer, keep_limit=True)
     proposals, e_verify, m_verify = [], [], []
     for call in calls:
         f1 = scorer.whole_clause_f1(db_id, gold, call.sql)

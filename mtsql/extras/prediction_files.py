@@ -22,12 +22,10 @@ from mtsql.errors import UserError
 from mtsql.files import load_json, load_json_lines, reading_errors
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
-from mtsql.sql.hardness import hardness
-from mtsql.sql.match import COMPONENTS, exact_set_match, partial_f1, partial_sizes
-from mtsql.sql.parse import official_prediction
-from mtsql.sql.plug import with_gold_values
+from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_f1, partial_sizes, string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 from mtsql.sql.structure import SqlParseError
+from mtsql.sql.text import official_prediction, with_gold_values
 
 THREADS = 2  # that score pairs
 NO_FOREIGN_KEYS = {"foreign_keys": [], "table_names_original": [], "column_names_original": []}
@@ -196,7 +194,7 @@ def _score(pair: Pair, scorer: Scorer, rules: Rules) -> dict:
         item["ex"] = int(right is not None)
         item |= scorer.further_ex(suite, pair.gold, predicted if right is None else right)
     if rules.etype != "exec":
-        item |= scorer.further_em(name, pair.gold, predicted)
+        item["em_string"] = int(string_match(pair.gold, predicted))
     return item
 
 

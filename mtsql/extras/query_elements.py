@@ -11,7 +11,7 @@ from sqlglot import exp
 
 from mtsql.data.names import folded
 from mtsql.sql.structure import SqlSchema
-from mtsql.sql.tree import clause_items, join_condition, sources, swap
+from mtsql.sql.tree import clause_items, first_select, join_condition, sources, swap
 
 ELEMENTS = ("select", "inner", "conditions", "group", "order")  # inner: what sub-queries select
 CLAUSES = (*ELEMENTS, "or", "limit", "operators", "from", "distinct", "tables", "joins", "sides")
@@ -43,10 +43,8 @@ def read_clauses(
     inside expressions.
     """
     found: Reading = {clause: Counter() for clause in CLAUSES}
+    first = first_select(tree)
     names = {folded(cte.alias) for cte in tree.find_all(exp.CTE)}
-    first = tree
-    while isinstance(first, exp.SetOperation | exp.Subquery):
-        first = first.this
     for query in tree.find_all(exp.Query):
         main = _is_main(query)
         if main_only and not main:

@@ -32,6 +32,7 @@ from statistics import fmean
 from mtsql.agent.trajectory import ActionType, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.rewards import Rewards, ex_em
+from mtsql.sql.match import string_match
 from mtsql.sql.score import Scorer
 from mtsql.sql.text import query_words
 
@@ -73,7 +74,7 @@ def reward(
     """
     ex, em = ex_em(trajectory, example, scorer)
     if string_em:
-        em = float(scorer.string_em(example.gold_sql, trajectory.answer_sql))
+        em = float(string_match(example.gold_sql, trajectory.answer_sql))
     if weights.proposal or weights.verify:
         process = plain_process_rewards if plain else process_rewards
         return r_all(weights, ex, em, *process(trajectory, example, scorer))

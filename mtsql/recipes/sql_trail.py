@@ -51,9 +51,9 @@ from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
 from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, TaskTexts, task_text
 from mtsql.sql.score import Scorer
-from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.structure import MAX_CHARACTERS, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, is_blank
-from mtsql.sql.tree import MAX_CHARACTERS, canonical_tree
+from mtsql.sql.tree import canonical_tree
 
 INVALID = "Your previous action is invalid. Think and try again."
 OVERVIEW = (

@@ -16,6 +16,7 @@ from mtsql.recipes.mtsql_r1_rewards import RewardWeights
 from mtsql.recipes.mtsql_r1_rewards import reward as process_reward
 from mtsql.recipes.rewards import Decode, RewardFunction
 from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.sql.match import string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 
 THOUGHT = re.compile(
@@ -124,7 +125,10 @@ def score_records(
         problem = scorer.gold_problem(example.db_id, example.gold_sql)
         right = trajectory.status is Status.ANSWERED and problem is None
         answer = trajectory.answer_sql
-        further = scorer.further(example.db_id, example.gold_sql, answer) if right else {}
+        further = {}
+        if right:
+            further = scorer.further_ex([scorer.paths[example.db_id]], example.gold_sql, answer)
+            further["em_string"] = int(string_match(example.gold_sql, answer))
         ex = int(right and scorer.ex(example.db_id, example.gold_sql, answer))
         measured = dict.fromkeys(ABILITIES)
         if problem is None:

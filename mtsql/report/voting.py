@@ -7,8 +7,7 @@ from math import comb
 from pathlib import Path
 from statistics import fmean
 
-from mtsql.sql.compare import results_equal
-from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_scored
+from mtsql.sql.execute import MAX_GOLD_ROWS, Executor, as_scored, results_equal
 from mtsql.sql.score import Scorer
 
 

@@ -1,4 +1,4 @@
-"""Clause F1, the dense reward of MTSQL-R1 (section 3.3.2): as the paper defines it, and as its authors do."""
+"""Clause F1, the dense reward of MTSQL-R1, as the paper defines it (section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 
 from sqlglot import exp
 
-from mtsql.sql.parse import parse_sql
 from mtsql.sql.structure import SqlParseError, SqlSchema, cached
 from mtsql.sql.tree import (
     canonical_tree,
@@ -38,24 +37,6 @@ def clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
         return 0.0
     scores = [_f1(gold[clause], pred[clause]) for clause in CLAUSES if gold[clause] or pred[clause]]
     return sum(scores) / len(scores)
-
-
-def whole_clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
-    """The share of whole clauses that are equal, which the authors' released reward calls F1.
-
-    Over the ten clauses of the structure that are not empty on both sides; values, DISTINCT and the
-    order of elements count. 0.0 if the prediction cannot be read. Raises SqlParseError if the gold
-    query cannot.
-    """
-    gold = parse_sql(gold_sql, schema, "authors")
-    if pred_sql is None:
-        return 0.0
-    try:
-        pred = parse_sql(pred_sql, schema, "authors")
-    except SqlParseError:
-        return 0.0
-    used = [clause for clause in gold if gold[clause] or pred[clause]]
-    return sum(gold[clause] == pred[clause] for clause in used) / len(used)
 
 
 def _f1(gold: Counter, pred: Counter) -> float:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from mtsql.data.sandbox import BUSY, ENDED, LOCKED, ExecutionResult, FileVersion, file_version, run_sql
 from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, OUT_OF_MEMORY
-from mtsql.sql.compare import results_equal
 from mtsql.sql.text import join_operators, without_distinct
 
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
@@ -25,7 +25,37 @@ MAX_CACHED_RESULTS = 50_000
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
+MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
 OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
+
+
+class ResultCache:
+    """The results that were used last, up to a number of bytes; threads may share it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self._bytes = max_bytes, 0
+        self._results: OrderedDict[tuple[FileVersion, str], ExecutionResult] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[FileVersion, str]) -> ExecutionResult | None:
+        """The result on one version of a database file."""
+        with self._lock:
+            if key in self._results:
+                self._results.move_to_end(key)
+            return self._results.get(key)
+
+    def put(self, key: tuple[FileVersion, str], result: ExecutionResult) -> None:
+        """Keep a result, in place of an earlier one, and drop the oldest beyond the limits."""
+        with self._lock:
+            if key in self._results:
+                self._forget(key)
+            self._results[key] = result
+            self._bytes += result.bytes + sys.getsizeof(key[1])
+            while len(self._results) > MAX_CACHED_RESULTS or self._bytes > self.max_bytes:
+                self._forget(next(iter(self._results)))
+
+    def _forget(self, key: tuple[FileVersion, str]) -> None:
+        self._bytes -= self._results.pop(key).bytes + sys.getsizeof(key[1])
 
 
 class Executor:
@@ -38,11 +68,7 @@ class Executor:
     def __init__(self, timeout_seconds: float = 5.0, max_rows: int = 10_000) -> None:
         self.timeout_seconds = timeout_seconds
         self.max_rows = max_rows
-        self._cache: OrderedDict[tuple[FileVersion, str], ExecutionResult] = OrderedDict()
-        self._cached_bytes = 0
-        self._gold: dict[tuple[FileVersion, str], tuple[tuple, ...]] = {}
-        self._gold_bytes = 0
-        self._lock = threading.Lock()
+        self._cache, self._gold = ResultCache(MAX_CACHED_BYTES), ResultCache(MAX_GOLD_BYTES)
 
     def execute(self, db_path: str | Path, *statements: str) -> ExecutionResult:
         """The result of the first of `statements` that runs, else of the first.
@@ -57,18 +83,13 @@ class Executor:
         Raises ValueError naming the query if it fails, FileNotFoundError as `execute`.
         """
         key = (file_version(db_path), sql)
-        with self._lock:
-            rows = self._gold.get(key)
-        if rows is not None:
-            return rows
-        result = self._execute(db_path, sql, MAX_GOLD_ROWS, MAX_SCORED_BYTES)
-        if not result.ok or result.truncated:
-            reason = result.message or f"more than {MAX_GOLD_ROWS} rows or {MAX_SCORED_BYTES} bytes"
-            raise ValueError(f"the gold query failed ({reason}): {sql}")
-        with self._lock:
-            if key not in self._gold and self._gold_bytes + result.bytes <= MAX_GOLD_BYTES:
-                self._gold[key] = result.rows
-                self._gold_bytes += result.bytes
+        result = self._gold.get(key)
+        if result is None:
+            result = self._execute(db_path, sql, MAX_GOLD_ROWS, MAX_SCORED_BYTES)
+            if not result.ok or result.truncated:
+                reason = result.message or f"more than {MAX_GOLD_ROWS} rows or {MAX_SCORED_BYTES} bytes"
+                raise ValueError(f"the gold query failed ({reason}): {sql}")
+            self._gold.put(key, result)
         return result.rows
 
     def predicted_rows(self, db_path: str | Path, wanted: int, *statements: str) -> tuple[tuple, ...] | None:
@@ -77,42 +98,25 @@ class Executor:
         return result.rows if result.ok and not result.truncated else None
 
     def _first(self, db_path: str | Path, statements: Sequence[str], *limits: int) -> ExecutionResult:
-        first, *others = statements
-        result = self._execute(db_path, first, *limits)
-        if result.ok or not others:
-            return result
-        other = self._first(db_path, others, *limits)
-        return other if other.ok else result
+        failed = None
+        for sql in statements:
+            result = self._execute(db_path, sql, *limits)
+            if result.ok:
+                return result
+            failed = failed or result
+        return failed
 
     def _execute(self, db_path: str | Path, sql: str, max_rows: int, max_bytes: int) -> ExecutionResult:
         version = file_version(db_path)
-        key = (version, sql)
-        with self._lock:
-            result = self._cache.get(key)
-            if result is not None:
-                self._cache.move_to_end(key)
+        result = self._cache.get((version, sql))
         too_few = result is not None and result.truncated and len(result.rows) < max_rows
         if result is None or (too_few and result.bytes <= max_bytes):
             result = run_sql(version, sql, self.timeout_seconds, max_rows, max_bytes)
-            self._remember(key, result)
+            if not result.message.startswith(OF_THE_MOMENT):
+                self._cache.put((version, sql), result)
         if len(result.rows) > max_rows:  # it was run with a higher limit
             result = replace(result, rows=result.rows[:max_rows], truncated=True)
         return result
-
-    def _remember(self, key: tuple[FileVersion, str], result: ExecutionResult) -> None:
-        """Into the cache, unless the failure may have been of the moment."""
-        if result.message.startswith(OF_THE_MOMENT):
-            return
-        with self._lock:
-            if key in self._cache:
-                self._forget(key)
-            self._cache[key] = result
-            self._cached_bytes += result.bytes + sys.getsizeof(key[-1])
-            while len(self._cache) > MAX_CACHED_RESULTS or self._cached_bytes > MAX_CACHED_BYTES:
-                self._forget(next(iter(self._cache)))
-
-    def _forget(self, key: tuple[FileVersion, str]) -> None:
-        self._cached_bytes -= self._cache.pop(key).bytes + sys.getsizeof(key[-1])
 
 
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one
@@ -139,11 +143,7 @@ def as_scored(sql: str, keep_distinct: bool) -> tuple[str, ...]:
 
 
 def execution_match(
-    executor: Executor,
-    db_path: str | Path,
-    gold_sql: str,
-    pred_sql: str | None,
-    keep_distinct: bool = False,
+    executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: str | None, keep_distinct: bool = False
 ) -> bool:
     """Execution match (EX) as the official evaluation defines it; R_EX in training.
 
@@ -180,3 +180,88 @@ def set_match(executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: 
         return False
     pred_rows = executor.predicted_rows(db_path, MAX_GOLD_ROWS, pred_sql)
     return pred_rows is not None and set(gold_rows) == set(pred_rows)
+
+
+def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:
+    """Whether one permutation of the columns makes the lists (or multisets) of rows equal.
+
+    As in the official evaluation (exec_eval.py), two empty results are equal whatever their widths, and
+    1 equals 1.0 but not '1'. The search pairs one gold column after the other and gives a pair up as soon
+    as the rows of the paired columns differ. Where too many columns are permutations of one another, it finds
+    nothing.
+    """
+    if gold_rows is pred_rows or (not gold_rows and not pred_rows):
+        return True
+    if len(gold_rows) != len(pred_rows) or len(gold_rows[0]) != len(pred_rows[0]):
+        return False
+    codes: defaultdict[object, int] = defaultdict(lambda: hash((len(codes), "code")))  # equal for equal cells
+    coded = [[tuple(map(codes.__getitem__, row)) for row in rows] for rows in (gold_rows, pred_rows)]
+    sums = [list(map(sum, rows)) for rows in coded]  # equal for the same cells in any order
+    if Counter(sums[0]) != Counter(sums[1]):
+        return False
+    if any(type(cell) is float for row in chain(gold_rows, pred_rows) for cell in row) and not _same_cells(
+        gold_rows, pred_rows, order_matters
+    ):
+        return False
+    if coded[0] == coded[1]:
+        return True
+    columns = [list(zip(*rows, strict=True)) for rows in coded]
+    if order_matters:
+        # Equal columns are interchangeable here, so equal multisets of columns decide.
+        return Counter(columns[0]) == Counter(columns[1])
+    signs = [[sum(_extended(sums[side], column)) for column in columns[side]] for side in (0, 1)]
+    return _match_columns(*columns, *signs)
+
+
+def _extended(groups: list[int], column: tuple[int, ...]) -> list[int]:
+    """A number for each row: equal for rows of equal groups with equal cells."""
+    return list(map(hash, zip(groups, column, strict=True)))
+
+
+def _same_cells(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:
+    """The official quick check of sorted rows, which tells 1 from 1.0 where that changes the sorting."""
+    gold = [_sorted_row(row) for row in gold_rows]
+    pred = [_sorted_row(row) for row in pred_rows]
+    return gold == pred if order_matters else set(gold) == set(pred)
+
+
+def _sorted_row(row: tuple) -> tuple:
+    return tuple(sorted(row, key=lambda cell: str(cell) + str(type(cell))))
+
+
+def _match_columns(
+    gold_columns: list[tuple], pred_columns: list[tuple], gold_signs: list[int], pred_signs: list[int]
+) -> bool:
+    """Whether the columns can be paired so that the rows are the same; columns of one pair have equal signs.
+
+    A group is the rows that agree in all columns paired so far.
+    """
+    start = [0] * len(gold_columns[0])
+    left = MAX_COMPARED_CELLS + 5 * len(gold_columns) * len(start)
+    wanted = Counter(zip(*gold_columns, strict=True))
+
+    def pairings(depth: int, free: list[int], gold_groups: list[int], pred_groups: list[int]) -> Iterator:
+        """For each free column that agrees with the gold column `depth`: the column, and the groups then."""
+        nonlocal left
+        gold_groups, tried = _extended(gold_groups, gold_columns[depth]), set()
+        for column in (c for c in free if pred_signs[c] == gold_signs[depth]):
+            left -= len(start)
+            if pred_columns[column] not in tried and left >= 0:
+                tried.add(pred_columns[column])
+                groups = _extended(pred_groups, pred_columns[column])
+                if sum(groups) == sum(gold_groups):
+                    yield column, [c for c in free if c != column], gold_groups, groups
+
+    search, chosen = [pairings(0, list(range(len(pred_columns))), start, start)], []
+    while search:
+        found = next(search[-1], None)
+        del chosen[len(search) - 1 :]
+        if found is None:
+            search.pop()
+            continue
+        chosen.append(found[0])
+        if found[1]:
+            search.append(pairings(len(search), *found[1:]))
+        elif Counter(zip(*(pred_columns[c] for c in chosen), strict=True)) == wanted:
+            return True
+    return False

@@ -9,21 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mtsql.data.names import folded
-from mtsql.sql.structure import (
-    AGGREGATES,
-    ALL_COLUMNS,
-    COMPARISONS,
-    NO_AGGREGATE,
-    NO_OPERATOR,
-    SET_OPERATORS,
-    UNIT_OPERATORS,
-    SqlParseError,
-    SqlSchema,
-    column_id,
-)
+from mtsql.sql.structure import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema, cached, column_id
+
+AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
+UNIT_OPERATORS = ("none", "-", "+", "*", "/")
+COMPARISONS = ("not", "between", "=", ">", "<", ">=", "<=", "!=", "in", "like", "is", "exists")
+SET_OPERATORS = ("intersect", "union", "except")
+NO_AGGREGATE = AGGREGATES.index("none")
+NO_OPERATOR = UNIT_OPERATORS.index("none")
+ALL_COLUMNS = "__all__"
 
 CLAUSES = frozenset(("select", "from", "where", "group", "order", "limit", *SET_OPERATORS))
 JOIN_WORDS = frozenset(("join", "on", "as"))
@@ -65,13 +62,27 @@ def split_words(sql: str) -> list[str]:
     return words
 
 
-def parse_official(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
-    """The Spider structure of `sql`. Raises SqlParseError where the official parser fails.
+@cached
+def parse_sql(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
+    """The Spider structure of `sql`; it may be a cached one, so callers must not change it.
 
-    LIMIT is 1 whatever it says, unless `keep_limit`. RecursionError is the caller's to catch.
+    Keys: select, from, where, groupBy, having, orderBy, limit, intersect, union, except. A column
+    is "__table.column__", "*" is "__all__". LIMIT is 1 whatever it says, unless `keep_limit`, as the authors
+    of MTSQL-R1 have it. Raises SqlParseError where the official parser fails.
     """
+    if len(sql) > MAX_CHARACTERS:
+        raise SqlParseError(TOO_LONG)
     words = split_words(sql)
     return _Reader(words, _table_names(words, schema), schema, keep_limit).query()
+
+
+def split_conditions(sql: dict) -> tuple[list[tuple], list]:
+    """The conditions of FROM, WHERE and HAVING in a structure, and the connectors between them.
+
+    Where a connector is missing, every second condition stands among the connectors, as officially.
+    """
+    lists = (sql["from"]["conds"], sql["where"], sql["having"])
+    return [c for held in lists for c in held[::2]], [c for held in lists for c in held[1::2]]
 
 
 def _table_names(words: list[str], schema: SqlSchema) -> dict[str, str]:
@@ -99,7 +110,6 @@ class _Reader:
     keep_limit: bool
     at: int = 0
     depth: int = 0
-    columns: dict[str | None, frozenset[str]] = field(default_factory=dict)  # of the tables so far
 
     @property
     def ahead(self) -> str | None:
@@ -306,8 +316,6 @@ class _Reader:
         prefix, dot, name = word.partition(".")
         owners, column = ([self.names.get(prefix)], name) if dot else (tables, word)
         for table in owners:
-            if table not in self.columns:
-                self.columns[table] = frozenset(self.schema.tables.get(table, ()))
-            if column in self.columns[table]:
+            if column in self.schema.tables.get(table, ()):
                 return column_id(table, column)
         raise SqlParseError(f"unknown column {word!r}")

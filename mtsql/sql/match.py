@@ -1,4 +1,4 @@
-"""Exact set match (EM) as the official evaluation defines it, its ten components, and strict string match.
+"""Verdicts on structures of the official grammar: exact set match (EM), its components, hardness.
 
 Source: taoyds/test-suite-sql-eval, evaluation.py.
 """
@@ -6,10 +6,15 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeAlias
 
-from mtsql.sql.parse import Mode, parse_sql
-from mtsql.sql.structure import COMPARISONS, SET_OPERATORS, SqlParseError, SqlSchema, cached, split_conditions
+from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
+from mtsql.sql.structure import SqlParseError, SqlSchema, cached
 
+LIKE = COMPARISONS.index("like")
+Reading: TypeAlias = Callable[[str], dict]
 COMPONENTS = (
     "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
     "IUEN", "keywords",
@@ -39,22 +44,14 @@ def exact_set_match(
     pred_sql: str | None,
     schema: SqlSchema,
     foreign_keys: dict[str, str],
-    mode: Mode = "official",
+    keep_limit: bool = False,
 ) -> bool:
     """Exact set match (EM): all components and the tables are equal; values and join keys are ignored.
 
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse.
     """
-    keys = tuple(foreign_keys.items())
-    gold = _normalised(gold_sql, schema, keys, mode)
-    if pred_sql is None:
-        return False
-    try:
-        pred = _normalised(pred_sql, schema, keys, mode)
-    except SqlParseError:
-        return False
-    return _exact(gold, pred)
+    return _exact(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys, keep_limit)))
 
 
 def partial_f1(
@@ -65,7 +62,7 @@ def partial_f1(
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    equal = _equal_components(*_both(gold_sql, pred_sql, schema, foreign_keys))
+    equal = _equal_components(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
     return {name: float(same) for name, same in equal.items()}
 
 
@@ -77,7 +74,7 @@ def partial_sizes(
     The official table takes the accuracy over all questions with the component in the prediction, the
     recall over all questions with it in the gold query. Raises SqlParseError as `partial_f1`.
     """
-    gold, pred = map(_components, _both(gold_sql, pred_sql, schema, foreign_keys))
+    gold, pred = map(_components, _both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
     sizes = {name: (len(pred[name]), len(gold[name])) for name in COMPONENTS}
     # The official code swaps the two here, and counts one element where both agree, even on none.
     same_connectors = _same_items(gold["and/or"], pred["and/or"])
@@ -85,26 +82,31 @@ def partial_sizes(
     return sizes
 
 
-def _both(
-    gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
-) -> tuple[dict, dict]:
+def _both(gold_sql: str, pred_sql: str | None, read: Reading) -> tuple[dict, dict]:
+    """The two as they are read; an empty query for a prediction that is missing or does not parse."""
+    gold, pred = read(gold_sql), EMPTY
+    if pred_sql is not None:
+        with suppress(SqlParseError):
+            pred = read(pred_sql)
+    return gold, pred
+
+
+def _reader(
+    schema: SqlSchema, foreign_keys: dict[str, str], keep_limit: bool = False
+) -> Callable[[str], dict]:
     keys = tuple(foreign_keys.items())
-    gold = _normalised(gold_sql, schema, keys)
-    try:
-        return gold, EMPTY if pred_sql is None else _normalised(pred_sql, schema, keys)
-    except SqlParseError:
-        return gold, EMPTY
+    return lambda sql: _normalised(sql, schema, keys, keep_limit)
 
 
 @cached
 def _normalised(
-    sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], mode: Mode = "official"
+    sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], keep_limit: bool = False
 ) -> dict:
     """The structure of `sql` without values and DISTINCT, foreign keys replaced by their representatives.
 
     Only keys of tables in the outermost FROM are replaced.
     """
-    structure = parse_sql(sql, schema, mode)
+    structure = parse_sql(sql, schema, keep_limit)
     tables = {unit for kind, unit in structure["from"]["table_units"] if kind == "table_unit"}
     renamed = {column: key for column, key in foreign_keys if column.partition(".")[0] + "__" in tables}
     return _normalise(structure, renamed)
@@ -203,3 +205,56 @@ def _keywords(sql: dict) -> set[str]:
     if any(condition[0] for condition in conditions):
         words.add("not")
     return words
+
+
+def whole_clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
+    """The share of whole clauses that are equal, which the released reward of MTSQL-R1 calls F1.
+
+    Over the ten clauses of the structure that are not empty on both sides; values, DISTINCT and the
+    order of elements count. 0.0 if the prediction cannot be read. Raises SqlParseError if the gold
+    query cannot.
+    """
+    gold, pred = _both(gold_sql, pred_sql, lambda sql: parse_sql(sql, schema, keep_limit=True))
+    used = [clause for clause in gold if gold[clause] or pred[clause]]
+    return sum(gold[clause] == pred[clause] for clause in used) / len(used)
+
+
+def hardness(gold_sql: str, schema: SqlSchema) -> str:
+    """ "easy", "medium", "hard" or "extra". Raises SqlParseError if the query does not parse."""
+    sql = parse_sql(gold_sql, schema)
+    parts, nested, others = _counted_parts(sql), _nested(sql), _others(sql)
+    if parts <= 1 and others == 0 and nested == 0:
+        return "easy"
+    if nested == 0 and ((others <= 2 and parts <= 1) or (parts <= 2 and others < 2)):
+        return "medium"
+    if nested == 0 and ((others > 2 and parts <= 2) or (2 < parts <= 3 and others <= 2)):
+        return "hard"
+    if parts <= 1 and others == 0 and nested <= 1:
+        return "hard"
+    return "extra"
+
+
+def _counted_parts(sql: dict) -> int:
+    clauses = sum(bool(sql[clause]) for clause in ("where", "groupBy", "orderBy", "limit"))
+    joins = max(len(sql["from"]["table_units"]) - 1, 0)
+    conditions, connectors = split_conditions(sql)
+    likes = sum(condition[1] == LIKE for condition in conditions)
+    return clauses + joins + connectors.count("or") + likes
+
+
+def _nested(sql: dict) -> int:
+    conditions, _ = split_conditions(sql)
+    values = [value for condition in conditions for value in condition[3:5]]
+    return sum(isinstance(value, dict) for value in values) + sum(
+        sql[operator] is not None for operator in SET_OPERATORS
+    )
+
+
+def _others(sql: dict) -> int:
+    """How many of four lists are long. HAVING counts by its NOT flags and connectors (a known bug)."""
+    units = sql["select"][1] + sql["where"][::2] + sql["groupBy"] + sql["having"]
+    if sql["orderBy"]:
+        units = units + [u for unit in sql["orderBy"][1] for u in unit[1:] if u is not None]
+    aggregates = sum(unit[0] != NO_AGGREGATE for unit in units)
+    lists = (sql["select"][1], sql["where"], sql["groupBy"])
+    return (aggregates > 1) + sum(len(items) > 1 for items in lists)

@@ -14,7 +14,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.names import folded
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import as_executed
-from mtsql.sql.text import PIECE, single_quoted
+from mtsql.sql.text import PIECE, is_blank
 
 KEYWORDS = frozenset(
     "all and as asc between by case cast collate cross desc distinct else end escape except exists from full "
@@ -48,27 +48,24 @@ def normal_form(sql: str, schema: Schema) -> str:
     an open quote stays as it is.
     """
     sql = as_executed(sql, keep_distinct=True)
-    mentioned = {folded(piece).strip('"') for piece in PIECE.findall(sql)}
+    pieces = PIECE.findall(sql)
+    if "'" in pieces or '"' in pieces:
+        return sql
+    mentioned = {folded(piece).strip('"') for piece in pieces}
     tables = sorted(schema.tables, key=lambda table: folded(table.name) in mentioned)  # whose names come last
     names = {folded(column): column for table in tables for column, _ in table.columns}
     names |= {folded(table.name): table.name for table in tables}
-    pieces: list[str] = []
-    apart: list[bool] = []  # whether white space or a comment stands before the piece
-    separated = False
-    for piece in PIECE.findall(single_quoted(sql, names)):
-        if piece in ("'", '"'):
-            return sql
-        if piece.isspace() or piece.startswith(("--", "/*")):
+    words = [piece for piece in pieces if not is_blank(piece)]
+    following = iter([*words[1:], ""])
+    written, separated = "", False
+    for piece in pieces:
+        if is_blank(piece):
             separated = True
             continue
-        pieces.append(piece)
-        apart.append(separated)
-        separated = False
-    written = ""
-    for piece, separated, after in zip(pieces, apart, [*pieces[1:], ""], strict=False):
         if written and _blank(written, piece, separated):
             written += " "
-        written += _spelt(piece, names, after == "(")
+        written += _spelt(piece, names, called=next(following) == "(")
+        separated = False
     return written.rstrip("; ")
 
 
@@ -79,6 +76,9 @@ def _spelt(piece: str, names: dict[str, str], called: bool) -> str:
         return word
     if word in KEYWORDS:
         return piece.upper()
+    if piece[0] == '"' and folded(piece[1:-1]) not in names:
+        inner = piece[1:-1].replace('""', '"').replace("'", "''")
+        return f"'{inner}'"
     if piece[0] in QUOTES:
         return piece
     return names.get(word) or (word if ALIAS.fullmatch(piece) else piece)

@@ -9,11 +9,10 @@ from pathlib import Path
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
-from mtsql.sql.clauses import clause_f1, whole_clause_f1
+from mtsql.sql.clauses import clause_f1
 from mtsql.sql.execute import Executor, as_executed, as_scored, execution_match, set_match
-from mtsql.sql.hardness import hardness
-from mtsql.sql.match import exact_set_match, string_match
-from mtsql.sql.parse import Mode, parse_sql
+from mtsql.sql.grammar import parse_sql
+from mtsql.sql.match import exact_set_match, hardness, whole_clause_f1
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 FURTHER_METRICS = {
@@ -47,29 +46,21 @@ class Scorer:
             return set_match(executor, path, gold, predicted)
         return execution_match(executor, path, gold, predicted, self.kind == "keep_distinct")
 
-    def em(self, db_id: str, gold: str, predicted: str | None, mode: Mode = "official") -> bool:
-        """Exact set match: the official EM; in mode "authors" the numbers after nested LIMITs count.
+    def em(self, db_id: str, gold: str, predicted: str | None, keep_limit: bool = False) -> bool:
+        """Exact set match: the official EM; with `keep_limit` the numbers after nested LIMITs count.
 
         False for a gold SQL that the official grammar cannot read, as are most of BIRD's.
         """
         try:
-            return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id], mode)
+            return exact_set_match(gold, predicted, self.schemas[db_id], self.foreign_keys[db_id], keep_limit)
         except SqlParseError:
             return False
 
-    def string_em(self, gold: str, predicted: str | None) -> bool:
-        """The strict EM of MTSQL-R1, section 3.3.2."""
-        return string_match(gold, predicted)
-
-    def further(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
-        """FURTHER_METRICS of one prediction, 0 or 1 each.
-
-        A gold query that does not run or cannot be read makes the metric 0.
-        """
-        return self.further_ex([self.paths[db_id]], gold, predicted) | self.further_em(db_id, gold, predicted)
-
     def further_ex(self, suite: Sequence[Path], gold: str, predicted: str | None) -> dict[str, int]:
-        """Those of FURTHER_METRICS that run the queries; every database of the suite must agree."""
+        """Those of FURTHER_METRICS that run the queries, 0 or 1; every database of the suite must agree.
+
+        A gold query that does not run makes them 0.
+        """
         executor = self.executor
         try:
             kept = all(execution_match(executor, path, gold, predicted, keep_distinct=True) for path in suite)
@@ -77,10 +68,6 @@ class Scorer:
             kept = False
         as_sets = all(set_match(executor, path, gold, predicted) for path in suite)
         return {"ex_keep_distinct": int(kept), "ex_bird": int(as_sets)}
-
-    def further_em(self, db_id: str, gold: str, predicted: str | None) -> dict[str, int]:
-        """Those of FURTHER_METRICS that read the queries."""
-        return {"em_string": int(string_match(gold, predicted))}
 
     def runs(self, db_id: str, predicted: str | None) -> bool:
         """Whether it executes without an error, repaired as EX repairs it."""

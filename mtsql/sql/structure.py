@@ -1,4 +1,4 @@
-"""What the readers of SQL share: the schema as they see it, the structure's words, foreign-key classes."""
+"""What the readers of SQL share: the schema as they see it, foreign-key classes, the cache of readings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from mtsql.data.names import folded
 from mtsql.data.sandbox import FileVersion, Reader, file_version
 from mtsql.errors import UserError
 
-AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
-UNIT_OPERATORS = ("none", "-", "+", "*", "/")
-COMPARISONS = ("not", "between", "=", ">", "<", ">=", "<=", "!=", "in", "like", "is", "exists")
-SET_OPERATORS = ("intersect", "union", "except")
-NO_AGGREGATE = AGGREGATES.index("none")
-NO_OPERATOR = UNIT_OPERATORS.index("none")
-ALL_COLUMNS = "__all__"
-MAX_KEPT_CHARACTERS = 4_000  # of a statement whose reading is kept: its tree takes much more
+MAX_CHARACTERS = 100_000
+TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
+MAX_KEPT = 4_000  # of a statement whose reading is kept: its tree takes much more
 
 
 class SqlParseError(ValueError):
@@ -65,7 +60,7 @@ def cached(read: Callable[..., dict]) -> Callable[..., dict]:
 
     @wraps(read)
     def reading(sql: str, *args: object, **named: object) -> dict:
-        return (kept if len(sql) <= MAX_KEPT_CHARACTERS else read)(sql, *args, **named)
+        return (kept if len(sql) <= MAX_KEPT else read)(sql, *args, **named)
 
     return reading
 
@@ -73,15 +68,6 @@ def cached(read: Callable[..., dict]) -> Callable[..., dict]:
 def column_id(table: str, column: str) -> str:
     """How the structure names a column."""
     return f"__{table}.{column}__"
-
-
-def split_conditions(sql: dict) -> tuple[list[tuple], list]:
-    """The conditions of FROM, WHERE and HAVING in a structure, and the connectors between them.
-
-    Where a connector is missing, every second condition stands among the connectors, as officially.
-    """
-    lists = (sql["from"]["conds"], sql["where"], sql["having"])
-    return [c for held in lists for c in held[::2]], [c for held in lists for c in held[1::2]]
 
 
 def foreign_key_map(tables_json_entry: dict) -> dict[str, str]:

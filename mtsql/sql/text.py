@@ -1,9 +1,10 @@
-"""SQL as text: repairs and cuts that need no parser, as before execution in the official evaluation."""
+"""SQL as text: what needs no parser, most of it as the official evaluation does it before execution."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Iterator
+from itertools import islice, product
 
 from mtsql.data.names import folded
 
@@ -15,6 +16,10 @@ PIECE = re.compile(
 SPLIT_OPERATOR = re.compile(
     r"""('(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)) | ([<>!])[ ]=""", re.VERBOSE
 )
+VALUE = re.compile(
+    r"""'(?:''|[^'])*' | "(?:""|[^"])*" | (?<![\w\].)])-?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.])""", re.VERBOSE
+)
+MAX_ALTERNATIVES = 10_000
 
 
 def join_operators(sql: str) -> str:
@@ -47,21 +52,6 @@ def query_words(sql: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def single_quoted(sql: str, names: Collection[str]) -> str:
-    """Double quotes around texts made single, as standard SQL has them; those around `names` stay.
-
-    `names` are `folded`.
-    """
-
-    def written(piece: str) -> str:
-        if len(piece) < 2 or piece[0] != '"' or folded(piece[1:-1]) in names:
-            return piece
-        inner = piece[1:-1].replace('""', '"').replace("'", "''")
-        return f"'{inner}'"
-
-    return "".join(map(written, PIECE.findall(sql)))
-
-
 def without_distinct(sql: str) -> str:
     """The first statement of `sql` without the word DISTINCT, but in the operator IS DISTINCT FROM."""
     kept, before = [], ""
@@ -78,3 +68,25 @@ def without_distinct(sql: str) -> str:
 def is_blank(piece: str) -> bool:
     """Whether a piece is white space or a comment."""
     return piece.isspace() or piece.startswith(("--", "/*"))
+
+
+def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
+    """The prediction, then every assignment of the gold query's values to its values.
+
+    The official evaluation tries all assignments (exec_eval.py, plug_value), here the first
+    MAX_ALTERNATIVES are. A value is a number or a quoted text, wherever it stands, LIMIT included.
+    """
+    yield pred_sql
+    pred = "".join(first_statement(pred_sql))
+    values = sorted({match.group() for match in VALUE.finditer(gold_sql)})
+    slots = [match.span() for match in VALUE.finditer(pred)]
+    starts = [0, *(end for _, end in slots)]
+    ends = [*(start for start, _ in slots), len(pred)]
+    between = [pred[start:end] for start, end in zip(starts, ends, strict=True)]
+    for chosen in islice(product(values, repeat=len(slots)), MAX_ALTERNATIVES):
+        yield "".join(text + value for text, value in zip(between, (*chosen, ""), strict=True))
+
+
+def official_prediction(sql: str) -> str:
+    """A prediction as the official evaluation rewrites it first: "value" becomes "1" everywhere."""
+    return sql.replace("value", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -14,11 +15,9 @@ from sqlglot.dialects.sqlite import SQLite
 from sqlglot.tokens import Token, TokenType
 
 from mtsql.data.names import KEYWORDS, RESERVED, folded
-from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.structure import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
-MAX_CHARACTERS = 100_000
-TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
 MAX_COPIED_NODES = 10_000
 MAX_JOINED = 64  # by SQLite
 MAX_STEPS = 5_000  # of sqlglot from token to token, many times what a gold query takes
@@ -39,7 +38,9 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
     """
     tree = query_tree(sql)
     with unreadable_if_it_fails():
-        _resolve_names(tree, schema)
+        for scope in reversed(_Scopes(schema).read(tree)):  # inner queries first
+            scope.replace_names()
+        _strip_aliases(tree)
     return tree
 
 
@@ -142,19 +143,6 @@ def swap(node: exp.Expression, new: exp.Expression) -> None:
     new.parent, new.arg_key, new.index = parent, key, index
 
 
-def _resolve_names(tree: exp.Query, schema: SqlSchema) -> None:
-    for scope in reversed(_read_scopes(tree, schema)):  # inner queries first
-        unknown = [name for name in scope.names if not scope.resolve(name)]
-        outputs = [name for name in unknown if scope.output(name.column) is not None]
-        meant = {id(name) for name in outputs}
-        for name in unknown:
-            if id(name) not in meant:
-                swap(name.column, scope.guess(name))
-        for name in outputs:
-            swap(name.column, scope.copies.of(scope.output(name.column).this))
-    _strip_aliases(tree)
-
-
 class _Name(NamedTuple):
     """A column as it is written, and where."""
 
@@ -166,52 +154,27 @@ class _Name(NamedTuple):
 Meanings: TypeAlias = Mapping[str, exp.Expression | tuple[str, str]]  # or a column and its table
 
 
-class _Copies:
-    """Copies of what names stand for. A query is refused if they grow too large, level by level."""
-
-    def __init__(self) -> None:
-        self.nodes = 0
-
-    def count(self, nodes: int) -> None:
-        self.nodes += nodes
-        if self.nodes > MAX_COPIED_NODES:
-            raise SqlParseError("its names stand for too much")
-
-    def of(self, meaning: exp.Expression | tuple[str, str]) -> exp.Expression:
-        if isinstance(meaning, tuple):
-            return exp.column(*meaning)
-        self.count(sum(1 for _ in meaning.walk()))
-        return meaning.copy()
-
-
+@dataclass
 class _Scope:
-    """One SELECT: the names in it, and the names that its tables and sub-queries bring in.
+    """One SELECT: the names in it, and the names that its tables and sub-queries bring in."""
 
-    `named` are the queries of WITH that it sees, `scopes` all scopes by the id of their SELECT.
-    """
+    select: exp.Select
+    outer: _Scope | None
+    named: Mapping[str, exp.CTE]  # the queries of WITH that it sees
+    all: _Scopes
+    names: list[_Name] = field(default_factory=list)
+    sure: set[int] = field(default_factory=set)  # the items that hold a name
 
-    def __init__(
-        self,
-        select: exp.Select,
-        outer: _Scope | None,
-        schema: SqlSchema,
-        copies: _Copies,
-        named: Mapping[str, exp.CTE],
-        scopes: dict[int, _Scope],
-    ) -> None:
-        self.select, self.outer = select, outer
-        self.schema, self.copies, self.named, self.scopes = schema, copies, named, scopes
-        self.names: list[_Name] = []
-        self.sure: set[int] = set()  # the items that hold a name
-        self.aliases: dict[str, exp.Expression] = {}
-        for item in select.expressions:
-            if item.alias:
-                self.aliases.setdefault(folded(item.alias), item)
-        self.tables = {  # name in use -> table
-            folded(source.alias_or_name): folded(source.name)
-            for source in sources(select)
-            if isinstance(source, exp.Table) and source.name  # a function that gives rows has none
-        }
+    @cached_property
+    def aliases(self) -> dict[str, exp.Expression]:
+        """The selected items that have an alias, the first one with each."""
+        return {folded(item.alias): item for item in reversed(self.select.expressions) if item.alias}
+
+    @cached_property
+    def tables(self) -> dict[str, str]:
+        """Name in use -> table; a function that gives rows has none."""
+        found = [source for source in sources(self.select) if isinstance(source, exp.Table) and source.name]
+        return {folded(source.alias_or_name): folded(source.name) for source in found}
 
     @cached_property
     def sources(self) -> dict[str, Meanings]:
@@ -220,7 +183,7 @@ class _Scope:
         for index, source in enumerate(sources(self.select)):
             if isinstance(source, exp.Table) and source.name:
                 table = folded(source.name)
-                columns = self.schema.tables.get(table, ())
+                columns = self.all.schema.tables.get(table, ())
                 if table in self.named:
                     columns = self._named_columns(self.named[table])
                 found[folded(source.alias_or_name)] = {column: (column, table) for column in columns}
@@ -238,7 +201,7 @@ class _Scope:
         return [folded(name.name) for name in given] if given else list(self._outputs_of(cte.this))
 
     def _outputs_of(self, query: exp.Expression) -> Meanings:
-        scope = self.scopes.get(id(_first_select(query)))
+        scope = self.all.by_select.get(id(first_select(query)))
         return scope.outputs if scope is not None else {}
 
     @cached_property
@@ -252,9 +215,20 @@ class _Scope:
                 continue
             for name, columns in self.sources.items():
                 if folded(getattr(item, "table", "")) in ("", name):
-                    self.copies.count(len(columns))
+                    self.all.count(len(columns))
                     found |= {**columns, **found}
         return found
+
+    def replace_names(self) -> None:
+        """Replaces every name by what it stands for."""
+        unknown = [name for name in self.names if not self.resolve(name)]
+        outputs = [name for name in unknown if self.output(name.column) is not None]
+        meant = {id(name) for name in outputs}
+        for name in unknown:
+            if id(name) not in meant:
+                swap(name.column, self.guess(name))
+        for name in outputs:
+            swap(name.column, self.all.copy(self.output(name.column).this))
 
     def output(self, column: exp.Column) -> exp.Expression | None:
         """The selected item that has the name of a column as its alias."""
@@ -271,7 +245,7 @@ class _Scope:
         while scope is not None:
             meaning = scope._meaning(folded(name.column.table), folded(name.column.name))
             if meaning is not None:
-                swap(name.column, self.copies.of(meaning))
+                swap(name.column, self.all.copy(meaning))
                 self.sure.add(name.item)
                 return True
             scope = scope.outer
@@ -302,44 +276,62 @@ HOLDERS = (
 )  # fmt: skip
 
 
-def _read_scopes(tree: exp.Query, schema: SqlSchema) -> list[_Scope]:
-    """The scopes of all SELECTs, outer ones first.
+class _Scopes:
+    """The scopes of all SELECTs, and how much was copied: a query is refused if that grows level by level."""
 
-    Raises SqlParseError for a SELECT of nothing, and for more tables than SQLite joins.
-    """
-    scopes: dict[int, _Scope] = {}
-    copies = _Copies()
-    waiting: list[tuple] = [(tree, tree, None, {}, False)]
-    while waiting:
-        node, item, scope, named, ordering = waiting.pop()
-        if isinstance(node, exp.Query) and node.ctes:
-            named = named | {folded(cte.alias): cte for cte in node.ctes}
-        if isinstance(node, exp.Select):
-            if not node.expressions:
-                raise SqlParseError("SELECT of nothing")
-            if len(sources(node)) > MAX_JOINED:
-                raise SqlParseError(f"it joins more than {MAX_JOINED} tables")
-            scope, ordering = _Scope(node, scope, schema, copies, named, scopes), False
-            scopes[id(node)] = scope
-        elif isinstance(node, exp.With) and isinstance(node.parent, exp.Select):
-            scope = scope.outer
-        elif isinstance(node, exp.Order):
-            ordering = True
-            if isinstance(node.parent, exp.SetOperation):
-                scope = scopes.get(id(_first_select(node.parent)), scope)
-        elif isinstance(node, exp.Column) and isinstance(node.this, exp.Identifier) and scope is not None:
-            scope.names.append(_Name(node, id(item), ordering))
-            if not node.this.quoted or node.table:
-                scope.sure.add(id(item))
-        below = isinstance(node, HOLDERS)
-        waiting += [
-            (child, child if below else item, scope, named, ordering)
-            for child in node.iter_expressions(reverse=True)
-        ]
-    return list(scopes.values())
+    def __init__(self, schema: SqlSchema) -> None:
+        self.schema, self.copied = schema, 0
+        self.by_select: dict[int, _Scope] = {}  # by the id of their SELECT
+
+    def read(self, tree: exp.Query) -> list[_Scope]:
+        """The scopes, outer ones first.
+
+        Raises SqlParseError for a SELECT of nothing, and for more tables than SQLite joins.
+        """
+        waiting: list[tuple] = [(tree, tree, None, {}, False)]
+        while waiting:
+            node, item, scope, named, ordering = waiting.pop()
+            if isinstance(node, exp.Query) and node.ctes:
+                named = named | {folded(cte.alias): cte for cte in node.ctes}
+            if isinstance(node, exp.Select):
+                if not node.expressions:
+                    raise SqlParseError("SELECT of nothing")
+                if len(sources(node)) > MAX_JOINED:
+                    raise SqlParseError(f"it joins more than {MAX_JOINED} tables")
+                scope, ordering = _Scope(node, scope, named, self), False
+                self.by_select[id(node)] = scope
+            elif isinstance(node, exp.With) and isinstance(node.parent, exp.Select):
+                scope = scope.outer
+            elif isinstance(node, exp.Order):
+                ordering = True
+                if isinstance(node.parent, exp.SetOperation):
+                    scope = self.by_select.get(id(first_select(node.parent)), scope)
+            elif isinstance(node, exp.Column) and isinstance(node.this, exp.Identifier) and scope is not None:
+                scope.names.append(_Name(node, id(item), ordering))
+                if not node.this.quoted or node.table:
+                    scope.sure.add(id(item))
+            below = isinstance(node, HOLDERS)
+            waiting += [
+                (child, child if below else item, scope, named, ordering)
+                for child in node.iter_expressions(reverse=True)
+            ]
+        return list(self.by_select.values())
+
+    def count(self, nodes: int) -> None:
+        """Adds to what was copied."""
+        self.copied += nodes
+        if self.copied > MAX_COPIED_NODES:
+            raise SqlParseError("its names stand for too much")
+
+    def copy(self, meaning: exp.Expression | tuple[str, str]) -> exp.Expression:
+        """A copy of what a name stands for."""
+        if isinstance(meaning, tuple):
+            return exp.column(*meaning)
+        self.count(sum(1 for _ in meaning.walk()))
+        return meaning.copy()
 
 
-def _first_select(query: exp.Expression) -> exp.Expression:
+def first_select(query: exp.Expression) -> exp.Expression:
     """The first SELECT of a query, which names what the query puts out."""
     while isinstance(query, exp.SetOperation | exp.Subquery):
         query = query.this
