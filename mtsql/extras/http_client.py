@@ -88,9 +88,13 @@ class Server:
         url = self.address.rstrip("/") + path
         request = urllib.request.Request(url, json.dumps(content).encode(), headers)
         try:
-            answer = within(self.timeout, lambda: _exchange(request, self.timeout))
+            status, pause, body = within(self.timeout, lambda: _exchange(request, self.timeout))
         except TimeoutError:
             raise ServerError(f"none within {self.timeout:g} s", 408) from None
+        if not 200 <= status < 300:
+            said = " ".join(body[:2_000].decode(errors="replace").split())
+            raise ServerError(f"HTTP {status}, {said}", status, _pause(pause))
+        answer = read_object(body)
         error = answer.get("error")
         if error and "choices" not in answer:  # what gateways say with status 200
             code = str(error.get("code")) if isinstance(error, dict) else ""
@@ -98,13 +102,20 @@ class Server:
         return answer
 
 
-def _exchange(request: urllib.request.Request, timeout: float) -> dict[str, Any]:
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Takes answers of every status as they are: a redirection would take the key along elsewhere."""
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+    https_response = http_response
+
+
+def _exchange(request: urllib.request.Request, timeout: float) -> tuple[int, str | None, bytes]:
+    """Status, Retry-After and body of one answer."""
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout) as response:
-            return read_object(response.read(MAX_ANSWER_BYTES))
-    except urllib.error.HTTPError as error:
-        problem = f"HTTP {error.code}, {_body(error)}"
-        raise ServerError(problem, error.code, _pause(error.headers.get("Retry-After"))) from None
+        with urllib.request.build_opener(_AnyStatus).open(request, timeout=timeout) as response:
+            return response.status, response.headers.get("Retry-After"), response.read(MAX_ANSWER_BYTES)
     except urllib.error.URLError as error:
         raise ServerError(f"{error.reason}") from None
     except TimeoutError:
@@ -123,20 +134,6 @@ def _pause(value: str | None) -> float | None:
         except (TypeError, ValueError):
             return None
     return max(1.0, seconds)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirection is an error: it would take the key along to another address."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-def _body(error: urllib.error.HTTPError) -> str:
-    try:
-        return " ".join(error.read(2_000).decode(errors="replace").split())
-    except (OSError, http.client.HTTPException):
-        return error.reason
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:

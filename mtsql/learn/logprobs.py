@@ -22,6 +22,7 @@ from mtsql.agent.head import float32_logits, plain_head
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
+from mtsql.learn.model import adapters_in_half, base_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -292,6 +293,11 @@ AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
 AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)
 
 
+def _head_factor(weight: Tensor) -> Tensor:
+    """What `float32_logits` multiplies with; on a CPU it would convert the weight for each chunk again."""
+    return weight.float() if weight.device.type == "cpu" else weight
+
+
 class _HeadLogprobs(torch.autograd.Function):
     """The output head on trained tokens only, a chunk of them at a time, forward and backward.
 
@@ -305,9 +311,9 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """`hidden` (tokens, hidden), `weight` (vocabulary, hidden), `targets` (tokens,) int64 give
         log-probabilities and entropies, (tokens,) float32."""
-        normalisers, logprobs, entropies = [], [], []
+        factor, normalisers, logprobs, entropies = _head_factor(weight), [], [], []
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = float32_logits(h, weight).div_(temperature)  # (chunk, vocabulary)
+            logits = float32_logits(h, factor).div_(temperature)  # (chunk, vocabulary)
             normaliser = logits.logsumexp(-1)  # (chunk,)
             logprobs.append(logits.gather(-1, t[:, None])[:, 0] - normaliser)
             probabilities = (logits - normaliser[:, None]).exp_()  # (chunk, vocabulary)
@@ -327,12 +333,12 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_weight = None  # (vocabulary, hidden) float32
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        factor, slope = _head_factor(weight), grad_logprobs[:, None] / ctx.temperature  # slope (tokens, 1)
         for start in range(0, len(hidden), ctx.chunk):
             at = slice(start, start + ctx.chunk)
-            logits = float32_logits(hidden[at], weight).div_(ctx.temperature)  # (chunk, vocabulary)
-            grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-grad_logprobs[at, None])
-            grad_logits.scatter_add_(1, targets[at, None], grad_logprobs[at, None])
-            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
+            logits = float32_logits(hidden[at], factor).div_(ctx.temperature)  # (chunk, vocabulary)
+            grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-slope[at])
+            grad_logits = grad_logits.scatter_add_(1, targets[at, None], slope[at]).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[at])
             if grad_weight is not None and weight.dtype == torch.float32:
@@ -354,7 +360,7 @@ def token_logprobs(
     shared-prompt batch switches the model from "sdpa" to an attention that can do both. Raises UserError if
     that batch meets another attention, and for heads that are more than one matrix.
     """
-    inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    inner = base_of(model)
     head = plain_head(inner)
     if head is None:
         raise UserError(f"the head of {type(inner).__name__} is more than one matrix; that is not supported")
@@ -373,9 +379,7 @@ def token_logprobs(
         options = {"cu_seq_lens_q": batch.borders, "cu_seq_lens_k": batch.borders}
         options |= {"max_length_q": longest, "max_length_k": longest}
     inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False, **options}
-    # Adapters are float32 over a bfloat16 base. On a CPU their products would take as long as the base's.
-    adapters_in_half = inner.dtype == torch.bfloat16 and inner.device.type == "cpu"
-    with torch.autocast("cpu", torch.bfloat16, enabled=adapters_in_half):
+    with adapters_in_half(model):
         hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
     hidden = _take(hidden.flatten(0, 1), batch.source)  # (tokens, hidden)
     if chunk is None:
