@@ -14,10 +14,9 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from evaluate import EvaluateConfig
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import examples
-from mtsql.learn.embedding import make_embedder
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.selection import select_trajectories
+from mtsql.learn.selection import make_embedder, select_trajectories
 from mtsql.recipes.mtsql_r1 import PRESETS
 from mtsql.recipes.mtsql_r1_rewards import reward
 from mtsql.report.chat import chat_record
