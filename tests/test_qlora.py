@@ -327,4 +327,7 @@ def test_adapters_over_a_bfloat16_base_learn_what_those_over_float32_do(base):
         found[dtype] = gradients(policy, logprobs.sum() / 40)
         assert {gradient.dtype for gradient in found[dtype]} == {torch.float32}
     whole = [torch.cat([g.flatten() for g in of]) for of in found.values()]
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    logprobs, _ = token_logprobs(policy, token_batch(make_groups(), "shared", "cpu"))
+    assert difference(gradients(policy, logprobs.sum() / 40), found["bfloat16"]) <= 1e-2
     assert torch.nn.functional.cosine_similarity(*whole, dim=0) > 0.995
