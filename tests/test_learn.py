@@ -48,7 +48,7 @@ from mtsql.learn.logprobs import (
     token_batch,
     token_logprobs,
 )
-from mtsql.learn.loss import kl_estimate, loss_denominator, sft_loss, truncation_cap
+from mtsql.learn.loss import loss_denominator, sft_loss, truncation_cap
 from mtsql.learn.model import (
     Reference,
     attention_for,
@@ -165,6 +165,11 @@ def difference(one: list[Tensor], other: list[Tensor]) -> float:
     return torch.stack(apart).nan_to_num(nan=float("inf")).max().item()
 
 
+def calls_of(batch: TokenBatch) -> list[int]:
+    """How many responses attention takes together."""
+    return [len(call.slots) for call in batch.layout.calls if call.attention_mask is not None]
+
+
 def test_attention_takes_more_sequences_together_on_a_gpu_and_gives_the_same(model, monkeypatch):
     draw = np.random.default_rng(0)
     prompt = draw.integers(1, VOCABULARY, 9).tolist()
@@ -173,8 +178,8 @@ def test_attention_takes_more_sequences_together_on_a_gpu_and_gives_the_same(mod
     expected, _ = token_logprobs(model, few)
     monkeypatch.setattr(attention, "SEQUENCES_TOGETHER", 5)
     together = shared_prompt_batch([group])
-    assert [len(r.slots) for r in few.layout.responses] == [4, 1]  # one predicts from the prompt alone
-    assert [len(r.slots) for r in together.layout.responses] == [5]
+    assert calls_of(few) == [4, 1]  # one predicts from the prompt alone
+    assert calls_of(together) == [5]
     found, _ = token_logprobs(model, together)
     assert difference([found], [expected]) <= 1e-5
     assert difference(gradients(model, found.sum()), gradients(model, expected.sum())) <= 1e-5
@@ -295,39 +300,12 @@ def test_the_gap_between_sampler_and_trainer_is_told_three_times():
     assert set(logprob_gaps([]).values()) == {0.0}
 
 
-def test_tokens_of_loss_mask_0_are_never_targets(model):
-    """An observation changes what follows it, and is not itself predicted."""
-    groups = make_groups()
-    index = next(i for i, t in enumerate(flatten(groups)) if len(t.segments) == 2)
-    trajectory = flatten(groups)[index]
-    before = gradients(model, -token_logprobs(model, row_batch([trajectory]))[0].sum())
-    trajectory.segments.append(Segment.given("environment", [1, 2, 3]))
-    after = gradients(model, -token_logprobs(model, row_batch([trajectory]))[0].sum())
-    assert difference(after, before) <= 1e-5
-    packed = gradients(model, -token_logprobs(model, shared_prompt_batch([[trajectory]]))[0].sum())
-    assert difference(packed, before) <= 1e-5
-
-
-def test_pad_token_inside_a_trajectory_is_an_ordinary_token(model):
-    prompt = Segment.given("prompt", [0, 5, 0])
-    trajectories = [Trajectory("1/0", 0, [prompt, Segment.sampled([0, 7, 0], [0.0] * 3)])]
-    trajectories.append(Trajectory("1/0", 1, [prompt, Segment.sampled([3] * 6, [0.0] * 6)]))
-    expected = torch.cat([reference_logprobs(model, t, 1.0)[0] for t in trajectories])
-    for batch in (row_batch(trajectories), shared_prompt_batch([trajectories])):
-        assert difference([token_logprobs(model, batch)[0]], [expected]) <= 1e-5
-
-
 def test_prompts_that_only_begin_alike_share_what_they_have_in_common(model):
     draw = np.random.default_rng(3)
     prompts = [[4, 9, 2, 7, 7], [4, 9, 2], [4, 9, 2, 1, 5, 8]]
     group = [make_trajectory(draw, prompt, [3, 2, 4]) for prompt in prompts]
     expected = torch.cat([reference_logprobs(model, t, 1.0)[0] for t in group])
     assert difference([token_logprobs(model, shared_prompt_batch([group]))[0]], [expected]) <= 1e-5
-    rows, packed = (
-        gradients(model, -token_logprobs(model, batch)[0].sum())
-        for batch in (row_batch(group), shared_prompt_batch([group]))
-    )
-    assert difference(packed, rows) <= 1e-5
 
 
 def test_groups_that_do_not_share_a_prompt_are_refused():
@@ -399,19 +377,9 @@ def test_gradients_do_not_depend_on_micro_batches(model, aggregate):
 
     whole, expected = step([(shared_prompt_batch(groups), torch.cat(advantages))])
     assert 0 < expected["clip_fraction"] < 1
-    cuts = {
-        "groups": [(shared_prompt_batch([g]), a) for g, a in zip(groups, advantages, strict=True)],
-        "rows": [
-            (row_batch([t]), a[None])
-            for g, advantage in zip(groups, advantages, strict=True)
-            for t, a in zip(g, advantage, strict=True)
-            if t.sampled_length
-        ],
-    }
-    for parts in cuts.values():
-        total, statistics = step(parts)
-        assert difference(total, whole) <= 1e-5
-        assert statistics == pytest.approx(expected, abs=1e-6)
+    total, statistics = step([(shared_prompt_batch([g]), a) for g, a in zip(groups, advantages, strict=True)])
+    assert difference(total, whole) <= 1e-5
+    assert statistics == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -489,23 +457,6 @@ def test_denominators_of_a_step():
         loss_denominator(sampled, "batch", 100)
 
 
-def test_kl_estimate_by_hand():
-    """log policy - log reference = -0.5."""
-    logprobs = torch.tensor([-1.5], requires_grad=True)
-    estimate = kl_estimate(logprobs, torch.tensor([-1.0]))
-    assert estimate.item() == pytest.approx(0.148721, abs=1e-6)
-    estimate.backward()
-    assert logprobs.grad.item() == pytest.approx(1 - np.exp(0.5), abs=1e-6)
-
-
-def test_constant_denominator_by_hand():
-    """Two trajectories of 1 and 3 tokens, at most 10 allowed: each token counts 1/20."""
-    logprobs = torch.zeros(4, requires_grad=True)
-    index, advantages = torch.tensor([0, 1, 1, 1]), torch.tensor([1.0, -2.0])
-    loss, _ = grpo_loss(logprobs, advantages, index, 2 * 10, aggregate="constant")
-    assert loss.item() == pytest.approx(-(1 - 2 - 2 - 2) / 20)
-
-
 def test_truncated_importance_sampling_by_hand():
     """The trainer finds the first token e times as likely as the sampler did, the second half as likely."""
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
@@ -562,10 +513,6 @@ def test_a_merged_adapter_is_taken_out_again_whatever_happens(monkeypatch):
         assert not any(getattr(m, "merged", False) for m in model.modules())
 
     with pytest.raises(KeyError), merged_adapter(model):
-        assert not torch.equal(
-            before["base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"],
-            model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight,
-        )
         raise KeyError
     assert_as_before()
     layers, merge = [], LoraLinear.merge
@@ -814,48 +761,20 @@ def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):
     assert torch.allclose(start, base_logprobs)
 
 
-def train(model, optimizer, steps: int) -> None:
-    """Steps whose loss draws from all three global generators."""
-    for _ in range(steps):
-        index = random.randrange(3)
-        scale = float(np.random.normal()) + float(torch.rand(()))
-        loss = sft_loss(token_logprobs(model, shared_prompt_batch([make_groups()[index]]))[0], 9)
-        (loss * scale).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def test_a_training_state_brings_back_every_global_generator(tmp_path):
+    """test_resume.py has whole runs, killed and resumed."""
 
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.normal()), float(torch.rand(()))]
 
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_resumed_training_is_bit_equal(tmp_path, tokenizer, lora_rank):
-    def start(folder: Path, rank: int):
-        model = load_policy(folder, lora_rank=rank)
-        return model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-
-    save_policy(make_model("qwen3"), tokenizer, tmp_path / "base")
-    for module in (random, np.random):
-        module.seed(0)
-    torch.manual_seed(0)
-    model, optimizer = start(tmp_path / "base", lora_rank)
     np.random.normal()  # so that one normal deviate is cached in the state to save
-    train(model, optimizer, 2)
-    order = np.random.default_rng(7)
-    saved = tmp_path / "checkpoint"
-    with folder_atomically(saved) as folder:
-        save_policy(model, tokenizer, folder / "policy")
-        extra = {"order": order.bit_generator.state, "seen": ["a", "b"]}
-        save_training_state(folder, optimizer.state_dict(), 2, extra)
-    train(model, optimizer, 2)
-
-    random.seed(9)
-    torch.manual_seed(9)
-    np.random.seed(9)
-    resumed, optimizer = start(saved / "policy", 0)
-    step, extra, state = load_training_state(saved)
-    optimizer.load_state_dict(state)
-    assert step == 2 and extra["seen"] == ["a", "b"]
-    assert extra["order"] == order.bit_generator.state
-    train(resumed, optimizer, 2)
-    assert_same_weights(weights(resumed), weights(model))
+    order = np.random.default_rng(7).bit_generator.state
+    save_training_state(tmp_path, {}, 2, {"order": order, "seen": ["a", "b"]})
+    expected = drawn()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(9)
+    assert load_training_state(tmp_path) == (2, {"order": order, "seen": ["a", "b"]}, {})
+    assert drawn() == expected
 
 
 def test_training_state_that_could_not_be_read_back_is_refused(tmp_path):

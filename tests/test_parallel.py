@@ -5,20 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FORKS, TOY, run
+from conftest import TOY, run
 from safetensors.torch import load_file
 
-from mtsql.learn import parallel
 from mtsql.learn.parallel import Processes, join_processes, leave_processes
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
@@ -63,21 +58,6 @@ def test_alone_without_torchrun(monkeypatch):
     assert processes == Processes(0, 1)
     assert processes.gather(processes.share([1, 2, 3])) == [1, 2, 3]
     leave_processes(processes)
-
-
-def test_a_store_that_is_gone_ends_the_watch_with_a_sentence(monkeypatch, capsys):
-    class Gone:
-        def set(self, key, value):
-            raise dist.DistNetworkError("connection reset")
-
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Gone)
-    monkeypatch.setattr(parallel, "SILENCE", 0.1)
-    before = set(threading.enumerate())
-    parallel.watch_others(Processes(1, 2))
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert "process 1: the first process" in capsys.readouterr().err
 
 
 def rows_of(path: Path) -> list[dict[str, float]]:
@@ -153,45 +133,3 @@ def test_two_processes_evaluate_as_one(work, tmp_path):
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     one, two = ((tmp_path / name / "predictions.jsonl").read_text() for name in ("one", "two"))
     assert [json.loads(line) for line in two.splitlines()] == [json.loads(line) for line in one.splitlines()]
-
-
-def hang(rank: int, folder: str) -> None:
-    """The second of two processes stops without a word; what the first says goes into a file."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
-    os.environ["TORCHELASTIC_RUN_ID"] = "hang"
-    parallel.SILENCE = 1.0
-    sys.stderr = (Path(folder) / f"stderr{rank}").open("w")
-    processes = join_processes()
-    time.sleep(0.5)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    processes.all_gather(rank)
-
-
-def test_a_process_that_hangs_ends_the_others_with_a_sentence(tmp_path):
-    first, second = (FORKS.Process(target=hang, args=(rank, str(tmp_path))) for rank in (0, 1))
-    first.start(), second.start()
-    try:
-        first.join(90)
-        assert first.exitcode == 3
-        assert "process 1 has been silent for 1 seconds" in (tmp_path / "stderr0").read_text()
-    finally:
-        second.kill()
-        first.kill()
-
-
-def linger(rank: int, folder: str) -> None:
-    """The first of two processes has files to write when the second has nothing more to do."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29642"}
-    os.environ["TORCHELASTIC_RUN_ID"] = "linger"
-    parallel.SILENCE = 1.0
-    processes = join_processes()
-    if rank == 0:
-        time.sleep(4)
-    leave_processes(processes)
-    Path(folder, f"left.{rank}").touch()
-
-
-def test_a_process_that_waits_at_the_end_is_no_silent_one(tmp_path):
-    fork(linger, tmp_path)
-    assert {p.name for p in tmp_path.glob("left.*")} == {"left.0", "left.1"}

@@ -18,9 +18,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mtsql.agent.generator import Generator
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.errors import UserError
-from mtsql.learn.batches import group_micro_batches, micro_batches, order_by_database, shared_prefix
+from mtsql.learn.batches import micro_batches, order_by_database, shared_prefix
 from mtsql.learn.logprobs import token_batch, token_logprobs
-from mtsql.learn.model import Reference, load_policy, merge_adapter, merged_adapter, save_policy
+from mtsql.learn.model import load_policy, merge_adapter, merged_adapter, save_policy
 from mtsql.learn.optimizer import (
     make_optimizer,
     optimizer_state,
@@ -106,20 +106,6 @@ def test_sampling_changes_nothing_in_the_training_of_a_quantised_policy(base):
     assert difference(gradients(policy, after.sum()), expected) == 0
     logprobs, _ = token_logprobs(policy, token_batch([[trajectory]], "shared", "cpu"))
     torch.testing.assert_close(logprobs, torch.tensor(sampled.logprobs), atol=1e-4, rtol=0)
-
-
-def test_the_reference_of_a_quantised_policy_is_its_adapter_at_the_start(base):
-    policy = randomise_adapters(load_policy(base, quantise="nf4", lora_rank=4))
-    batch = token_batch(make_groups(), "shared", "cpu")
-    with torch.no_grad():
-        before, _ = token_logprobs(policy, batch)
-        reference = Reference(policy)
-        randomise_adapters(policy)
-        with reference.policy() as frozen:
-            kept, _ = token_logprobs(frozen, batch)
-        after, _ = token_logprobs(policy, batch)
-    torch.testing.assert_close(kept, before)
-    assert (after - before).abs().max() > 1e-3
 
 
 def test_eight_bit_moments_take_nearly_the_same_step(base):
@@ -254,7 +240,7 @@ def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
         group = [make_trajectory(draw, prompt, [int(draw.integers(1, 60))]) for _ in range(8)]
         groups.append(group)
     for max_positions in (1, 100, 200, 100_000):
-        batches = group_micro_batches(groups, max_positions)
+        batches = micro_batches(groups, "shared", max_positions)
         seen = [id(t) for batch in batches for group in batch for t in group]
         assert sorted(seen) == sorted(id(t) for t in flatten(groups))
         for batch in batches:
@@ -262,7 +248,7 @@ def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
             own = [len(t.ids) - p for group, p in zip(batch, prefixes, strict=True) for t in group]
             alone = len(batch) == 1 and len(own) == 1
             assert alone or sum(prefixes) + sum(own) <= max_positions
-    assert len(group_micro_batches(groups, 100_000)) == 1
+    assert len(micro_batches(groups, "shared", 100_000)) == 1
 
 
 def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
@@ -341,4 +327,7 @@ def test_adapters_over_a_bfloat16_base_learn_what_those_over_float32_do(base):
         found[dtype] = gradients(policy, logprobs.sum() / 40)
         assert {gradient.dtype for gradient in found[dtype]} == {torch.float32}
     whole = [torch.cat([g.flatten() for g in of]) for of in found.values()]
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    logprobs, _ = token_logprobs(policy, token_batch(make_groups(), "shared", "cpu"))
+    assert difference(gradients(policy, logprobs.sum() / 40), found["bfloat16"]) <= 1e-2
     assert torch.nn.functional.cosine_similarity(*whole, dim=0) > 0.995

@@ -191,28 +191,21 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
         changed_options(replace(other, data=("e",), seed=3), tmp_path)
     with pytest.raises(UserError, match="--lora-rank was 0, is now 4"):
         changed_options(replace(other, lora_rank=4), tmp_path)
-    with pytest.raises(UserError, match="--rewards was , is now process"):  # metrics.csv has other columns
-        changed_options(replace(other, rewards="process"), tmp_path)
-    with pytest.raises(UserError, match="--weights was , is now proposal=1"):
-        changed_options(replace(other, weights="proposal=1"), tmp_path)
-    with pytest.raises(UserError, match="--optimizer was adamw, is now adamw8bit"):
-        changed_options(replace(other, optimizer="adamw8bit"), tmp_path)
-    with pytest.raises(UserError, match="--max-prompt-tokens was 4000, is now 3000"):  # other questions fit
-        changed_options(replace(other, max_prompt_tokens=3000), tmp_path)
     assert changed_options(other, tmp_path / "new") == []
     levels = replace(config, curriculum="counts.jsonl", out=str(tmp_path / "levels"))
     save_config(levels, tmp_path / "levels")
     with pytest.raises(UserError, match="--steps was 5, is now 9"):  # another level would be due
         changed_options(replace(levels, steps=9), tmp_path / "levels")
-    warm = SftArgs(model="m", data=("d",), out=str(tmp_path / "sft"))
-    save_config(warm, tmp_path / "sft")
-    with pytest.raises(UserError, match="--trajectories-per-step was 16, is now 8"):
-        changed_options(replace(warm, trajectories_per_step=8), tmp_path / "sft")
 
 
-@pytest.mark.parametrize("name", ["policy/weights", "training_state.pt", "checksums.json"])
 @pytest.mark.parametrize(
-    "content", [None, b"", b"cut", bytes(range(256))], ids=["gone", "empty", "cut", "noise"]
+    ("name", "content"),
+    [
+        ("policy/weights", b"cut"),
+        ("training_state.pt", None),
+        ("checksums.json", None),
+        ("checksums.json", bytes(range(256))),
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, name, content):
     def save(step: int) -> Path:

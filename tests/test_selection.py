@@ -16,9 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
-from mtsql.learn import embedding
-from mtsql.learn.embedding import make_embedder
-from mtsql.learn.selection import cluster, select_trajectories
+from mtsql.learn import selection
+from mtsql.learn.selection import cluster, make_embedder, select_trajectories
 from mtsql.recipes.mtsql_r1_prompts import tool_call
 
 OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
@@ -166,11 +165,10 @@ def played(tiny) -> list[Trajectory]:
     return trajectories
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("positions", [10**6, 1])
+@pytest.mark.parametrize(("lora", "positions"), [(False, 10**6), (True, 1)])
 def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, positions, monkeypatch):
     """Against one row at a time, whether all are embedded at once or each alone."""
-    monkeypatch.setattr(embedding, "MICRO_BATCH_POSITIONS", positions)
+    monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
     policy = small_model(tiny, lora)
     vectors = make_embedder(policy, tiny.tokens)(played)
     assert policy.training and vectors.dtype == np.float32
@@ -202,7 +200,7 @@ def embedding_folder(tiny, tmp_path_factory) -> str:
 def test_embedding_model_gives_the_state_of_its_end_of_text(
     tiny, played, embedding_folder, positions, monkeypatch
 ):
-    monkeypatch.setattr(embedding, "MICRO_BATCH_POSITIONS", positions)
+    monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
     policy = small_model(tiny)
     vectors = make_embedder(policy, tiny.tokens, embedding_folder)(played)
     model = small_model(tiny).model.eval()
@@ -215,20 +213,20 @@ def test_embedding_model_gives_the_state_of_its_end_of_text(
         np.testing.assert_allclose(vector, (last / last.norm()).numpy(), rtol=0, atol=1e-5)
 
 
-def test_a_folder_without_a_whole_embedding_model_is_named(tiny, tmp_path, embedding_folder, played):
+def test_a_folder_without_a_whole_embedding_model_is_named(tiny, tmp_path):
     policy = small_model(tiny)
     for folder in ("no/such/folder", str(tmp_path)):
         with pytest.raises(ValueError, match=f"loaded from {folder}; give a folder with config.json"):
             make_embedder(policy, tiny.tokens, folder)
     tiny.tokens.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        make_embedder(policy, tiny.tokens, str(tmp_path))(played)  # a tokenizer and nothing else
+        make_embedder(policy, tiny.tokens, str(tmp_path))  # a tokenizer and nothing else
     model = small_model(tiny).model
     weights = {name: value for name, value in model.state_dict().items() if "layers.1" not in name}
     model.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        make_embedder(policy, tiny.tokens, str(tmp_path))(played)
+        make_embedder(policy, tiny.tokens, str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        make_embedder(policy, tiny.tokens, str(tmp_path))(played)
+        make_embedder(policy, tiny.tokens, str(tmp_path))

@@ -257,9 +257,7 @@ def make_plan(model: nn.Module, config: Training, limit: int) -> dict[str, dict[
         "prefill or sampling": int(FRAGMENTATION * prefill_bytes(model, config)),
         "base beside the merged": always["weights"] if config.merge_adapter and always["adapters"] else 0,
     }
-    # AdamW works on all tensors at once, with one more copy of them.
-    copies = always["gradients"] if config.optimizer == "adamw" else 0
-    training = {"activations or copies": max(step_bytes(model, config, config.micro_batch_positions), copies)}
+    training = {"activations": step_bytes(model, config, config.micro_batch_positions)}
     return {"always": always, "rollout": rollout, "training": training}
 
 

@@ -104,15 +104,18 @@ def order_by_database(
     return [trajectory for block in blocks for trajectory in block]
 
 
-def group_micro_batches(
-    groups: Sequence[Sequence[Trajectory]], max_positions: int
+def micro_batches(
+    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int
 ) -> list[list[Sequence[Trajectory]]]:
     """Groups of similar length together, at most `max_positions` positions in each micro-batch.
 
-    The prefix that a group shares counts once. A group that does not fit is cut into as few groups as do. A
-    trajectory that is longer than `max_positions` stands alone.
+    In the layout "shared" the prefix that a group shares counts once, and a group that does not fit is cut
+    into as few groups as do; in the others each trajectory is a group. One that is longer than
+    `max_positions` stands alone.
     """
     pieces: list[tuple[int, list[Trajectory]]] = []  # positions, trajectories
+    if layout != "shared":
+        groups = [[t] for group in groups for t in group]
     for group in groups:
         prefix, held = shared_prefix(group), []
         used = prefix
@@ -123,43 +126,15 @@ def group_micro_batches(
                 used, held = prefix, []
             used, held = used + own, [*held, trajectory]
         pieces.append((used, held))
-    return _fill([(len(piece[-1].ids), used, piece) for used, piece in pieces], max_positions)
-
-
-def _fill(
-    pieces: Sequence[tuple[int, int, Sequence[Trajectory]]], max_positions: int
-) -> list[list[Sequence[Trajectory]]]:
-    """Pieces, given as (longest, positions, trajectories), in micro-batches, those of similar length
-    together."""
     batches: list[list[Sequence[Trajectory]]] = []
     total = 0
-    for _, positions, piece in sorted(pieces, key=lambda p: p[0]):
+    for positions, piece in sorted(pieces, key=lambda pair: len(pair[1][-1].ids)):
         total += positions
         if not batches or total > max_positions:
             batches.append([])
             total = positions
         batches[-1].append(piece)
     return batches
-
-
-def micro_batches(
-    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int
-) -> list[list[Sequence[Trajectory]]]:
-    """The groups of each micro-batch in a layout of `mtsql.learn.logprobs.token_batch`.
-
-    Only "shared" keeps groups together; the others make groups of one. "rows" counts the padding.
-    """
-    if layout == "shared":
-        return group_micro_batches(groups, max_positions)
-    alone = [[t] for group in groups for t in group]
-    if layout == "rows":
-        batches: list[list[Sequence[Trajectory]]] = []
-        for row in sorted(alone, key=lambda row: len(row[0].ids)):
-            if not batches or (len(batches[-1]) + 1) * len(row[0].ids) > max_positions:
-                batches.append([])
-            batches[-1].append(row)
-        return batches
-    return group_micro_batches(alone, max_positions)
 
 
 def step_batches(

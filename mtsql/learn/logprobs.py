@@ -22,6 +22,7 @@ from mtsql.agent.head import float32_logits, plain_head
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
+from mtsql.learn.model import adapters_in_half, base_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,24 +39,28 @@ Span: TypeAlias = tuple[int, int]  # start and length among the packed positions
 
 
 @dataclass(frozen=True)
-class Responses:
-    """A few responses of similar length among packed positions.
+class AttentionCall:
+    """A few prompts, or responses, of similar length, as indices of packed positions.
 
-    Slots that pad a response point at position 0; what is computed there is not read.
+    Slots that pad one point at position 0; what is computed there is not read.
     """
 
-    prompt_slots: Tensor  # (responses, longest prompt) int64, indices of packed positions
-    slots: Tensor  # (responses, longest response) int64
-    attention_mask: Tensor  # (responses, 1, longest response, longest prompt + response) bool
+    slots: Tensor  # (sequences, longest) int64: the queries
+    seen: Tensor  # (sequences, keys) int64: a prompt itself; of a response its prompt, then itself
+    attention_mask: Tensor | None  # (sequences, 1, longest, keys) bool; None is causal
+
+    def to(self, device: torch.device | str) -> AttentionCall:
+        """The same on a device."""
+        tensors = (self.slots, self.seen, self.attention_mask)
+        return AttentionCall(*(x if x is None else x.to(device) for x in tensors))
 
 
 @dataclass(frozen=True)
 class SharedPromptLayout:
     """Where prompts and responses lie among `positions` packed tokens, for the attention."""
 
-    prompts: tuple[Tensor, ...]  # each (prompts, longest prompt) int64, indices of packed positions
-    responses: tuple[Responses, ...]
-    unpad: Tensor  # (positions,) int64, into the flattened slots of all prompts, then of all responses
+    calls: tuple[AttentionCall, ...]
+    unpad: Tensor  # (positions,) int64, into the flattened slots of all calls
 
 
 @dataclass(frozen=True)
@@ -196,24 +201,27 @@ def _slots(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
 def _layout(
     prompts: list[Span], responses: list[tuple[Span, Span]], device: torch.device | str
 ) -> SharedPromptLayout:
-    prompts = sorted(prompts, key=lambda span: span[1])
     most = 0 if torch.device(device).type == "cpu" else KEYS_TOGETHER
-    # Slots of all that attention will give, in its order.
-    computed = [_slots(spans) for spans in _chunks(prompts, lambda span: span[1], most)]
-    prompt_slots = tuple(slots.to(device) for slots, _ in computed)
-    together = []
+    calls: list[AttentionCall] = []  # on the CPU, which knows the shapes without waiting
+    reals = []
+    for spans in _chunks(sorted(prompts, key=lambda span: span[1]), lambda span: span[1], most):
+        slots, real = _slots(spans)
+        calls.append(AttentionCall(slots, slots, None))
+        reals.append(real)
     responses = sorted(responses, key=lambda pair: (pair[0][1], pair[1][1]))
     for pairs in _chunks(responses, lambda pair: pair[0][1] + pair[1][1], most):
-        (seen, seen_real), own = (_slots(spans) for spans in zip(*pairs, strict=True))
-        count, longest = own[0].shape
-        sees_prompt = seen_real[:, None].expand(-1, longest, -1)
+        (prompt, of_prompt), (slots, real) = (_slots(spans) for spans in zip(*pairs, strict=True))
+        count, longest = slots.shape
+        sees_prompt = of_prompt[:, None].expand(-1, longest, -1)
         causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, -1, -1)
         attention_mask = torch.cat([sees_prompt, causal], dim=2)[:, None]
-        together.append(Responses(*(x.to(device) for x in (seen, own[0], attention_mask))))
-        computed.append(own)
-    slots, real = (torch.cat([x.flatten() for x in xs]) for xs in zip(*computed, strict=True))  # (slots,)
+        seen = torch.cat([prompt, slots], dim=1)
+        calls.append(AttentionCall(slots, seen, attention_mask))
+        reals.append(real)
+    slots = torch.cat([call.slots.flatten() for call in calls])  # (slots,), as `real`
+    real = torch.cat([real.flatten() for real in reals])
     unpad = real.nonzero()[:, 0][slots[real].argsort()]  # (positions,): each is in exactly one span
-    return SharedPromptLayout(prompt_slots, tuple(together), unpad.to(device))
+    return SharedPromptLayout(tuple(call.to(device) for call in calls), unpad.to(device))
 
 
 def _chunks(items: Sequence[T], keys: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -266,23 +274,21 @@ def _shared_prompt_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (positions, any heads, dim)
     repeats = query.shape[1] // key.shape[1]
 
-    def attend(slots: Tensor, seen: Tensor, **how: Any) -> Tensor:
-        """Queries in `slots` (sequences, longest), keys and values in `seen` (sequences, any)."""
-        q, k, v = (_take(x, i).transpose(1, 2) for x, i in ((query, slots), (key, seen), (value, seen)))
-        grouped = repeats > 1 and _takes_grouped_queries(q, **how)
+    outs = []
+    for call in layout.calls:
+        q = _take(query, call.slots).transpose(1, 2)  # (sequences, heads, longest, dim)
+        k, v = (_take(x, call.seen).transpose(1, 2) for x in (key, value))  # key heads instead
+        causal = call.attention_mask is None
+        grouped = repeats > 1 and _takes_grouped_queries(q, causal)
         if not grouped:
-            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))  # (sequences, heads, any, dim)
-        out = nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **how)
-        return out.transpose(1, 2).flatten(0, 1)  # (sequences x longest, heads, dim)
-
-    outs = [attend(slots, slots, is_causal=True) for slots in layout.prompts]
-    for few in layout.responses:
-        seen = torch.cat([few.prompt_slots, few.slots], dim=1)  # (responses, longest prompt + response)
-        outs.append(attend(few.slots, seen, attn_mask=few.attention_mask))
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        how = {"attn_mask": call.attention_mask, "is_causal": causal, "enable_gqa": grouped}
+        out = nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling, **how)
+        outs.append(out.transpose(1, 2).flatten(0, 1))  # (sequences x longest, heads, dim)
     return _take(torch.cat(outs), layout.unpad)[None], None
 
 
-def _takes_grouped_queries(query: Tensor, is_causal: bool = False, **_: Any) -> bool:
+def _takes_grouped_queries(query: Tensor, is_causal: bool) -> bool:
     """Whether SDPA has a fused kernel in which query heads share key heads: for CUDA it is flash's alone."""
     half = query.dtype != torch.float32
     return query.device.type == "cpu" or (is_causal and half)
@@ -290,6 +296,11 @@ def _takes_grouped_queries(query: Tensor, is_causal: bool = False, **_: Any) -> 
 
 AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
 AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)
+
+
+def _head_factor(weight: Tensor) -> Tensor:
+    """What `float32_logits` multiplies with; on a CPU it would convert the weight for each chunk again."""
+    return weight.float() if weight.device.type == "cpu" else weight
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -305,9 +316,9 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """`hidden` (tokens, hidden), `weight` (vocabulary, hidden), `targets` (tokens,) int64 give
         log-probabilities and entropies, (tokens,) float32."""
-        normalisers, logprobs, entropies = [], [], []
+        factor, normalisers, logprobs, entropies = _head_factor(weight), [], [], []
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = float32_logits(h, weight).div_(temperature)  # (chunk, vocabulary)
+            logits = float32_logits(h, factor).div_(temperature)  # (chunk, vocabulary)
             normaliser = logits.logsumexp(-1)  # (chunk,)
             logprobs.append(logits.gather(-1, t[:, None])[:, 0] - normaliser)
             probabilities = (logits - normaliser[:, None]).exp_()  # (chunk, vocabulary)
@@ -327,12 +338,12 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_weight = None  # (vocabulary, hidden) float32
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        factor, slope = _head_factor(weight), grad_logprobs[:, None] / ctx.temperature  # slope (tokens, 1)
         for start in range(0, len(hidden), ctx.chunk):
             at = slice(start, start + ctx.chunk)
-            logits = float32_logits(hidden[at], weight).div_(ctx.temperature)  # (chunk, vocabulary)
-            grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-grad_logprobs[at, None])
-            grad_logits.scatter_add_(1, targets[at, None], grad_logprobs[at, None])
-            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)  # (chunk, vocabulary)
+            logits = float32_logits(hidden[at], factor).div_(ctx.temperature)  # (chunk, vocabulary)
+            grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-slope[at])
+            grad_logits = grad_logits.scatter_add_(1, targets[at, None], slope[at]).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[at])
             if grad_weight is not None and weight.dtype == torch.float32:
@@ -354,7 +365,7 @@ def token_logprobs(
     shared-prompt batch switches the model from "sdpa" to an attention that can do both. Raises UserError if
     that batch meets another attention, and for heads that are more than one matrix.
     """
-    inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    inner = base_of(model)
     head = plain_head(inner)
     if head is None:
         raise UserError(f"the head of {type(inner).__name__} is more than one matrix; that is not supported")
@@ -373,9 +384,7 @@ def token_logprobs(
         options = {"cu_seq_lens_q": batch.borders, "cu_seq_lens_k": batch.borders}
         options |= {"max_length_q": longest, "max_length_k": longest}
     inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False, **options}
-    # Adapters are float32 over a bfloat16 base. On a CPU their products would take as long as the base's.
-    adapters_in_half = inner.dtype == torch.bfloat16 and inner.device.type == "cpu"
-    with torch.autocast("cpu", torch.bfloat16, enabled=adapters_in_half):
+    with adapters_in_half(model):
         hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
     hidden = _take(hidden.flatten(0, 1), batch.source)  # (tokens, hidden)
     if chunk is None:

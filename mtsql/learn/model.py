@@ -35,6 +35,30 @@ def has_adapter(policy: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
     return not isinstance(policy, PreTrainedModel)
 
 
+def base_of(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The base model under an adapter, or the policy itself."""
+    return policy.get_base_model() if has_adapter(policy) else policy
+
+
+@contextmanager
+def adapters_in_half(policy: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """While the block runs on a CPU, float32 adapters over a bfloat16 base are multiplied in bfloat16.
+
+    Their products would take as long as the base's. Their gradients are float32 all the same.
+    """
+    base = base_of(policy)
+    if not has_adapter(policy) or base.dtype != torch.bfloat16 or base.device.type != "cpu":
+        yield
+        return
+    from peft.helpers import disable_input_dtype_casting
+
+    # Else PEFT copies the input of each layer to float32, and autocast back. What checkpointing computes
+    # again in the backward pass would not know of it.
+    casting_off = disable_input_dtype_casting(policy, active=not base.is_gradient_checkpointing)
+    with torch.autocast("cpu", torch.bfloat16), casting_off:
+        yield
+
+
 def load_policy(
     name_or_path: str | Path,
     dtype: str = "float32",

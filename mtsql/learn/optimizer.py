@@ -29,10 +29,13 @@ def make_optimizer(
     if not trainable:
         raise UserError("nothing can be trained; a quantised model needs --lora-rank above 0 or an adapter")
     stepped = [_master(p) for p in trainable]
-    adamw = torch.optim.AdamW
+    how = {"lr": learning_rate, "betas": (0.9, beta2), "weight_decay": weight_decay}
     if kind == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit as adamw
-    optimizer = adamw(stepped, lr=learning_rate, betas=(0.9, beta2), weight_decay=weight_decay)
+        from bitsandbytes.optim import AdamW8bit
+
+        optimizer = AdamW8bit(stepped, **how)
+    else:
+        optimizer = torch.optim.AdamW(stepped, fused=True, **how)
     copies = [(p, master) for p, master in zip(trainable, stepped, strict=True) if master is not p]
 
     @torch.no_grad()

@@ -8,11 +8,8 @@ is already divided by a denominator of the whole optimizer step.
 from __future__ import annotations
 
 import os
-import sys
-import threading
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,7 +20,6 @@ from torch import nn
 from mtsql.errors import UserError
 
 T = TypeVar("T")
-SILENCE = 180.0  # seconds after which a process that says nothing is dead or stopped
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,6 @@ class Processes:
 
     rank: int
     count: int
-    left: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -89,48 +84,11 @@ def join_processes() -> Processes:
     # A process may wait for hours until the others have played their share.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(days=1))
-    processes = Processes(dist.get_rank(), dist.get_world_size())
-    watch_others(processes)
-    return processes
-
-
-def watch_others(processes: Processes) -> None:
-    """Start a thread that ends this process with a sentence, exit code 3, if another is silent for SILENCE.
-
-    A process that died is ended by torchrun; one that is stopped, or whose machine is, would let the others
-    wait for a day. One that lives is not silent, however long a rollout of it takes: nothing tells a slow
-    one from one that hangs inside an operation.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    heard = {rank: (b"", time.monotonic()) for rank in range(processes.count)}
-
-    def watch() -> None:
-        beat = 0
-        while not processes.left.wait(SILENCE / 10):
-            try:
-                store.set(f"beat {processes.rank}", str(beat := beat + 1))
-                said_by = {r: store.get(f"beat {r}") for r in heard if store.check([f"beat {r}"])}
-            except dist.DistError:
-                sentence = "the first process, which keeps the processes' signs of life, does not answer"
-                print(f"process {processes.rank}: {sentence}; torchrun ends the others", file=sys.stderr)
-                return
-            for rank, (last, since) in heard.items():
-                said = said_by.get(rank, last)
-                if said != last:
-                    heard[rank] = (said, time.monotonic())
-                elif time.monotonic() - since > SILENCE and not processes.left.is_set():
-                    sentence = (
-                        f"process {rank} has been silent for {SILENCE:.0f} seconds: it is dead or stopped"
-                    )
-                    print(f"error: {sentence}; go on with --resume", file=sys.stderr, flush=True)
-                    os._exit(3)
-
-    threading.Thread(target=watch, daemon=True).start()
+    return Processes(dist.get_rank(), dist.get_world_size())
 
 
 def leave_processes(processes: Processes) -> None:
     """Wait for all processes, then take them apart."""
     if processes.count > 1:
         dist.barrier()
-        processes.left.set()  # until here the others want signs of life: the first may have files to write
         dist.destroy_process_group()

@@ -61,8 +61,7 @@ def logprob_gaps(gaps: Sequence[Tensor]) -> dict[str, float]:
 
     A gap is |log-probability in the trainer - in the sampler| of one token; without any all three are 0.
     """
-    together = torch.cat(list(gaps)).double() if gaps else torch.zeros(1)
-    ordered = together.sort().values if len(together) else torch.zeros(1)
+    ordered = torch.cat(list(gaps)).double().sort().values if gaps else torch.zeros(1)
     return {
         "logprob_gap_mean": ordered.mean().item(),
         "logprob_gap_p99": ordered[math.ceil(0.99 * len(ordered)) - 1].item(),

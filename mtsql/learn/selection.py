@@ -3,38 +3,52 @@
 The paper's "interactions" are tool interactions (section 4.2, Finding 5: "number of tool interactions").
 It does not say what happens to a solved question if none of its trajectories is short (or long) enough. Its
 Table 7 counts 2.57 trajectories for each solved question of CoSQL and 2.89 of SParC, so that few questions
-can have none; here the trajectories nearest to the bound are taken then.
+can have none; here the trajectories nearest to the bound are taken then. The paper clusters embeddings of
+Qwen3-Embedding (section 3.2.2); the policy's own hidden states need no second model.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModel, AutoTokenizer
 
+from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
+from mtsql.errors import UserError, loading
+from mtsql.learn.logprobs import row_batch
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 SHORT = 2  # most tool interactions of a trajectory that is kept for a simple question
 LONG = 2  # fewest of one that is kept for a hard question
 KEPT_SHORT = 2  # trajectories kept of a simple question
 CLUSTERS = 3  # of a hard question's trajectories; one of each is kept
 LLOYD_STEPS = 100  # far more than a few dozen vectors need
+MICRO_BATCH_POSITIONS = 8192  # embedded in one forward pass, padding counted
+LONGEST_TEXT = 8192  # tokens, as on Qwen3-Embedding's card; the rest of a text is cut off
+
+Embedder: TypeAlias = Callable[[Sequence[Trajectory]], np.ndarray]  # n trajectories to (n, d) float32
 
 
 def select_trajectories(
-    valid: Sequence[Trajectory],
-    simple: bool,
-    embed: Callable[[Sequence[Trajectory]], np.ndarray],
-    rng: random.Random,
+    valid: Sequence[Trajectory], simple: bool, embed: Embedder, rng: random.Random
 ) -> list[Trajectory]:
     """Choose a few of `valid`, the right trajectories of one question in one round (at least one).
 
     A simple question (easy SQL, or all samples right) keeps KEPT_SHORT of its trajectories with at most
     SHORT tool interactions, drawn at random. Any other question keeps one, drawn at random, from each of
-    CLUSTERS clusters of its trajectories with at least LONG; `embed` gives their vectors, (n, d), and is
-    not called where there is nothing to choose. If no trajectory is within the bound, those nearest to it
-    are taken. Of trajectories in which the model wrote the same only one can be chosen.
+    CLUSTERS clusters of its trajectories with at least LONG; `embed` is not called where there is nothing to
+    choose. If no trajectory is within the bound, those nearest to it are taken. Of trajectories in which the
+    model wrote the same only one can be chosen.
     """
     by_text = {tuple(s.ids for s in t.segments if s.role == "model"): t for t in valid}
     distinct = list(by_text.values())
@@ -82,3 +96,70 @@ def cluster(vectors: np.ndarray, k: int, rng: random.Random) -> np.ndarray:
 def _distances(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
     """Squared distances, (n, centres); exactly 0 between equal vectors."""
     return ((vectors[:, None] - centres) ** 2).sum(-1)
+
+
+def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folder: str = "") -> Embedder:
+    """A function from n trajectories to their embeddings, (n, d) float32, each independent of the others.
+
+    Without `folder`: the policy's last hidden states, averaged over the tokens that it wrote (each
+    trajectory needs at least one). With the folder of a Qwen3-Embedding model: its L2-normalised embedding
+    of all text after the prompt, on the policy's device and in its dtype. Raises UserError if the folder
+    does not hold a whole model.
+    """
+    if not folder:
+        return lambda trajectories: _embed_with_policy(policy, trajectories)
+    problem = (
+        f"no embedding model could be loaded from {folder}; give a folder with config.json, weights and "
+        "tokenizer, like that of Qwen3-Embedding-0.6B"
+    )
+    if not Path(folder).is_dir():
+        raise UserError(problem)
+    with loading(problem):
+        # The card pads on the left, so that the last token of all texts is at the end.
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+        model, info = AutoModel.from_pretrained(
+            folder, dtype=policy.dtype, output_loading_info=True, trust_remote_code=False
+        )
+        if info["missing_keys"]:  # they would be random
+            raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+    model = model.to(policy.device).eval()
+
+    @torch.no_grad()
+    def embed(trajectories: Sequence[Trajectory]) -> np.ndarray:
+        texts = [tokens.decode(t.ids[t.prompt_length :]) for t in trajectories]
+        limit = {"truncation": True, "max_length": LONGEST_TEXT}
+        vectors = np.empty((len(texts), model.config.hidden_size), np.float32)
+        for part in _micro_batches([len(ids) for ids in tokenizer(texts, **limit).input_ids]):
+            # The tokenizer appends an end of text, whose hidden state is the embedding.
+            inputs = tokenizer([texts[i] for i in part], padding=True, return_tensors="pt", **limit)
+            hidden = model(**inputs.to(policy.device), use_cache=False).last_hidden_state
+            vectors[part] = nn.functional.normalize(hidden[:, -1].float(), dim=-1).cpu().numpy()
+        return vectors
+
+    return embed
+
+
+@torch.no_grad()
+def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    was_training = policy.training
+    policy.eval()
+    vectors = np.empty((len(trajectories), policy.config.hidden_size), np.float32)
+    for part in _micro_batches([len(t.ids) for t in trajectories]):
+        batch = row_batch([trajectories[i] for i in part], policy.device)
+        outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (micro-batch x positions, d)
+        written = hidden[batch.source + 1].float()  # (tokens, d); `source` is the position before
+        sums = written.new_zeros(len(part), written.shape[1])  # (micro-batch, d)
+        sums.index_add_(0, batch.trajectory_index, written)
+        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (micro-batch,)
+        vectors[part] = (sums / counts[:, None]).cpu().numpy()
+    policy.train(was_training)
+    return vectors
+
+
+def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of sequences of similar length, the same number at a time."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    size = max(1, MICRO_BATCH_POSITIONS // max(lengths))
+    for start in range(0, len(order), size):
+        yield order[start : start + size]

@@ -12,7 +12,6 @@ from typing import Any
 
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.errors import UserError
 from mtsql.recipes.rewards import Rewards, is_right
 
 
@@ -93,12 +92,7 @@ class Progress:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any], pool: Sequence[Example], step: int) -> Progress:
-        """What `to_plain` wrote after `step` steps; `pool` is D_0.
-
-        Raises UserError for what earlier versions wrote.
-        """
-        if not isinstance(plain["kept"], str):
-            raise UserError("the checkpoint is of an earlier version of mtsql: start anew in another --out")
+        """What `to_plain` wrote after `step` steps; `pool` is D_0."""
         names = set(plain["remaining"])
         objects = {
             "remaining": [example for example in pool if example.id in names],

@@ -33,7 +33,7 @@ from mtsql.data.schema import read_json
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
 from mtsql.learn import checkpoint as checkpoints
-from mtsql.learn.batches import group_micro_batches
+from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import restore_policy, save_policy
@@ -211,7 +211,7 @@ def take_step(model: PreTrainedModel, optimizers: Sequence, rate: float, phase: 
         set_learning_rate(optimizer, peak * rate)
         optimizer.zero_grad()
     total = 0.0
-    for micro_batch in group_micro_batches(groups, MICRO_BATCH_POSITIONS):
+    for micro_batch in micro_batches(groups, "shared", MICRO_BATCH_POSITIONS):
         layout = "rows" if phase == "copying" else "shared"  # random tokens share no prompt
         logprobs, _ = token_logprobs(model, token_batch(micro_batch, layout, model.device))
         loss = sft_loss(logprobs, trained_tokens)
