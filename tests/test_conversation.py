@@ -216,16 +216,6 @@ def test_the_page_asks_and_shows_each_step(server):
     assert json.loads(request("POST", "/undo", "{}")[1])["answers"] == []
 
 
-def test_a_slow_sender_holds_up_nobody(server):
-    request, port = server
-    with socket.create_connection(("127.0.0.1", port)) as slow:
-        head = "POST /ask HTTP/1.1\r\nHost: localhost:{}\r\nContent-Type: application/json\r\n"
-        slow.sendall((head + "Content-Length: 100\r\n\r\n{{").format(port).encode())
-        time.sleep(0.2)
-        for _ in range(50):  # nor does one answer forbid the next question
-            assert request("POST", "/undo", "{}")[0] == 200
-
-
 def test_a_browser_that_leaves_is_no_fault(server, capfd):
     request, port = server
     with socket.create_connection(("127.0.0.1", port)) as leaving:

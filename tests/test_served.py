@@ -327,6 +327,8 @@ def test_an_address_with_a_password_is_refused_without_showing_it():
         with pytest.raises(UserError, match="without a password") as error:
             Server(address)
         assert "hunter2" not in str(error.value)
+    with pytest.raises(UserError, match="--address localhost should be like"):
+        Server("localhost")
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
@@ -529,7 +531,6 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
         collect.main(collect.Args(data=("other",), out=str(tmp_path / "taught")))
     for wrong, problem in (
         ({}, "give --model FOLDER"),
-        ({"address": "localhost"}, "should be like"),
         ({"address": "http://127.0.0.1:9"}, "needs --api-model"),
     ):
         with pytest.raises(UserError, match=problem):
