@@ -132,13 +132,11 @@ def test_a_message_beyond_its_limit_ends_the_episode(task):
 
 def test_a_message_ends_with_a_stop_string_wherever_its_last_token_holds_it(task):
     stopping = replace(task, sampling=replace(task.sampling, stop_strings=("</answer_sql>",)))
-    episode = stopping.episode(task.playable()[0], 0)
     ids = task.tokens.message_ids(final_answer("SELECT 1") + "\n")[:-1]  # the end of turn was not sampled
-    assert stopping.take(episode, ids, [-1.0] * len(ids)) is None
-    assert episode.trajectory.answer_sql == "SELECT 1"
-    episode = task.episode(task.playable()[0], 0)  # which knows no stop string: it was cut
-    assert task.take(episode, ids, [-1.0] * len(ids)) is None
-    assert episode.trajectory.status is Status.OUT_OF_TOKENS
+    for asked, status in ((stopping, Status.ANSWERED), (task, Status.OUT_OF_TOKENS)):  # else it was cut
+        episode = asked.episode(task.playable()[0], 0)
+        assert asked.take(episode, ids, [-1.0] * len(ids)) is None
+        assert episode.trajectory.status is status
 
 
 def test_trl_with_vllm_writes_message_by_message(options, task, policy):
@@ -146,23 +144,23 @@ def test_trl_with_vllm_writes_message_by_message(options, task, policy):
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
     from mtsql.extras.bridges.trl import make_rollout, message_options
 
-    expected = played(task, policy)
     sent = message_options(task)
     assert sent == {"max_tokens": 120, "stop_token_ids": list(task.tokens.end_of_turn_ids)}
 
     def generate(prompts, images, num_generations):
         messages = [write_greedily(task, policy, ids, sent["max_tokens"]) for ids in prompts]
-        logprobs = [[[value] for value in values] for _, values in messages]
-        return prompts, [ids for ids, _ in messages], logprobs, [[[i] for i in ids] for ids, _ in messages]
+        return prompts, [ids for ids, _ in messages], [[[v] for v in values] for _, values in messages], None
 
     trainer = SimpleNamespace(
         state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(process_index=0), use_vllm=True,
         vllm_generation=SimpleNamespace(generate=generate),
     )  # fmt: skip
+    expected = played(task, policy)
     fields = make_rollout(task, from_mapping(options))([t.example_id for t in expected], trainer)
-    assert fields["completion_ids"] == [completion(t)[1] for t in expected]
-    assert fields["env_mask"] == [completion(t)[2] for t in expected]
     assert fields["reward"] == [task.rewards(t).total for t in expected]
+    for number, trajectory in enumerate(expected):
+        ids = (fields["prompt_ids"][number], fields["completion_ids"][number], fields["env_mask"][number])
+        assert ids == completion(trajectory)[:3]
 
 
 def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(options, tmp_path):
@@ -177,10 +175,10 @@ def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(optio
     (tmp_path / "adapter" / "adapter_config.json").write_text(adapter)
     with pytest.raises(UserError, match="leave out --use_peft"):
         make_trainer(replace(config, model=str(tmp_path / "adapter")), ["--use_peft", "true"])
+    fine = {"use_vllm": True, "world_size": 2, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 1}
+    fine |= {"vllm_enable_sleep_mode": False}
+    check_vllm(SimpleNamespace(**fine))
     for bad in ({"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}, {"vllm_enable_sleep_mode": True}):
-        fine = {"use_vllm": True, "world_size": 2, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 1}
-        fine |= {"vllm_enable_sleep_mode": False}
-        check_vllm(SimpleNamespace(**fine))
         check_vllm(SimpleNamespace(**fine | bad | {"world_size": 1}))
         with pytest.raises(UserError, match="wait forever"):
             check_vllm(SimpleNamespace(**fine | bad))
@@ -235,32 +233,41 @@ def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
     assert (ours - theirs).norm() <= 1e-4 * ours.norm()
 
 
-def test_trl_trains_in_two_processes(options, tmp_path):
+KEEP_WEIGHTS = """
+import torch
+from transformers import TrainerCallback
+from mtsql.config import user_errors
+from mtsql.extras.bridges import trl
+
+class KeepWeights(TrainerCallback):
+    def on_train_end(self, args, state, control, model, **_):
+        torch.save(list(model.parameters()), f"{args.output_dir}/weights_{args.process_index}.pt")
+
+def make_trainer(*given, make=trl.make_trainer):
+    trainer = make(*given)
+    trainer.add_callback(KeepWeights())
+    return trainer
+
+trl.make_trainer = make_trainer
+user_errors(trl.main)
+"""
+
+
+def test_trl_trains_two_processes_as_one(options, tmp_path, monkeypatch):
+    """Each has its own episodes, so that their weights stay equal only if their gradients are summed."""
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "mtsql.extras.bridges.trl",
-    ]
-    command += [
-        *TOY,
-        "--data",
-        *options["data"],
-        "--model",
-        options["model"],
-        "--out",
-        options["out"],
-    ]
-    command += ["--", "--max_steps", "3", "--per_device_train_batch_size", "8", "--num_generations", "4"]
-    out = run(*command)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "train.py").write_text(KEEP_WEIGHTS)
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, tmp_path / "train.py"]
+    given = [*TOY, "--data", *options["data"], "--model", options["model"], "--out", options["out"]]
+    own = ["--max_steps", 3, "--per_device_train_batch_size", 8, "--num_generations", 4]
+    out = run(*processes, *given, "--", *own)
     assert out.count("'rewards/ex/mean'") == 3
-    policy = load_policy(Path(options["out"]) / "policy")
-    before = load_policy(options["model"])
-    assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), before.parameters(), strict=True))
+    one, other = (torch.load(f"{options['out']}/weights_{i}.pt", weights_only=False) for i in range(2))
+    assert all(map(torch.equal, one, other))
+    before, after = load_policy(options["model"]), load_policy(Path(options["out"]) / "policy")
+    assert all(map(torch.equal, one, after.parameters()))
+    assert not all(map(torch.equal, one, before.parameters()))
 
 
 class AgentLoopBase:
@@ -332,18 +339,20 @@ def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
 
 def test_rows_are_the_questions_that_can_be_trained_on(options, task, tmp_path):
     config = read_options(RowsConfig, None, as_arguments(options | {"out": str(tmp_path / "rows.jsonl")}))
-    write_rows(config)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+
+    def rows_of(**changed: str) -> list[dict]:
+        write_rows(replace(config, **changed))
+        return [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+
+    rows = rows_of()
     assert [row["extra_info"]["example_id"] for row in rows] == task.playable()
     assert {row["agent_name"] for row in rows} == {"mtsql"}
-    write_rows(replace(config, engine="skyrl", split="dev"))
     dev = load_task(from_mapping(options), "dev")
-    shown = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
-    assert {row["split"] for row in shown} == {"dev"} and shown != rows
-    for row in shown:
+    for row in rows_of(engine="skyrl", split="dev"):
+        assert row["split"] == "dev"
         assert row["prompt"][0]["content"] == dev.examples[row["example_id"]].question
     with pytest.raises(UserError, match="give --out"):
-        write_rows(replace(config, out=""))
+        rows_of(out="")
     short = load_task(from_mapping(options | {"max_prompt_tokens": 40}))
     assert len(short.playable()) < len(rows)
     drawn = load_task(replace(config, questions=3))

@@ -15,7 +15,7 @@ import train_sft
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.extras.teacher import (
@@ -125,18 +125,18 @@ def test_a_message_of_weight_0_is_played_but_not_learned(tiny, tmp_path):
 
 def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
     recipe, answer = MtsqlR1(PromptOptions(True, 40)), final_answer(GOLD)
-    draft = final_answer("SELECT 1")
+    draft, thought = final_answer("SELECT 1"), "<think>" + CALL + "</think>"
     for text, kept in (
         (CALL + MADE_UP + answer, CALL),  # a call counts before an answer
         (draft + " or " + CALL + " wait", draft + " or " + CALL),
         (draft + " no, " + answer + " Done.", draft + " no, " + answer),  # the last answer counts
-        ("<think>" + CALL + "</think>" + answer + "\n", "<think>" + CALL + "</think>" + answer),
+        (thought + answer + "\n", thought + answer),
         ("no action </b> at all", "no action </b> at all"),
         ("a <b> and </i> " + CALL + CALL, "a <b> and </i> " + CALL),  # no pairs
     ):
         assert message_of(text, recipe)[0] == kept
-    text, stop = message_of("<think>" + CALL + "</think>" + answer, StoppingRecipe(PromptOptions(True, 40)))
-    assert text == "<think>" + CALL and stop == "stop_string"
+    stopping = StoppingRecipe(PromptOptions(True, 40))
+    assert message_of(thought + answer, stopping) == ("<think>" + CALL, Stop.STOP_STRING)
 
 
 @pytest.mark.parametrize("piece", ["<think>", "</tool_call>", "<b></i>"])
@@ -163,23 +163,18 @@ def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path)
     assert observation.ids[0] in ends and not any(observation.loss_mask)
 
 
-def test_calls_as_objects_are_rendered_as_text(tiny, tmp_path):
-    answer = {"role": "assistant", "content": [{"type": "text", "text": CHECKED + final_answer(GOLD)}]}
-    for call in (
-        {"type": "function", "function": {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})}},
-        {"name": EXEC_SQL, "arguments": {"code": GOLD}},
-    ):
-        called = {"role": "assistant", "content": "Draft it.", "tool_calls": [call]}
-        (replay,) = replays_of(tiny, tmp_path, line_of(called, answer, example_id="00000/1"))
-        assert replay.outcome is Outcome.KEPT
-        assert tiny.tokens.decode(replay.trajectory.segments[1].ids) == CALL
-
-
 def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
     right, name = (CALL, CHECKED + final_answer(GOLD)), {"example_id": "00000/1"}
     wrong = (tool_call(EXEC_SQL, "SELECT 1"), CHECKED + final_answer("SELECT 1"))
+    given = [{"name": EXEC_SQL, "arguments": code} for code in ({"code": GOLD}, json.dumps({"code": GOLD}))]
+    calls = [{"role": "assistant", "tool_calls": [call]} for call in (given[0], {"function": given[1]})]
+    pieces = {"role": "assistant", "content": [{"type": "text", "text": right[1]}]}
     lines = {
-        Outcome.KEPT: [line_of(*right, **name), line_of(*right, "Anything else?", **name)],
+        Outcome.KEPT: [
+            line_of(*right, **name),
+            line_of(*right, "Anything else?", **name),
+            *(line_of(call, pieces, **name) for call in calls),
+        ],
         Outcome.WRONG: [line_of(*wrong, **name)],
         Outcome.FORMAT: [
             line_of(CALL, final_answer(GOLD), **name),  # without a verdict

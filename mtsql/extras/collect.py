@@ -46,19 +46,15 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 import json
 from pathlib import Path
 
-from tqdm import tqdm
-
-from mtsql.agent.env import Episode
-from mtsql.agent.rollout import trajectory_seed
-from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.data.datasets import Example, examples
+from mtsql.agent.trajectory import Status
+from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.extras.served import begin_answers
 from mtsql.files import write_atomically
-from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.report.answer_log import AnswerLog
 from mtsql.report.records import chat_record
 from mtsql.sql.score import scorable
-from mtsql.task import Task, answer_options, draw_questions, make_sampling, show, weights_for_rollouts
+from mtsql.task import answer_options, draw_questions, sample_questions, weights_for_rollouts
 
 
 def main(config: Args) -> None:
@@ -72,7 +68,10 @@ def main(config: Args) -> None:
     asked = examples(task.dataset.dialogues, config.history)
     asked = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
     log = AnswerLog(kept, answer_options(config, "train", task))
-    played = play_questions(config, task, asked, log)
+    numbered = list(enumerate(asked))
+    with weights_for_rollouts(config, task):
+        sampled = list(sample_questions(config, task, numbered, (config.seed,), "collect", log))
+    played = [(trajectory, example) for example, trajectories in sampled for trajectory in trajectories]
     answered = [pair for pair in played if pair[0].status is Status.ANSWERED]
     right = sum(task.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)
     save_config(config, task.out)
@@ -84,23 +83,6 @@ def main(config: Args) -> None:
     print(f"{counts}: {path}")
     if task.costs:
         print(f"the server took {task.costs.sentence()}")
-
-
-def play_questions(
-    config: Args, task: Task, asked: list[Example], log: AnswerLog
-) -> list[tuple[Trajectory, Example]]:
-    """--samples-per-question trajectories of each question, those of an interrupted run included."""
-    episodes: list[Episode] = []
-    for number, example in enumerate(asked):
-        seeds = [trajectory_seed(config.seed, number, i) for i in range(config.samples_per_question)]
-        episodes += task.environment.episodes(example, seeds)
-    waiting, trajectories = play_unanswered(episodes, log)
-    waiting = [episode for episode in waiting if episode.trajectory.status is None]
-    with tqdm(desc="collect", unit="trajectory") as bar, weights_for_rollouts(config, task):
-        sampling = make_sampling(config, task.environment, config.temperature)
-        task.play(waiting, sampling, 0, show(bar))
-    of = [example for example in asked for _ in range(config.samples_per_question)]
-    return list(zip(trajectories, of, strict=True))
 
 
 def to_be_learned(record: dict) -> dict:

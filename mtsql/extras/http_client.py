@@ -49,8 +49,12 @@ class Server:
     patience: float = 600.0  # seconds of waiting, in all tries, that the server may ask for
 
     def __post_init__(self) -> None:
-        """Raises UserError as `check_address`."""
-        check_address(self.address)
+        """Raise UserError for no address, and for one with a password, which messages would show."""
+        if not re.fullmatch(ADDRESS, self.address):
+            shown = "" if re.search("[@?]", self.address) else f" {self.address}"
+            raise UserError(
+                f"--address{shown} should be like http://localhost:8000/v1, without a password or a query"
+            )
 
     def post(
         self,
@@ -146,15 +150,6 @@ def read_object(text: str | bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def check_address(address: str) -> None:
-    """Raise UserError for no address, and for one with a password, which messages and run.json would show."""
-    if not re.fullmatch(ADDRESS, address):
-        shown = "" if re.search("[@?]", address) else f" {address}"
-        raise UserError(
-            f"--address{shown} should be like http://localhost:8000/v1, without a password or a query"
-        )
 
 
 def read_key(variable: str = "OPENAI_API_KEY") -> str:

@@ -24,7 +24,7 @@ from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Common, Served, idle_options
 from mtsql.errors import UserError, printable
-from mtsql.extras.http_client import UNREADABLE, Server, ServerError, check_address, read_key
+from mtsql.extras.http_client import UNREADABLE, Server, ServerError, read_key
 from mtsql.task import Progress, Task, begin_questions, begin_task
 
 SEEDS = 2**31  # servers take so many
@@ -364,8 +364,6 @@ def check_policy(config: Served) -> None:
     """Raise UserError unless --model is given, or --address with what it needs."""
     if bool(config.model) == bool(config.address):
         raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
-    if config.address:
-        check_address(config.address)
     if config.address and not (config.api_model and config.tokenizer):
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
 

@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtsql.agent.env import Environment, Episode, WatchedEpisode
-from mtsql.agent.trajectory import (
-    Action,
-    ActionType,
-    Observation,
-    Status,
-    Trajectory,
-    trajectory_record,
-)
+from mtsql.agent.trajectory import ActionType, Status, Trajectory, trajectory_record
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.introspect import relevant_part
 from mtsql.data.schema import Schema
@@ -53,22 +46,14 @@ def show_steps(show: Show) -> Callable[[Trajectory], None]:
 
     def told(trajectory: Trajectory) -> None:
         nonlocal acted, seen
-        events = [_acted(a) for a in trajectory.actions[acted:]]
-        events += [_observed(o) for o in trajectory.observations[seen:]]
+        for action in trajectory.actions[acted:]:
+            judged = action.type in (ActionType.E_VERIFY, ActionType.M_VERIFY)
+            show(Event(str(action.type), "" if judged else action.sql or "", action.passed))
+        for observation in trajectory.observations[seen:]:
+            show(Event("observe", observation.text))
         acted, seen = len(trajectory.actions), len(trajectory.observations)
-        for event in events:
-            show(event)
 
     return told
-
-
-def _acted(action: Action) -> Event:
-    judged = action.type in (ActionType.E_VERIFY, ActionType.M_VERIFY)
-    return Event(str(action.type), "" if judged else action.sql or "", action.passed)
-
-
-def _observed(observation: Observation) -> Event:
-    return Event("observe", observation.text)
 
 
 @dataclass(frozen=True)
@@ -102,9 +87,7 @@ class Conversation:
         number = len(self.answers)
         example = Example(f"00000/{number}", "00000", self.schema.db_id, number, question, "", self.history)
         asked = [turn.question for turn in self.history] + [question]
-        schema, left_out = relevant_part(
-            self.schema, asked, lambda part: self._episode(example, part) is not None
-        )
+        schema, left_out = relevant_part(self.schema, asked, lambda part: bool(self._episode(example, part)))
         episode = self._episode(example, schema)
         if episode is None:
             raise UserError(
@@ -113,7 +96,8 @@ class Conversation:
             )
         if left_out:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
-            show(Event("note", f"{shown}, those that the question seems to be about: {_listed(schema)}"))
+            names = ", ".join(table.name for table in schema.tables)
+            show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
         trajectory, executor = episode.trajectory, self.environment.executor
         try:
             self.play([WatchedEpisode(episode, show_steps(show))])
@@ -139,19 +123,10 @@ class Conversation:
 
     def records(self) -> list[dict]:
         """The dialogue as rows of a file of trajectories, for mtsql.extras.viewer."""
-        decode = self.environment.tokens.tokenizer.decode
-        return [
-            trajectory_record(answer.trajectory, decode)
-            | {"question": answer.question, "db_id": self.schema.db_id, "turn_index": turn}
-            | {
-                "answer_result": None
-                if answer.result is None
-                else compact_result(answer.result, RESULT_CHARACTERS)
-            }
-            for turn, answer in enumerate(self.answers)
-        ]
-
-
-def _listed(schema: Schema, most: int = 12) -> str:
-    names = [table.name for table in schema.tables]
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+        rows = []
+        for turn, answer in enumerate(self.answers):
+            row = trajectory_record(answer.trajectory, self.environment.tokens.tokenizer.decode)
+            row |= {"question": answer.question, "db_id": self.schema.db_id, "turn_index": turn}
+            result = answer.result and compact_result(answer.result, RESULT_CHARACTERS)
+            rows.append(row | {"answer_result": result})
+        return rows

@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from http import HTTPStatus
@@ -21,7 +20,7 @@ from importlib.resources import files
 from typing import Any
 
 from mtsql.errors import UserError
-from mtsql.extras.chat.conversation import Answer, Conversation, Event
+from mtsql.extras.chat.conversation import Answer, Conversation
 from mtsql.extras.http_client import read_object
 
 ADDRESS = "127.0.0.1"
@@ -32,7 +31,7 @@ SENT_ROWS = 200  # of a result
 
 def serve(conversation: Conversation, port: int) -> None:
     """Answer requests until Ctrl-C. Raises UserError if the port cannot be had."""
-    with make_server(conversation, port) as server:
+    with Server(conversation, port) as server:
         print(f"http://{ADDRESS}:{server.server_port} shows the dialogue; Ctrl-C ends it")
         try:
             server.serve_forever()
@@ -41,14 +40,21 @@ def serve(conversation: Conversation, port: int) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """A browser may leave at any time: that is no fault, and shown to nobody.
+    """The server of one dialogue. Raises UserError if the port cannot be had; `port` 0 is any free one.
 
-    A connection that has not sent its request after SECONDS is read no further, and of more than CONNECTIONS
-    the last are closed: each is a thread.
+    A browser may leave at any time: that is no fault, and shown to nobody. A connection that has not sent its
+    request after SECONDS is read no further, and of more than CONNECTIONS the last are closed: each is a
+    thread.
     """
 
-    def __init__(self, *how: Any) -> None:
-        super().__init__(*how)
+    def __init__(self, conversation: Conversation, port: int) -> None:
+        try:
+            super().__init__((ADDRESS, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--port {port} cannot be had ({error}); choose another") from None
+        self.conversation = conversation
+        self.page = (files("mtsql.extras.chat") / "page.html").read_bytes()
+        self.busy = threading.Lock()  # one question at a time
         self.opened: dict[Any, float] = {}  # when, by connection
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -73,99 +79,99 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def make_server(conversation: Conversation, port: int) -> ThreadingHTTPServer:
-    """The server of one dialogue, not yet running; `port` 0 is any free one.
+class Handler(BaseHTTPRequestHandler):
+    """GET / is the page, GET /dialogue what was said, POST /ask and /undo go on with it."""
 
-    Raises UserError if the port cannot be had.
-    """
-    page = (files("mtsql.extras.chat") / "page.html").read_bytes()
-    busy = threading.Lock()  # one question at a time
+    server: Server
+    timeout = SECONDS  # for a reader to take what is sent
+    gone = False  # whether the reader of an answer went away
 
-    class Handler(BaseHTTPRequestHandler):
-        """GET / is the page, GET /dialogue what was said, POST /ask and /undo go on with it."""
+    def log_message(self, *_: object) -> None:
+        """Nothing: a dialogue is private."""
 
-        timeout = SECONDS  # for a reader to take what is sent
+    def trusted(self) -> bool:
+        port = self.server.server_port
+        own = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
+        own |= {ADDRESS, "localhost"} if port == 80 else set()  # which browsers leave out
+        hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
+        named = len(hosts) == 1 and hosts[0].lower() in own
+        return named and set(origins) <= {f"http://{name}" for name in own}
 
-        def log_message(self, *_: object) -> None:
-            """Nothing: a dialogue is private."""
+    def send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        policy = "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+        self.send_header("Content-Security-Policy", policy)
+        self.end_headers()
+        self.wfile.write(content)
 
-        def trusted(self) -> bool:
-            port = self.server.server_port
-            own = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
-            own |= {ADDRESS, "localhost"} if port == 80 else set()  # which browsers leave out
-            hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
-            return (
-                len(hosts) == 1
-                and hosts[0].lower() in own
-                and set(origins) <= {f"http://{name}" for name in own}
-            )
+    def send_dialogue(self) -> None:
+        described = json.dumps(described_dialogue(self.server.conversation))
+        self.send(HTTPStatus.OK, described.encode(), "application/json")
 
-        def send(self, status: HTTPStatus, content: bytes, kind: str = "application/json") -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            policy = "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-            self.send_header("Content-Security-Policy", policy)
-            self.end_headers()
-            self.wfile.write(content)
+    def refuse(self, status: HTTPStatus, problem: str) -> None:
+        self.send(status, json.dumps({"problem": problem}).encode(), "application/json")
 
-        def refuse(self, status: HTTPStatus, problem: str) -> None:
-            self.send(status, json.dumps({"problem": problem}).encode())
+    def do_GET(self) -> None:
+        if not self.trusted():
+            self.refuse(HTTPStatus.FORBIDDEN, "another host or origin than this page's own")
+        elif self.path == "/":
+            self.send(HTTPStatus.OK, self.server.page, "text/html")
+        elif self.path == "/dialogue":
+            self.send_dialogue()
+        else:
+            self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
-        def do_GET(self) -> None:
-            if not self.trusted():
-                self.refuse(HTTPStatus.FORBIDDEN, "another host or origin than this page's own")
-            elif self.path == "/":
-                self.send(HTTPStatus.OK, page, "text/html")
-            elif self.path == "/dialogue":
-                self.send(HTTPStatus.OK, json.dumps(described(conversation)).encode())
-            else:
-                self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-
-        def do_POST(self) -> None:
-            length = ",".join(self.headers.get_all("Content-Length", []))
-            if not self.trusted() or self.headers.get_content_type() != "application/json":
-                self.refuse(
-                    HTTPStatus.FORBIDDEN, "another host, origin or type of content than the page's own"
-                )
-            elif not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY_BYTES:
-                self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the question is too long")
-            elif self.path not in ("/ask", "/undo"):
-                self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-            else:
-                body = self.rfile.read(int(length))
-                self.go_on(read_question(body) if self.path == "/ask" else None, len(body) == int(length))
-
-        def go_on(self, question: str | None, whole: bool) -> None:
-            if question == "" or not whole:
+    def do_POST(self) -> None:
+        length = ",".join(self.headers.get_all("Content-Length", []))
+        if not self.trusted() or self.headers.get_content_type() != "application/json":
+            self.refuse(HTTPStatus.FORBIDDEN, "another host, origin or type of content than the page's own")
+        elif not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY_BYTES:
+            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the question is too long")
+        elif self.path not in ("/ask", "/undo"):
+            self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+        else:
+            body = self.rfile.read(int(length))
+            question = read_question(body) if self.path == "/ask" else None
+            if question == "" or len(body) < int(length):
                 self.refuse(HTTPStatus.BAD_REQUEST, "the question is empty or cut")
-            elif not busy.acquire(blocking=False):
+            elif not self.server.busy.acquire(blocking=False):
                 self.refuse(HTTPStatus.CONFLICT, "the agent is still answering")
             else:
-                try:
-                    if question is None:
-                        conversation.undo()
-                    else:
-                        self.answer(question)
-                finally:
-                    busy.release()
-                if question is None:  # told after the release: who reads it may ask at once
-                    self.send(HTTPStatus.OK, json.dumps(described(conversation)).encode())
+                self.go_on(question)
 
-        def answer(self, question: str) -> None:
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "application/x-ndjson")
-            self.end_headers()  # the end of the answer is the end of the connection
-            stream_answer(conversation, question, self.write_line)
+    def go_on(self, question: str | None) -> None:
+        """Answer a question, or take the last one back."""
+        try:
+            if question is not None:
+                self.answer(question)
+                return
+            self.server.conversation.undo()
+        finally:
+            self.server.busy.release()
+        self.send_dialogue()  # after the release: who reads it may ask at once
 
-        def write_line(self, content: dict[str, Any]) -> None:
+    def answer(self, question: str) -> None:
+        """Send each event as a line, then the answer or the problem; the end is that of the connection."""
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.end_headers()
+        try:
+            answer = self.server.conversation.ask(question, lambda event: self.tell({"event": asdict(event)}))
+            self.tell({"answer": described_answer(answer)})
+        except UserError as error:
+            self.tell({"problem": str(error)})
+
+    def tell(self, content: dict[str, Any]) -> None:
+        """Send one line; a reader who went away does not stop the answer."""
+        if self.gone:
+            return
+        try:
             self.wfile.write(json.dumps(content).encode() + b"\n")
             self.wfile.flush()
-
-    try:
-        return Server((ADDRESS, port), Handler)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"--port {port} cannot be had ({error}); choose another") from None
+        except OSError:
+            self.gone = True
 
 
 def read_question(body: bytes) -> str:
@@ -178,28 +184,7 @@ def read_question(body: bytes) -> str:
     return question.strip()
 
 
-def stream_answer(conversation: Conversation, question: str, write: Callable[[dict[str, Any]], None]) -> None:
-    """Write each event, then the answer or the problem; a reader who went away does not stop the answer."""
-    gone = False
-
-    def tell(content: dict[str, Any]) -> None:
-        nonlocal gone
-        try:
-            if not gone:
-                write(content)
-        except OSError:
-            gone = True
-
-    def show(event: Event) -> None:
-        tell({"event": asdict(event)})
-
-    try:
-        tell({"answer": described_answer(conversation.ask(question, show))})
-    except UserError as error:
-        tell({"problem": str(error)})
-
-
-def described(conversation: Conversation) -> dict[str, Any]:
+def described_dialogue(conversation: Conversation) -> dict[str, Any]:
     """The dialogue so far, for the page."""
     schema = conversation.schema
     return {

@@ -67,11 +67,9 @@ def run_command(conversation: Conversation, line: str) -> str:
     if name == ":schema":
         return printable(conversation.schema.text(compact=False))
     if name == ":history":
-        lines = [
-            f"{number}. {printable(answer.question)}\n   {printable(answer.sql or f'({answer.problem})')}"
-            for number, answer in enumerate(conversation.answers, 1)
-        ]
-        return "\n".join(lines) or "nothing was asked yet"
+        told = ((a.question, a.sql or f"({a.problem})") for a in conversation.answers)
+        lines = [f"{number}. {question}\n   {sql}" for number, (question, sql) in enumerate(told, 1)]
+        return printable("\n".join(lines)) or "nothing was asked yet"
     if name == ":undo":
         question = conversation.undo()
         return "nothing was asked yet" if question is None else f"forgotten: {printable(question)}"
@@ -92,9 +90,8 @@ def run_command(conversation: Conversation, line: str) -> str:
 def show_event(event: Event) -> None:
     """One line of what the agent does or sees."""
     verdict = {True: "pass", False: "no pass", None: ""}[event.passed]
-    text = printable(" ".join(filter(None, (verdict, event.text))))
+    text = " ".join(printable(f"{verdict} {event.text}").split())
     width = max(40, shutil.get_terminal_size().columns - 22)
-    text = " ".join(text.split())
     cut = text if len(text) <= width else f"{text[: width - 4]} ..."
     print(f"  {LABELS.get(event.kind, event.kind):<18}{cut}", flush=True)
 
@@ -113,19 +110,13 @@ def format_result(result: ExecutionResult) -> str:
     header = [_cell(name) for name in result.columns]
     rows = [[_cell(value) for value in row] for row in result.rows[:SHOWN_ROWS]]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        for row in (header, *rows)
+    table = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, ["-" * width for width in widths], *rows)
     ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    more = len(result.rows) - len(rows)
-    count = (
-        f"{len(result.rows)}{' or more' if result.truncated else ''} rows"
-        if len(result.rows) != 1
-        else "1 row"
-    )
-    lines.append(f"({count}{f', {more} not shown' if more else ''})")
-    return "\n".join(line.rstrip() for line in lines)
+    number, more = len(result.rows), len(result.rows) - len(rows)
+    count = "1 row" if number == 1 else f"{number}{' or more' if result.truncated else ''} rows"
+    return "\n".join([*table, f"({count}{f', {more} not shown' if more else ''})"])
 
 
 def _cell(value: object) -> str:
