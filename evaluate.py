@@ -61,7 +61,6 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
-from mtsql.recipes import load_recipe
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import format_summary, summarise
@@ -73,7 +72,7 @@ from mtsql.task import (
     answer_split,
     begin_task,
     make_sampling,
-    prompt_options,
+    reward_function,
     show,
     weights_for_rollouts,
 )
@@ -115,7 +114,7 @@ def main(config: EvaluateConfig) -> None:
         return
     verifies = task.environment.recipe.verifies
     decode = task.tokens.tokenizer.decode
-    reward = load_recipe(config.recipe).make_reward("", "", task.scorer, decode, prompt_options(config))
+    reward = reward_function(config, task.tokens, task.scorer, "")
     records = score_records(answered, task.scorer, verifies, reward, decode)
     sampled = [score_records(pairs, task.scorer, verifies) for pairs in samples]
     summary = summarise(records)

@@ -15,7 +15,7 @@ Departures from the paper:
   EX is the official one too: DISTINCT and the order of columns do not count.
 - Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py; how clause F1 is read:
   docs/recipe.md) and are paid at every level; the paper begins with those of medium difficulty (Finding 9):
-  --process-from-level 2 of three levels.
+  an edit in docs/how_to.md.
 - The dev set is evaluated after steps, not before the first.
 - w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
   other presets of --rewards take those of the authors' code.
@@ -49,7 +49,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtsql.agent.rollout import trajectory_seed
-from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -65,7 +64,7 @@ from mtsql.learn.optimizer import optimizer_step, stepped_parameters, warmup_rat
 from mtsql.learn.parallel import leave_processes
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps
 from mtsql.learn.variants import check_variants, dynamic_sampling, idle_variants
-from mtsql.recipes.rewards import RewardFunction, Rewards
+from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import HARDNESS, MetricsLog, summarise
 from mtsql.report.plots import plot_training
@@ -92,8 +91,7 @@ def main(config: GrpoConfig) -> int:
     task = begin_training(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
     decode = task.tokens.tokenizer.decode
-    reward = reward_function(config, task.tokens, task.scorer, config.weights)
-    early = outcome_only(config, task, reward) if config.process_from_level > 1 else reward
+    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
     optimizer, first, state = resume(config, out, policy, processes)
     counts = read_counts(Path(config.curriculum)) if config.curriculum else []
@@ -117,8 +115,7 @@ def main(config: GrpoConfig) -> int:
             # Sample G trajectories for each question and reward each.
             began = time.perf_counter()
             level = level_of_step(step, config.steps, list(map(len, levels)))[0] + 1
-            rewarded_by = reward if level >= config.process_from_level else early
-            groups, replaced = sample_groups(config, task, rewarded_by, levels, step)
+            groups, replaced = sample_groups(config, task, reward, levels, step)
             asked |= {group[0].example.id for group in groups}
             sampled = time.perf_counter()
             # Normalise the rewards within each group.
@@ -166,16 +163,6 @@ def main(config: GrpoConfig) -> int:
     return INTERRUPTED if stop else 0
 
 
-def outcome_only(config: GrpoConfig, task: Task, reward: RewardFunction) -> RewardFunction:
-    """The rewards with totals that leave out the process rewards, whose means are logged all the same."""
-    outcome = reward_function(config, task.tokens, task.scorer, f"{config.weights},proposal=0,verify=0")
-
-    def without_process(trajectory: Trajectory, example: Example) -> Rewards:
-        return replace(reward(trajectory, example), total=outcome(trajectory, example).total)
-
-    return without_process
-
-
 def sample_groups(
     config: GrpoConfig, task: Task, reward: RewardFunction, levels: Sequence[Sequence[Example]], step: int
 ) -> tuple[list[list[Sample]], int]:
@@ -214,7 +201,7 @@ def play_questions(
         trajectories = task.play(episodes, sampling)
     samples = [Sample(t, e, reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
     for sample in samples:
-        sample.in_loss = sample.rewards.kept or not config.filter_rollouts
+        sample.in_loss = sample.rewards.kept
     return task.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
 
 

@@ -85,7 +85,7 @@ def main(config: SftConfig) -> int:
     check_options(config)
     task = begin_training(config, "train")
     processes, out = task.processes, task.out
-    reward = reward_function(config, task.tokens, task.scorer)
+    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     optimizer, first, state = resume(config, out, task.policy, processes)
     embed = make_embedder(task.policy, task.tokens, config.embedding)
     rng = random.Random(config.seed)

@@ -86,14 +86,10 @@ class QuestionOptions(CommonOptions):
 
     recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
     wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
-    schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
-    native_thinking: bool = option(
-        False, "the model thinks by itself: prompts ask for no thoughts (not mtsql_r1)"
-    )
-    without: Literal["none", "guidance", "headers", "thoughts"] = option(
-        "none",
-        "left out of the prompt: SQL-Trail's selection guidance, it and its column headers (Table 4), "
-        "MTIR-SQL's thoughts (Direct Output, Table 4)",
+    thinking: Literal["on", "native", "off"] = option(
+        "on",
+        "enable_thinking of the chat template; native: it is on, and prompts ask for no thoughts in tags, "
+        "since the model thinks by itself (SkyRL-SQL, D.2)",
     )
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
@@ -117,7 +113,6 @@ class AgentOptions(QuestionOptions):
 
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
     tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
-    thinking: bool = option(True, "enable_thinking of the chat template")
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "to compute in; training steps float32 copies; float16 without training"
     )
@@ -148,7 +143,8 @@ class RewardOptions(PolicyOptions):
     drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     rewards: str = option(
         "",
-        "preset of the recipe's rewards and of its EM; mtsql_r1: outcome, process, paper, formula, authors",
+        "preset of the recipe's rewards and of its EM, and weights to change: process,proposal=0.5; "
+        "mtsql_r1: outcome, process, paper, formula, authors",
     )
 
 
@@ -217,10 +213,6 @@ class GrpoConfig(TrainingOptions):
     beta2: NotNegative = option(0.99, "of AdamW, below 1")
     curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
-    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
-    process_from_level: Positive = option(
-        1, "process rewards from this level of the curriculum on (mtsql_r1; paper: medium difficulty)"
-    )
     clip_low: NotNegative = option(0.2, "epsilon below 1")
     clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
     updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
@@ -235,7 +227,6 @@ class GrpoConfig(TrainingOptions):
     tis_cap: float = option(
         -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
     )
-    filter_rollouts: bool = option(False, "GRPO-Filter (MTIR-SQL): drop trajectories of low quality")
     resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
     layout: Literal["shared", "packed", "rows"] = option("shared", "positions of a batch")
     micro_batch_positions: Positive = option(16384, "positions in one forward pass")

@@ -124,7 +124,7 @@ def begin_training(config: TrainingOptions, split: str) -> Task:
 def begin_questions(config: PolicyOptions, split: str, tokenizer: str) -> dict[str, Any]:
     """All fields of a Task but the policy's, which has the tokenizer of this name."""
     processes = join_processes()
-    tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking)
+    tokens = ChatTokens(load_tokenizer(tokenizer), config.thinking != "off")
     out = Path(config.out)
     over = task_over(config, tokens, load_split(config, split))
     lock = hold_folder(out) if processes.is_main and config.out else None
@@ -263,17 +263,9 @@ def make_environment(
 
 
 def prompt_options(config: QuestionOptions) -> PromptOptions:
-    """How the recipe puts its questions; UserError for --native-thinking where no thoughts are asked for."""
-    if config.native_thinking and config.recipe.startswith("mtsql_r1"):
-        raise UserError(f"--native-thinking changes nothing with --recipe {config.recipe}; leave it out")
-    of = {"none": config.recipe, "thoughts": "mtir_sql"}.get(config.without, "sql_trail")
-    if config.recipe != of:
-        raise UserError(f"--without {config.without} needs --recipe {of}")
-    turns = config.max_interactions + 1  # the answer is one more message
-    compact = config.wording == "compact"
-    return PromptOptions(
-        compact, config.result_characters, config.schema, turns, config.native_thinking, config.without
-    )
+    """How the recipe puts its questions."""
+    compact, native = config.wording == "compact", config.thinking == "native"
+    return PromptOptions(compact, config.result_characters, native)
 
 
 def make_sampling(
@@ -285,11 +277,11 @@ def make_sampling(
 
 
 def reward_function(
-    config: RewardOptions, tokens: ChatTokens, scorer: Scorer, weights: str = ""
+    config: PolicyOptions, tokens: ChatTokens, scorer: Scorer, rewards: str
 ) -> RewardFunction:
-    """The recipe's rewards in the preset of --rewards, with those `weights` changed that are given."""
-    decode, options = tokens.tokenizer.decode, prompt_options(config)
-    return load_recipe(config.recipe).make_reward(config.rewards, weights, scorer, decode, options)
+    """The recipe's rewards as `rewards`, a value of --rewards, names them."""
+    turns = config.max_interactions + 1  # the answer is one more message
+    return load_recipe(config.recipe).make_reward(rewards, scorer, tokens.tokenizer.decode, turns)
 
 
 def training_questions(

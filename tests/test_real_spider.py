@@ -20,7 +20,7 @@ from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.sql.score import Scorer
-from mtsql.task import load_split, make_environment, prompt_options
+from mtsql.task import load_split, make_environment
 
 QUESTIONS = 25
 FIRST_THOUGHT = "The question names what to select; I run the query to see whether the result looks right."
@@ -110,7 +110,7 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     environment = make_environment(config, dataset, tokens, config.tools)
     schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
     scorer = Scorer(schemas, environment.executor)
-    rewards = load_recipe(name).make_reward("", "", scorer, tokens.decode, prompt_options(config))
+    rewards = load_recipe(name).make_reward("", scorer, tokens.decode, config.max_interactions + 1)
     control = set(tokenizer.get_added_vocab().values())
     for example in asked:
         thought, messages = messages_of(name, environment, example.gold_sql)

@@ -190,8 +190,6 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
         changed_options(replace(other, lora_rank=4), tmp_path)
     with pytest.raises(UserError, match="--rewards was , is now process"):  # metrics.csv has other columns
         changed_options(replace(other, rewards="process"), tmp_path)
-    with pytest.raises(UserError, match="--weights was , is now proposal=1"):
-        changed_options(replace(other, weights="proposal=1"), tmp_path)
     with pytest.raises(UserError, match="--optimizer was adamw, is now adamw8bit"):
         changed_options(replace(other, optimizer="adamw8bit"), tmp_path)
     with pytest.raises(UserError, match="--max-prompt-tokens was 4000, is now 3000"):  # other questions fit

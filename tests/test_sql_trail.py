@@ -5,34 +5,21 @@ from __future__ import annotations
 import pytest
 from conftest import GOLD
 from hostile import STATEMENTS
-from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
+from test_skyrl_sql import PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
-from mtsql.config import EvaluateConfig, GrpoConfig, SftConfig, read_options
-from mtsql.errors import UserError
+from mtsql.config import GrpoConfig, SftConfig, read_options
 from mtsql.recipes import skyrl_sql, sql_trail
-from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, rows_alone, schema_items, turns_reward
-from mtsql.report.evaluation import thought_characters
+from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, schema_items, turns_reward
 from mtsql.sql.structure import SqlSchema
-from mtsql.task import prompt_options
 
 REASON = "<reasoning>singer, country</reasoning>\n"
 HARD = "SELECT name FROM singer WHERE age = (SELECT max(age) FROM singer)"
 STAFF = SqlSchema({"employees": ("id", "salary"), "offices": ("id", "city")})
 
 
-def trail(tiny, *messages, turns=10, weights="", preset="", gold=GOLD, **given):
-    options = PromptOptions(turns=turns)
-    episode = play(
-        tiny,
-        *messages,
-        module=sql_trail,
-        options=options,
-        turns=turns,
-        example=example_of(gold=gold),
-        **given,
-    )
-    return reward_of(tiny, episode, sql_trail, weights, preset, options)
+def trail(tiny, *messages, turns=10, rewards="", gold=GOLD):
+    episode = play(tiny, *messages, module=sql_trail, turns=turns, example=example_of(gold=gold))
+    return reward_of(tiny, episode, sql_trail, rewards, turns)
 
 
 def query(sql=WRONG):
@@ -44,24 +31,6 @@ def solution(sql=GOLD):
 
 
 # Prompt and table
-
-
-def test_what_table_4_leaves_out(tiny):
-    whole, unguided, headless = (
-        prompt_text(tiny, sql_trail, PromptOptions(without=what)) for what in ("none", "guidance", "headers")
-    )
-    assert sql_trail.SELECT_SCHEMA in whole and tiny.schema.text(False) in unguided
-    assert "identify all tables and columns" not in unguided + headless
-    assert "AVG(price)\n0 " in unguided and "<observation>\n0       24.75" in headless
-    cells = [["name", "n"], ["Anna", "1"], ["Bo", "12"]]
-    assert rows_alone(cells) == "0  Anna   1\n1    Bo  12"
-    assert rows_alone(cells[:1]) == "Empty DataFrame"
-    episode = play(tiny, query(), solution(), module=sql_trail, options=PromptOptions(without="headers"))
-    assert "name" not in episode.trajectory.observations[0].text
-    assert thought_characters(episode.trajectory, tiny.tokens.tokenizer.decode) == 2 * len("singer, country")
-    words = ["--config", "configs/mtir_sql.toml", "--without=headers", "--data=d", "--model=m", "--out=o"]
-    with pytest.raises(UserError, match="--without headers needs --recipe sql_trail"):
-        prompt_options(read_options(EvaluateConfig, "", words))
 
 
 def test_prompt_of_appendix_a(tiny):
@@ -77,13 +46,6 @@ def test_prompt_of_appendix_a(tiny):
     )
     assert "- 'products':'price'\n\nTo solve this problem" in text
     assert data_frame([["AVG(price)"], ["24.75"]]) in text  # the example shows what the environment shows
-
-
-def test_prompt_without_schema_asks_for_no_columns(tiny):
-    text = prompt_text(tiny, sql_trail, NAMES)
-    assert "Table names: label, singer\n" in text
-    assert "label_id" not in text and "In your first response" not in text
-    assert "3. Before generating the final SQL query" in text
 
 
 @pytest.mark.parametrize("tag", ["think", "reasoning"])
@@ -148,13 +110,7 @@ def test_hostile_sql_never_raises():
     gold = "SELECT n FROM number"
     gold_items, gold_bigrams = schema_items(gold, schema), bigrams(gold)
     hostile = [sql for _, sql, _ in STATEMENTS if len(sql) < 10_000]
-    hostile += [
-        "SELECT " + "(" * 3_000 + "1" + ")" * 3_000,
-        "'" * 99_999,
-        '"' * 99_999,
-        "\x00",
-        "a " * 200_000,
-    ]
+    hostile += ["SELECT " + "(" * 3_000 + "1" + ")" * 3_000, "'" * 99_999, "\x00", "a " * 200_000]
     for sql in hostile:
         assert 0 <= jaccard(schema_items(sql, schema), gold_items) <= 1
         assert 0 <= jaccard(bigrams(sql), gold_bigrams) <= 1
@@ -186,13 +142,8 @@ def test_everything_right_earns_eleven(tiny):
 def test_wrong_value(tiny):
     # select name from singer where country = 'france': 7 pairs; two answers differ in the last of them
     rewards = trail(tiny, query(), solution(WRONG))
-    assert rewards.parts == {
-        "turns": 1,
-        "schema": 1,
-        "bigram": pytest.approx(6 / 8),
-        "syntax": 1,
-        "format": 1,
-    }
+    bigram = pytest.approx(6 / 8)
+    assert rewards.parts == {"turns": 1, "schema": 1, "bigram": bigram, "syntax": 1, "format": 1}
     assert rewards.total == pytest.approx(2 + 1 + 0.75 + 1 + 1)
 
 
@@ -212,15 +163,7 @@ def test_hard_question_pays_for_a_right_answer_before_the_last_turn(tiny):
 
 
 def test_no_answer_raises(tiny):
-    for sql in (
-        "'",
-        "nothing",
-        "DROP TABLE singer",
-        "PRAGMA table_info(singer)",
-        "SELECT (" * 2_000,
-        "\x00",
-        ";",
-    ):
+    for sql in ("'", "DROP TABLE singer", "PRAGMA table_info(singer)", "SELECT (" * 2_000, "\x00", ";"):
         rewards = trail(tiny, solution(sql))
         assert (rewards.ex, rewards.parts["schema"]) == (0, 0)
 
@@ -238,11 +181,11 @@ def test_no_solution_earns_nothing(tiny):
 
 def test_presets_and_weights(tiny):
     messages = query(), solution()
-    assert trail(tiny, *messages, preset="execution").total == 5
-    assert trail(tiny, query(), solution(WRONG), preset="execution").total == 0
-    assert trail(tiny, *messages, weights="turns=0,ex=1,bigram=0.5").total == 1 + 1 + 0.5 + 1 + 1
+    assert trail(tiny, *messages, rewards="execution").total == 5
+    assert trail(tiny, query(), solution(WRONG), rewards="execution").total == 0
+    assert trail(tiny, *messages, rewards="turns=0,ex=1,bigram=0.5").total == 1 + 1 + 0.5 + 1 + 1
     with pytest.raises(ValueError, match="one of ex, turns, schema, bigram, syntax, format"):
-        trail(tiny, *messages, weights="exec=1")
+        trail(tiny, *messages, rewards="exec=1")
 
 
 def test_the_warm_start_has_its_own_optimizer():

@@ -70,7 +70,7 @@ def replays_of(tiny: Tiny, folder, *lines: dict | str, environment: Environment 
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
     environment = environment or environment_of(tiny)
     asked = [ASKED, NOT_IN_PLAY]
-    reward = make_reward("", "", scorer, tiny.tokens.decode, PromptOptions())
+    reward = make_reward("", scorer, tiny.tokens.decode, 5)
     return replay_lines(read_teacher(path), asked, {ASKED.id}, environment, reward, "ex_em", False)
 
 

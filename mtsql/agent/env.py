@@ -6,10 +6,10 @@ sampled and gives the ids to append; nothing that was sampled is ever encoded ag
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from mtsql.agent.memory import MemoryEntry
 from mtsql.agent.tokens import ChatTokens
@@ -58,12 +58,12 @@ class ModelMessage:
     well_formed: bool = True
 
 
-class Recipe(Protocol):
+class Recipe(ABC):
     """What one paper decides about the agent: its prompts, its tags, its observations, its protocol."""
 
-    observation_role: str  # of the message that holds an observation, for the chat template: tool, user
-    stop_strings: tuple[str, ...]  # that end a model message beside the end of turn
-    verifies: bool  # whether a message after a tool call is to hold a verdict on what it returned
+    observation_role: ClassVar[str] = "tool"  # of the message that holds an observation: tool, user
+    stop_strings: ClassVar[tuple[str, ...]] = ()  # that end a model message beside the end of turn
+    verifies: ClassVar[bool] = False  # whether a message after a tool call is to hold a verdict on it
 
     @abstractmethod
     def prompt(
@@ -83,11 +83,11 @@ class Recipe(Protocol):
     def parse(self, text: str) -> ModelMessage:
         """The verdicts and the action in one model message."""
 
-    @abstractmethod
     def next_action(
         self, previous: ActionType | None, passed: bool | None, tools: Collection[str], has_history: bool
     ) -> ActionType | None:
         """The action that the protocol calls for after `previous`; None where any is fine."""
+        return None
 
     @abstractmethod
     def observe_execution(
@@ -104,9 +104,9 @@ class Recipe(Protocol):
         """
         raise NotImplementedError
 
-    @abstractmethod
     def observe_problem(self, problem: Status, messages_left: int) -> str | None:
         """The answer to a message without a usable action; None if that ends the episode."""
+        return None
 
 
 def outcome_of(result: ExecutionResult) -> str:

@@ -36,7 +36,7 @@ def main(config: CurriculumConfig) -> None:
     """Count."""
     check_samples(config)
     task = begin_task(config, "rl" if config.for_rl else "train")
-    reward = reward_function(config, task.tokens, task.scorer)
+    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     asked = training_questions(config, task)
     share = task.processes.share(list(enumerate(asked)))
     counts = []

@@ -392,5 +392,5 @@ def served_policy(config: AddressOptions, tokens: ChatTokens) -> ServedPolicy:
             raise UserError(str(error)) from None
     print(f"{config.api_model} at {config.address}, protocol {protocol}")
     if protocol == "chat" and not tokens.thinking:
-        print("--no-thinking does nothing over --protocol chat: the server writes the prompt; set it there")
+        print("--thinking off does nothing over --protocol chat: the server writes the prompt; set it there")
     return ServedPolicy(server, config.api_model, protocol, tokens, config.own_temperature)

@@ -44,10 +44,6 @@ def check_variants(config: GrpoConfig) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.temperature <= 0:
         raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
-    if config.process_from_level > 1 and not (config.recipe == "mtsql_r1" and config.curriculum):
-        raise UserError(
-            "--process-from-level above 1 needs --recipe mtsql_r1 and the levels of a --curriculum"
-        )
     if config.tis_cap < 0 and config.tis_cap != -1:
         raise UserError(f"--tis-cap should be above 0, 0 for none, or -1, not {config.tis_cap:g}")
 
@@ -58,9 +54,6 @@ def idle_variants(config: GrpoConfig) -> list[str]:
     idle = {
         "clip_low": ratio,
         "clip_high": ratio,
-        "process_from_level": config.rewards in ("", "outcome")
-        and not config.weights
-        and "there are no process rewards",
         "level_size": not config.curriculum and "there is no --curriculum",
         "evaluate_dialogues": config.evaluate_every == 0 and "--evaluate-every is 0",
     }

@@ -19,7 +19,7 @@ Weights = TypeVar("Weights")
 class Rewards:
     """A trajectory's reward `total`, EX and EM of its answer (0 or 1), and the recipe's other `parts`.
 
-    `kept` is False for what `--filter-rollouts` leaves out of the loss (MTIR-SQL, Equation 3).
+    `kept` is False for what stays out of the loss (GRPO-Filter of MTIR-SQL, Equation 3).
     """
 
     ex: float
@@ -52,17 +52,18 @@ def is_right(rewards: Rewards, correct: str) -> bool:
     return bool(rewards.ex and (rewards.em or correct == "ex"))
 
 
-def chosen_weights(presets: Mapping[str, Weights], preset: str, given: str) -> Weights:
-    """The weights of the preset, of the first for "", but for those `given` as in "ex=1,proposal=0.8".
+def chosen_rewards(presets: Mapping[str, Weights], given: str) -> tuple[str, Weights]:
+    """The preset of --rewards and its weights: "" is the first preset, "process,proposal=0.5" one with a change.
 
     Raises UserError for a preset that is not there, and for what is not a weight or not a number.
     """
-    if preset and preset not in presets:
+    items = [item.strip() for item in given.split(",") if item.strip()]
+    preset = items.pop(0) if items and "=" not in items[0] else next(iter(presets))
+    if preset not in presets:
         raise UserError(f"--rewards {preset} is unknown; choose from {', '.join(presets)}")
-    weights = presets[preset or next(iter(presets))]
-    known = [field.name for field in fields(weights)]
+    known = [field.name for field in fields(presets[preset])]
     values = {}
-    for item in filter(None, given.split(",")):
+    for item in items:
         name, _, number = (part.strip() for part in item.partition("="))
         try:
             values[name] = float(number)
@@ -70,6 +71,6 @@ def chosen_weights(presets: Mapping[str, Weights], preset: str, given: str) -> W
             values[name] = math.nan
         if name not in known or not math.isfinite(values[name]):
             raise UserError(
-                f"--weights {given}: {item.strip()!r} should be one of {', '.join(known)}, =, and a number"
+                f"--rewards {given}: {item!r} should be one of {', '.join(known)}, =, and a number"
             )
-    return replace(weights, **values)
+    return preset, replace(presets[preset], **values)

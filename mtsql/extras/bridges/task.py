@@ -33,7 +33,6 @@ class BridgeConfig(RewardOptions):
 
     SECTION: ClassVar = "bridge"
     out: str = option("", "run folder of mtsql.extras.bridges.trl, or file of mtsql.extras.bridges.rows")
-    weights: str = option("", "weights that replace the preset's: ex=1,proposal=0.5")
 
 
 def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
@@ -119,13 +118,13 @@ def load_task(config: BridgeConfig, split: str = "train") -> Task:
 
 @cache
 def _load_task(config: BridgeConfig, split: str) -> Task:
-    tokens = ChatTokens(load_tokenizer(config.model), config.thinking)
+    tokens = ChatTokens(load_tokenizer(config.model), config.thinking != "off")
     dataset = load_split(config, split)
     environment = make_environment(config, dataset, tokens, config.tools)
     scorer = Scorer(environment.schemas, environment.executor, config.ex)
     asked = examples(dataset.dialogues, config.history)
     drawn = draw_questions(asked, config.questions, config.seed)
-    reward = reward_function(config, tokens, scorer, config.weights)
+    reward = reward_function(config, tokens, scorer, config.rewards)
     sampling = make_sampling(config, environment, 1.0)
     by_id = {example.id: example for example in asked}
     return Task(tokens, environment, by_id, drawn, scorer, reward, sampling, config.drop_empty)

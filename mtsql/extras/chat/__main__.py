@@ -55,7 +55,7 @@ def main(config: ChatConfig) -> None:
     """Load, then talk."""
     check_policy(config)
     schema = read_schema(Path(config.database))
-    tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking)
+    tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
     sampling = make_sampling(config, environment, config.temperature)
     with player(config, tokens, sampling) as play:

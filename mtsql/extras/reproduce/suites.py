@@ -202,9 +202,9 @@ def recipes_suite() -> Suite:
     arms = {}
     trained = {recipe: (recipe, "", (), ()) for recipe in RECIPES} | {
         "skyrl_sql_single": ("skyrl_sql", ", a single turn", single, ()),
-        "sql_trail_single": ("sql_trail", ", a single turn", single, ("--weights", "turns=0")),
+        "sql_trail_single": ("sql_trail", ", a single turn", single, ("--rewards", "turns=0")),
         "sql_trail_execution": ("sql_trail", ", the execution reward alone", (), ("--rewards", "execution")),
-        "mtir_sql_unfiltered": ("mtir_sql", ", no filter", (), ("--no-filter-rollouts",)),
+        "mtir_sql_unfiltered": ("mtir_sql", ", no filter", (), ("--rewards", "unfiltered")),
     }
     for name, (recipe, how, both, training) in trained.items():
         paper = () if recipe == RECIPES[0] else ("--config", f"configs/{recipe}.toml", "{config}")
@@ -213,18 +213,12 @@ def recipes_suite() -> Suite:
             arms[f"{name}_base"] = Arm(f"`{recipe}` before RL{how}", BASE, options)
         trainings[f"{name}_rl"] = Training(GRPO, BASE, (*options, *training), "counts")
         arms[f"{name}_rl"] = Arm(f"`{recipe}` after RL{how}", f"{name}_rl", options)
-    for stage in ("base", "rl"):
-        _, policy, options, _ = arms[f"skyrl_sql_{stage}"]
-        what = f"`skyrl_sql_{stage}` without the schema's columns"
-        arms[f"skyrl_sql_{stage}_names"] = Arm(what, policy, (*options, "--schema", "names"))
     pairs = (
         *((f"RL with {recipe}", f"{recipe}_rl", f"{recipe}_base") for recipe in RECIPES),
         ("several turns against one (SkyRL-SQL)", "skyrl_sql_rl", "skyrl_sql_single_rl"),
         ("several turns against one (SQL-Trail, Table 2)", "sql_trail_rl", "sql_trail_single_rl"),
         ("six rewards against execution alone (SQL-Trail, 3.3.2)", "sql_trail_rl", "sql_trail_execution_rl"),
         ("GRPO-Filter (MTIR-SQL, Table 4)", "mtir_sql_rl", "mtir_sql_unfiltered_rl"),
-        ("the schema in the prompt (SkyRL-SQL, Table 4)", "skyrl_sql_rl", "skyrl_sql_rl_names"),
-        ("RL, asked without the schema", "skyrl_sql_rl_names", "skyrl_sql_base_names"),
     )
     return Suite(
         "Four papers on the same machinery",

@@ -1,21 +1,22 @@
 """MTSQL-R1's reward as the authors' released code has it (github.com/taichengguo/MTSQL-R1, a720f97).
 
 It reads raw text where the paper's reads actions:
-- The answer is the last <answer_sql> of the whole response, tool texts included: of an unfinished trajectory the
-  "..." of a tool's instructions. Without any it is the SQL of the last tool call, without a call the last thought
-  or all of the text. Line breaks in it become blanks, so that "--" hides the rest.
+- The answer is the last <answer_sql> of the whole response, tool texts included: of an unfinished trajectory
+  the "..." of a tool's instructions. Without any it is the SQL of the last tool call, without a call the last
+  thought or all of the text. Line breaks in it become blanks, so that "--" hides the rest.
 - EM compares the numbers after LIMIT in sub-queries.
 - A clause is right or wrong as a whole: no F1 of its elements.
 - Proposals are the SQL of all tool calls, repeated or not, without the final answer.
 - Every tool call is verified, whichever the tool, by the first <exec_verify> after it, in whatever message or
   thought; without any it has passed. <memory_verify> is never read.
-- An error that is none of FOUR_ERRORS is "ok", and so are a call without a response and rows of nothing but NULLs.
+- An error that is none of FOUR_ERRORS is "ok", and so are a call without a response and rows of nothing but
+  NULLs.
 
-Some of its quirks are not here. It runs SQL without limits of time and memory and lets an empty answer equal an
-empty result, which `mtsql.sql.execute` does not allow. It reads outcomes from the tool's text, so that a question
-with the words "no data" is a null result; we run the SQL again. It gives 0 where the gold query fails; such
-questions are left out before training. That it takes the schema from CoSQL's folder and that a wrong format
-costs nothing changes no number here.
+Some of its quirks are not here. It runs SQL without limits of time and memory and lets an empty answer equal
+an empty result, which `mtsql.sql.execute` does not allow. It reads outcomes from the tool's text, so that a
+question with the words "no data" is a null result; we run the SQL again. It gives 0 where the gold query
+fails; such questions are left out before training. That it takes the schema from CoSQL's folder and that a
+wrong format costs nothing changes no number here.
 """
 
 from __future__ import annotations
