@@ -184,6 +184,7 @@ def test_a_tool(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, compact: bool):
     shown, unknown = episode.trajectory.observations
     assert shown.text == "None, france, italy"
     assert "continent" in unknown.text
+    assert episode.trajectory.actions == []  # its argument is no candidate
     assert say(episode, call("exec_sql", GOLD))
     assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
     assert episode.trajectory.answer_sql == GOLD

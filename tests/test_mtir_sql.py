@@ -119,12 +119,6 @@ def test_rethink_until_the_interactions_are_spent(tiny):
     assert rewards(tiny, episode).total == -0.1
 
 
-def test_calls_until_the_interactions_are_spent(tiny):
-    episode = play(tiny, *[THINK + call(GOLD)] * 6)
-    assert episode.trajectory.status is Status.OUT_OF_INTERACTIONS
-    assert rewards(tiny, episode).total == -0.1
-
-
 @pytest.mark.parametrize("name", ["drop_everything", MEMORY_RETRIEVE])
 def test_a_tool_that_is_not_there_costs_the_format(tiny, name):
     episode = play(tiny, THINK + call(GOLD, name), THINK + answer(GOLD), tools="both")
