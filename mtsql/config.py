@@ -66,10 +66,8 @@ class Agent:
     recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
     tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
     wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
-    schema: Literal["full", "names"] = option("full", "the database in the prompt, or its tables' names")
-    thinking: Literal["prompted", "native", "off"] = option(
-        "prompted",
-        "asked for in the prompt; the model's own; off: enable_thinking false in the chat template",
+    thinking: Literal["on", "native", "off"] = option(
+        "on", "enable_thinking of the chat template; native: on, and prompts ask for no thoughts in tags"
     )
     result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
     error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")

@@ -239,9 +239,8 @@ def make_environment(config: Agent, dataset: Dataset, tokens: ChatTokens, tools:
 
 def prompt_options(config: Agent) -> PromptOptions:
     """How the recipe puts its questions."""
-    turns = config.max_interactions + 1  # the answer is one more message
     compact, native = config.wording == "compact", config.thinking == "native"
-    return PromptOptions(compact, config.result_characters, config.schema, turns, native)
+    return PromptOptions(compact, config.result_characters, native)
 
 
 def make_sampling(
@@ -261,7 +260,8 @@ def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: st
         module = import_module(name) if re.fullmatch(r"\w+(\.\w+)+", name) else load_recipe(config.recipe)
     except ModuleNotFoundError:
         raise UserError(f"--rewards {name} is no module") from None
-    return module.make_reward(given, scorer, tokens.tokenizer.decode, prompt_options(config))
+    turns = config.max_interactions + 1  # the answer is one more message
+    return module.make_reward(given, scorer, tokens.tokenizer.decode, turns)
 
 
 def training_questions(config: Rewarded, task: Task, counted: Sequence[SuccessCount] = ()) -> list[Example]:

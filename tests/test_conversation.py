@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, run
 
-from mtsql.agent.env import Environment, Limits, WatchedEpisode
+from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.data.introspect import read_schema
@@ -48,7 +48,7 @@ def make_conversation(tiny: Tiny, *answers: Sequence[str], **limits: int) -> Con
     """A dialogue with a policy that writes these messages, question by question."""
     waiting = list(answers)
 
-    def play(episodes: Sequence[WatchedEpisode]) -> None:
+    def play(episodes: Sequence[Episode]) -> None:
         (shown,) = episodes
         for text in waiting.pop(0):
             ids = tiny.tokens.message_ids(text)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from conftest import QUESTION, make_episode, say
+from conftest import make_episode, say
 
-from mtsql.agent.env import UNAVAILABLE, Environment, Limits
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, Tool, make_tools
+from mtsql.agent.env import UNAVAILABLE, Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Stop
 from mtsql.recipes.mtsql_r1 import next_action
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
@@ -30,7 +28,6 @@ EMPTY = "SELECT name FROM singer WHERE country = 'France'"
         (A.EXECUTE, None, A.E_VERIFY),
         (A.E_VERIFY, True, A.M_VERIFY),
         (A.E_VERIFY, False, A.SELF_CORRECT),
-        (A.E_VERIFY, None, A.SELF_CORRECT),
         (A.M_VERIFY, False, A.SELF_CORRECT),
         (A.M_VERIFY, None, A.SELF_CORRECT),
         (A.M_VERIFY, True, A.FINALIZE),
@@ -65,16 +62,7 @@ def test_whole_episode_follows_the_protocol(tiny):
     assert [o.outcome for o in t.observations] == ["null", "ok", "ok"]
     assert "SELECT count(*) FROM singer" in t.observations[2].text
     roles = [s.role for s in t.segments]
-    assert roles == [
-        "prompt",
-        "model",
-        "environment",
-        "model",
-        "environment",
-        "model",
-        "environment",
-        "model",
-    ]
+    assert roles == ["prompt", *["model", "environment"] * 3, "model"]
     for segment in t.segments:
         assert set(segment.loss_mask) == ({1} if segment.role == "model" else {0})
     assert len(t.ids) == len(t.loss_mask) == len(t.logprobs)
@@ -89,9 +77,7 @@ def test_whole_episode_follows_the_protocol(tiny):
         ("<answer_sql>  </answer_sql>", Status.NO_ACTION),
         ("<think>hm <answer_sql>SELECT 1</answer_sql>", Status.NO_ACTION),
         ("<tool_call>\nnot json\n</tool_call>", Status.MALFORMED_CALL),
-        ('<tool_call>\n{"name": "exec_sql"}\n</tool_call>', Status.MALFORMED_CALL),
         ('<tool_call>\n{"name": "exec_sql", "arguments": {"code": 3}}\n</tool_call>', Status.MALFORMED_CALL),
-        ("<tool_call>\n[1]\n</tool_call>", Status.MALFORMED_CALL),
         ('<tool_call>\n{"name": "exec_sql", "arguments": {"code": "SELECT 1"}}', Status.MALFORMED_CALL),
     ],
 )
@@ -149,48 +135,6 @@ def test_a_query_corrected_after_the_memory_can_be_checked_again(tiny):
     ]  # fmt: skip
 
 
-DESCRIBE = "describe_table"
-
-
-def describe_table(episode, name, messages_left):
-    tables = {table.name: table for table in episode.schema.tables}
-    columns = ", ".join(c for c, _ in tables[name].columns) if name in tables else "no such table"
-    return f"{name}: {columns}; {messages_left} left"
-
-
-@pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("others", ["both", "none"])
-def test_a_third_tool_is_one_entry(tiny, compact, others):
-    """It is prompted, called and answered; its argument is no candidate, and Equation 1 goes on."""
-    tool = Tool(DESCRIBE, "Names the columns of a table", "The table", describe_table)
-    base = make_episode(tiny, history=True, compact=compact, tools=others)
-    environment = Environment(
-        {"music": tiny.schema}, base.recipe, tiny.tokens, tiny.executor, Limits(),
-        make_tools(others) | {DESCRIBE: tool},
-    )  # fmt: skip
-    (episode,) = environment.episodes(base.example, [0])
-    prompt = tiny.tokens.decode(episode.trajectory.segments[0].ids)
-    assert DESCRIBE in prompt and ("Names the columns of a table" in prompt) is not compact
-    assert say(episode, tool_call(DESCRIBE, "singer"))
-    (seen,) = episode.trajectory.observations
-    assert (seen.tool, seen.text) == (DESCRIBE, "singer: id, name, country, age, label_id; 4 left")
-    assert seen.text in tiny.tokens.decode(episode.trajectory.segments[-1].ids)
-    assert episode.trajectory.actions == []
-    if others == "both":
-        assert say(episode, tool_call(EXEC_SQL, EMPTY))
-        assert say(episode, verdict(EXEC_SQL, False) + tool_call(DESCRIBE, "label"))
-        assert say(episode, tool_call(EXEC_SQL, GOOD))
-        assert not say(episode, verdict(EXEC_SQL, True) + final_answer(GOOD))
-        types = [a.type for a in episode.trajectory.actions]
-        found = [A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.SELF_CORRECT, A.EXECUTE, A.E_VERIFY, A.FINALIZE]
-        assert types == found and episode.trajectory.off_protocol == 1  # the memory was not asked
-    else:
-        assert not say(episode, final_answer(GOOD))
-        assert [a.type for a in episode.trajectory.actions] == [A.PROPOSE, A.FINALIZE]
-        assert episode.trajectory.off_protocol == 0
-    assert episode.trajectory.status is Status.ANSWERED
-
-
 @pytest.mark.parametrize(
     "layout", [GOOD + " ;", GOOD.lower().replace(" ", "\n") + " -- done", "/* all */ " + GOOD]
 )
@@ -207,26 +151,19 @@ def test_the_same_query_in_another_layout_is_no_new_candidate(tiny, layout):
     ("a", "b", "same"),
     [
         ("SELECT a FROM t", "select  A\nfrom T ;", True),
-        ("SELECT a FROM t", "SELECT a /* x */ FROM t -- y", True),
         ("SELECT a FROM t", "SELECT a FROM t;;\n; -- end", True),
         ("SELECT a>=1", "SELECT a >= 1", True),
-        ("", " ; -- nothing", True),
         ("SELECT 'a'", "SELECT 'A'", False),
         ("SELECT 'a b'", "SELECT 'a  b'", False),
-        ("SELECT 'a;'", "SELECT 'a'", False),
         ("SELECT '--'", "SELECT ''", False),
         ('SELECT "A" FROM t', 'SELECT "a" FROM t', False),
-        ("SELECT `A`", "SELECT `a`", False),
         ("SELECT [A b]", "SELECT [A  b]", False),
         ("SELECT 'it''s A'", "SELECT 'it''s a'", False),
-        ("SELECT a b", "SELECT ab", False),
         ("SELECT 1; SELECT 2", "SELECT 1", False),
         ("SELECT É", "SELECT é", False),  # SQLite folds ASCII only
         ("SELECT -- 'a\n1", "SELECT 1", True),
-        ("SELECT /* 'a */ 'B'", "SELECT 'b'", False),
         ("'" * 99_999, "'" * 99_998, False),
         ("/* " * 50_000, "", True),
-        ("\x00", "\x01", False),
     ],
 )
 def test_same_query(a, b, same):
@@ -254,9 +191,8 @@ def test_prompts_and_observations_name_the_tools_that_there_are(tiny, tools, his
         assert ("execution results" in "".join(said)) is (EXEC_SQL in episode.tools)
 
 
-@pytest.mark.parametrize("tools", TOOL_SETS)
-def test_compact_prompt_shows_earlier_questions_and_their_sql(tiny, tools):
-    episode = make_episode(tiny, history=True, tools=tools)
+def test_compact_prompt_shows_earlier_questions_and_their_sql(tiny):
+    episode = make_episode(tiny, history=True)
     prompt = tiny.tokens.decode(episode.trajectory.segments[0].ids)
     assert "1. How many singers are there?\nSELECT count(*) FROM singer\nnow:" in prompt
 
@@ -283,15 +219,6 @@ def test_missing_verdict_is_not_a_pass(tiny):
     verify = next(a for a in episode.trajectory.actions if a.type is A.E_VERIFY)
     assert verify.passed is None
     assert episode.trajectory.off_protocol == 1  # FINALIZE where Equation 1 wants SELF_CORRECT
-
-
-def test_thinking_is_not_read(tiny):
-    episode = make_episode(tiny)
-    say(episode, tool_call(EXEC_SQL, GOOD))
-    text = "<think><exec_verify>pass</exec_verify></think>\n<answer_sql>SELECT 1</answer_sql>"
-    say(episode, text)
-    verify = next(a for a in episode.trajectory.actions if a.type is A.E_VERIFY)
-    assert verify.passed is None
 
 
 def test_observation_is_cut_to_the_tool_limit(tiny):
@@ -325,29 +252,8 @@ def test_memory_holds_the_history_that_was_chosen(tiny, history):
     assert ("SELECT count(*) FROM singer" in text) is (history == "gold")
 
 
-def test_paper_wording_has_the_papers_content(tiny):
-    episode = make_episode(tiny, history=True, compact=False)
-    prompt = tiny.tokens.decode(list(episode.trajectory.segments[0].ids))
-    for part in ("create table singer", "primary key (id)", "1 example rows from table singer", QUESTION):
-        assert part in prompt
-    assert '"name": "exec_sql"' in prompt and '"name": "memory_retrieve"' in prompt
-    say(episode, tool_call(EXEC_SQL, GOOD))
-    text = episode.trajectory.observations[0].text
-    assert f"- Current question: Question: {QUESTION}" in text and f"- Generated SQL: {GOOD}" in text
-    say(episode, verdict(EXEC_SQL, True) + "\n" + tool_call(MEMORY_RETRIEVE, GOOD))
-    text = episode.trajectory.observations[1].text
-    for part in ("How many singers are there?", "SELECT count(*) FROM singer", "Parsed Elements", "[(3,)]"):
-        assert part in text
-
-
 def test_result_is_cut_to_the_characters_asked_for(tiny):
     episode = make_episode(tiny, compact=False, result_characters=20)
     say(episode, tool_call(EXEC_SQL, "SELECT name, country FROM singer"))
     line = next(x for x in episode.trajectory.observations[0].text.splitlines() if "truncated" in x)
     assert len(line.split(": ", 1)[1]) == 20
-
-
-def test_tool_call_is_json(tiny):
-    text = tool_call(EXEC_SQL, 'SELECT "a"\nFROM t -- ü')
-    inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
-    assert json.loads(inner)["arguments"]["code"] == 'SELECT "a"\nFROM t -- ü'

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import GOLD, QUESTION, ROOT, Tiny, say
+from jinja2 import ChoiceLoader, DictLoader
 
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tools import Tool, make_tools
@@ -17,21 +18,23 @@ from mtsql.config import Data
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.learn.samples import Sample
-from mtsql.recipes.mtir_sql import MtirSql
+from mtsql.recipes import prompt_options
 from mtsql.recipes.mtsql_r1 import make_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Rewards
 from mtsql.sql.score import Scorer
 from mtsql.task import load_split
+from train_grpo import Args as GrpoArgs
 
 PAGE = (ROOT / "docs" / "how_to.md").read_text(encoding="utf-8")
 BLOCKS = {
-    heading: re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    heading: re.findall(r"```(?:python|diff)\n(.*?)```", section, re.DOTALL)
     for heading, section in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
 }
 WRONG = "SELECT name FROM singer WHERE country = 'France'"
 EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
 COMPACT = PromptOptions(compact=True)
+ABLATIONS = "An ablation of a paper"
 
 
 def run_block(heading: str, number: int = 0) -> dict:
@@ -78,9 +81,20 @@ def test_a_variant_of_the_loss_by_hand(tiny: Tiny):
 
 
 @pytest.mark.parametrize("heading", BLOCKS)
-def test_no_more_than_fifteen_lines_of_code(heading: str):
-    lines = [line for block in BLOCKS[heading] for line in block.splitlines() if line.strip()]
-    assert 0 < len(lines) <= 15
+def test_no_more_than_fifteen_lines_of_code_and_eight_of_an_edit(heading: str):
+    blocks = [[line for line in block.splitlines() if line.strip()] for block in BLOCKS[heading]]
+    if heading == ABLATIONS:
+        assert all(sum(line[0] in "+-" and line[:3] != "---" for line in block) <= 8 for block in blocks)
+    else:
+        assert 0 < sum(map(len, blocks)) <= 15
+
+
+def module_of(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What the changed source of one of the project's files makes."""
+    module = ModuleType(f"{name}_of_the_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+    return module
 
 
 def patched_tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -89,10 +103,79 @@ def patched_tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert source.count("\nTOOLS = (\n") == 1
     block = BLOCKS["A tool"][0]
     source = source.replace("\nTOOLS = (\n", f"\n{block}\n\nTOOLS = (\n    COLUMN_VALUES,\n")
-    module = ModuleType("mtsql.agent.tools_of_the_page")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(source, "tools.py", "exec", dont_inherit=True), module.__dict__)
-    return module
+    return module_of("tools", source, monkeypatch)
+
+
+def edited(number: int, path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of `path` after one of the page's edits, which may change prompts as well."""
+    files = {path: (ROOT / path).read_text(encoding="utf-8")}
+    for part in re.split(r"^--- ", BLOCKS[ABLATIONS][number], flags=re.MULTILINE)[1:]:
+        name, _, changes = part.strip("\n").partition("\n")
+        text = files.get(name) or (ROOT / name).read_text(encoding="utf-8")
+        for change in changes.split("\n\n"):
+            before, after = (
+                [line[1:] for line in change.splitlines() if line[0] in kinds] for kinds in (" -", " +")
+            )
+            old = "\n".join(before if after else [*before, ""])
+            assert text.count(old) == 1
+            text = text.replace(old, "\n".join(after))
+        files[name] = text
+    prompts = DictLoader({name.rpartition("/")[2]: text for name, text in files.items()})
+    templates = prompt_options.TEMPLATES
+    overlaid = templates.overlay(loader=ChoiceLoader([prompts, templates.loader]))
+    monkeypatch.setattr(prompt_options, "TEMPLATES", overlaid)
+    return module_of(path, files[path], monkeypatch)
+
+
+def asked(tiny: Tiny, module: ModuleType, tools: str = "no_memory") -> str:
+    (message,), _ = module.make_recipe(PromptOptions()).prompt(EXAMPLE, tiny.schema, make_tools(tools))
+    return message["content"]
+
+
+def test_sql_trail_without_guidance(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    text = asked(tiny, edited(0, "mtsql/recipes/sql_trail.py", monkeypatch))
+    assert "identify all tables and columns" not in text and "\n3. Before generating the final" in text
+
+
+def test_sql_trail_without_headers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    module = edited(1, "mtsql/recipes/sql_trail.py", monkeypatch)
+    assert "<observation>\n0       24.75\n</observation>" in asked(tiny, module)
+    table = module.make_recipe(PromptOptions()).table
+    assert table([["name", "n"], ["Anna", "1"], ["Bo", "12"]]) == "0  Anna   1\n1    Bo  12"
+    assert table([["name"]]) == "Empty DataFrame"
+
+
+@pytest.mark.parametrize(("number", "recipe"), [(2, "sql_trail"), (3, "skyrl_sql")])
+def test_names_of_tables_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, number: int, recipe: str):
+    text = asked(tiny, edited(number, f"mtsql/recipes/{recipe}.py", monkeypatch))
+    assert "names" in text and " label, singer\n\nExternal Knowledge:" in text
+    assert "label_id" not in text and "This schema describes" not in text and "a database schema" not in text
+    assert "In your first response" not in text
+
+
+def test_direct_output_asks_for_no_thoughts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    module = edited(4, "mtsql/recipes/mtir_sql.py", monkeypatch)
+    text, recipe = asked(tiny, module, "none"), module.make_recipe(PromptOptions())
+    assert "think" not in text and "Correctness" not in text
+    assert "assistant.\nYou provide the final SQL query in <answer> </answer>." in text
+    assert text.endswith(
+        "missing or extra information.\n\nOutput Format:\n" + recipe.answer("YOUR_SQL_QUERY")
+    )
+    assert recipe.parse(recipe.answer(GOLD)).well_formed
+
+
+@pytest.mark.parametrize(("step", "total"), [(0, 1.0), (3, 1.5)])
+def test_process_rewards_from_the_second_level(monkeypatch: pytest.MonkeyPatch, step: int, total: float):
+    module = edited(5, "train_grpo.py", monkeypatch)
+    config = GrpoArgs(data=(), out="", model="", steps=4, prompts_per_step=1)
+    earned = Rewards(1.0, 0.0, 1.5, {"proposal": 1.0})
+
+    def play(config, task, reward, *_):
+        return [[Sample(None, EXAMPLE, reward(None, EXAMPLE))] * 2]
+
+    monkeypatch.setattr(module, "play", play)
+    ((paid, _),), _ = module.sample_groups(config, None, lambda t, e: earned, [[EXAMPLE], [EXAMPLE]], step)
+    assert (paid.rewards.total, paid.rewards.parts) == (total, earned.parts)
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -106,6 +189,7 @@ def test_a_tool(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, compact: bool):
     shown, unknown = episode.trajectory.observations
     assert shown.text == "None, france, italy"
     assert "continent" in unknown.text
+    assert episode.trajectory.actions == []  # its argument is no candidate
     assert say(episode, call("exec_sql", GOLD))
     assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
     assert episode.trajectory.answer_sql == GOLD
@@ -114,9 +198,8 @@ def test_a_tool(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, compact: bool):
 
 def test_a_recipe(tiny: Tiny):
     module = run_block("A recipe")
-    options = PromptOptions(turns=4)
-    recipe = module["make_recipe"](options)
-    reward = module["make_reward"]("", Scorer({"music": tiny.schema}, tiny.executor), None, options)
+    recipe = module["make_recipe"](PromptOptions())
+    reward = module["make_reward"]("", Scorer({"music": tiny.schema}, tiny.executor), None, 4)
     episode = episode_of(tiny, recipe, make_tools("no_memory"))
     assert say(episode, "<think>Who is there?</think><sql>SELECT name, age FROM singer</sql>")
     assert "name,age\nAnna,31\nBruno,45\nCarla,27" in episode.trajectory.observations[0].text
@@ -126,7 +209,7 @@ def test_a_recipe(tiny: Tiny):
 
 def test_a_reward(tiny: Tiny):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = run_block("A reward")["make_reward"]("", scorer, tiny.tokens.decode, COMPACT)
+    reward = run_block("A reward")["make_reward"]("", scorer, tiny.tokens.decode, 5)
     right = reward(corrected(tiny).trajectory, EXAMPLE)
     assert (right.ex, right.em, right.parts) == (1, 1, {"interactions": 2})
     assert right.total == pytest.approx(0.8)
@@ -139,26 +222,6 @@ def test_an_advantage():
     rewards = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
     advantages = run_block("An advantage, a loss")["by_range"](rewards)
     assert advantages.tolist() == [[-0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
-
-
-def test_process_rewards_from_a_level_on():
-    rewarded = run_block("Process rewards from a level on")["from_second_level"]
-    full, early = Rewards(1, 1, 2.5, {"proposal": 0.6}), Rewards(1, 1, 2, {})
-    totals = [rewarded(lambda *_: full, lambda *_: early, level)(None, None) for level in (1, 2)]
-    assert [(r.total, r.parts) for r in totals] == [(2, full.parts), (2.5, full.parts)]
-
-
-def test_an_ablation_of_a_prompt(tiny: Tiny):
-    rows_alone = run_block("An ablation of a prompt")["rows_alone"]
-    cells = [["name", "n"], ["Anna", "1"], ["Bo", "12"]]
-    assert rows_alone(cells) == "0  Anna   1\n1    Bo  12" and rows_alone(cells[:1]) == "Empty DataFrame"
-    recipe = run_block("An ablation of a prompt", 1)["make_recipe"](PromptOptions())
-    ((message,), tools), answer = recipe.prompt(EXAMPLE, tiny.schema, {}), recipe.answer(GOLD)
-    text = message["content"]
-    assert "think" not in text and "Correctness" not in text and tools is None
-    assert "assistant.\nYou provide the final SQL query in <answer> </answer>." in text
-    assert text.endswith("extra information.\n\nOutput Format:\n" + recipe.answer("YOUR_SQL_QUERY"))
-    assert recipe.parse(answer).well_formed and not MtirSql().parse(answer).well_formed
 
 
 def test_a_metric(tiny: Tiny):

@@ -50,9 +50,9 @@ def play(tiny, *messages, tools="no_memory", limits=LONG, options=PAPER, example
     return episode
 
 
-def rewards(tiny, episode, weights=""):
+def rewards(tiny, episode, named=""):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    return make_reward(weights, scorer, tiny.tokens.decode, PAPER)(episode.trajectory, episode.example)
+    return make_reward(named, scorer, tiny.tokens.decode, 6)(episode.trajectory, episode.example)
 
 
 # Equations 5 to 7: R_f, R_e, R_r, then their sum.
@@ -64,9 +64,7 @@ def rewards(tiny, episode, weights=""):
         (THINK + answer(BROKEN), (0.1, -0.1, 0), 0.0, 0),
         (THINK + answer("DROP TABLE singer"), (0.1, -0.1, 0), 0.0, 0),
         (answer(GOLD), (-0.1, 0, 0), -0.1, 1),  # right, but without the thought
-        (answer(BROKEN), (-0.1, 0, 0), -0.1, 0),
         (THINK + f"<answer>{GOLD}</answer>", (-0.1, 0, 0), -0.1, 1),
-        (THINK + "It is " + answer(GOLD), (-0.1, 0, 0), -0.1, 1),
         (THINK + "no idea", (-0.1, 0, 0), -0.1, 0),  # never answered
     ],
 )
@@ -78,11 +76,9 @@ def test_equations_5_to_7(tiny, message, parts, total, ex):
 
 
 def test_filter_drops_what_is_invalid_and_keeps_wrong_answers(tiny):
-    kept = {
-        message: rewards(tiny, play(tiny, message)).kept
-        for message in (THINK + answer(GOLD), THINK + answer(WRONG), THINK + answer(BROKEN), answer(GOLD))
-    }
-    assert list(kept.values()) == [True, True, False, False]
+    messages = (THINK + answer(GOLD), THINK + answer(WRONG), THINK + answer(BROKEN), answer(GOLD))
+    assert [rewards(tiny, play(tiny, m)).kept for m in messages] == [True, True, False, False]
+    assert all(rewards(tiny, play(tiny, m), "unfiltered").kept for m in messages)
 
 
 def test_weights_leave_parts_and_filter_alone(tiny):
@@ -90,23 +86,18 @@ def test_weights_leave_parts_and_filter_alone(tiny):
     r = rewards(tiny, episode, "format=0,result=2")
     assert r.total == pytest.approx(0.1 - 2)
     assert (r.parts, r.kept) == (rewards(tiny, episode).parts, rewards(tiny, episode).kept)
-    with pytest.raises(ValueError, match="one of format, execution, result"):
+    with pytest.raises(ValueError, match="one of format, execution, result, tau"):
         rewards(tiny, episode, "ex=1")
 
 
 def test_a_call_then_the_answer(tiny):
-    episode = play(tiny, THINK + call(GOLD, db_name="music"), THINK + answer(GOLD))
+    episode = play(tiny, THINK + call(GOLD, db_name="../other"), THINK + answer(GOLD))  # db_name is not read
     t = episode.trajectory
     assert (t.status, t.answer_sql, t.off_protocol) == (Status.ANSWERED, GOLD, 0)
     (seen,) = t.observations
     assert (seen.tool, seen.outcome) == (EXEC_SQL, "ok")
     assert json.loads(seen.text) == {"columns": ["name"], "data": [["Bruno"]]}
     assert rewards(tiny, episode).total == pytest.approx(1.2)
-
-
-def test_another_database_in_a_call_is_ignored(tiny):
-    episode = play(tiny, THINK + call(GOLD, db_name="../other"), THINK + answer(GOLD))
-    assert "Bruno" in episode.trajectory.observations[0].text
 
 
 @pytest.mark.parametrize("bad", [THINK + "It is Bruno.", "<tool_call>\nnot json\n</tool_call>", "<think>and"])
@@ -128,16 +119,9 @@ def test_rethink_until_the_interactions_are_spent(tiny):
     assert rewards(tiny, episode).total == -0.1
 
 
-def test_calls_until_the_interactions_are_spent(tiny):
-    episode = play(tiny, *[THINK + call(GOLD)] * 6)
-    assert episode.trajectory.status is Status.OUT_OF_INTERACTIONS
-    assert rewards(tiny, episode).total == -0.1
-
-
-@pytest.mark.parametrize("tools", ["no_memory", "both"])
 @pytest.mark.parametrize("name", ["drop_everything", MEMORY_RETRIEVE])
-def test_a_tool_that_is_not_there_costs_the_format(tiny, name, tools):
-    episode = play(tiny, THINK + call(GOLD, name), THINK + answer(GOLD), tools=tools)
+def test_a_tool_that_is_not_there_costs_the_format(tiny, name):
+    episode = play(tiny, THINK + call(GOLD, name), THINK + answer(GOLD), tools="both")
     t = episode.trajectory
     assert [(o.tool, o.text) for o in t.observations] == [(UNAVAILABLE, RETHINK)]
     assert t.status is Status.ANSWERED
@@ -181,7 +165,6 @@ def test_result_has_ten_records_errors_their_message(tiny):
         (call("SELECT 1"), EXEC_SQL, "SELECT 1", False),
         (THINK + THINK + call("SELECT 1"), EXEC_SQL, "SELECT 1", False),
         (THINK + "So: " + call("SELECT 1"), EXEC_SQL, "SELECT 1", False),
-        (THINK + call("SELECT 1") + "and" + call("SELECT 2"), EXEC_SQL, "SELECT 1", False),
         (THINK + call("SELECT 1") + answer("SELECT 2"), EXEC_SQL, "SELECT 1", False),
         (THINK + answer("SELECT 2") + call("SELECT 1"), EXEC_SQL, "SELECT 1", False),
         (THINK + call("SELECT 1") + "<tool_response>1</tool_response>", EXEC_SQL, "SELECT 1", False),
@@ -197,10 +180,8 @@ def test_calls_are_read(text, tool, sql, well_formed):
     ("text", "sql", "well_formed"),
     [
         (THINK + answer("SELECT 1\nFROM t"), "SELECT 1\nFROM t", True),
-        (THINK + answer("SELECT 1") + "\n", "SELECT 1", True),
         (THINK + "<answer>SELECT 1</answer>", "SELECT 1", False),
         (THINK + "<answer>\n```sql\nSELECT 1\n</answer>", "SELECT 1", False),  # as C.2 shows it
-        (THINK + "<answer>```\nSELECT 1\n```</answer>", "SELECT 1", False),
         (THINK + "<answer>```SQLite\nSELECT 1```</answer>", "SELECT 1", False),
         (THINK + "<answer>Here: ```sql\nSELECT 1\n```</answer>", "SELECT 1", False),
         (THINK + answer("SELECT 1") + answer("SELECT 2"), "SELECT 2", False),
@@ -225,24 +206,19 @@ DEEP = "[" * 100_000
         ("<answer>SELECT 1", Status.NO_ACTION),
         ("</answer><answer>", Status.NO_ACTION),
         (f"<think>{answer('SELECT 1')}{call('SELECT 1')}", Status.NO_ACTION),
-        (f"{THINK}<think>{answer('SELECT 1')}", Status.NO_ACTION),
         (f"<think>{answer('SELECT 1')}</think>", Status.NO_ACTION),
         ("<tool_call>SELECT 1</tool_call>", Status.MALFORMED_CALL),
-        ("<tool_call>" + answer("SELECT 1"), Status.MALFORMED_CALL),
         (call("SELECT 1").removesuffix("</tool_call>"), Status.MALFORMED_CALL),
-        (call("  "), Status.MALFORMED_CALL),
         (call("SELECT 1").replace('"sql"', '"code"'), Status.MALFORMED_CALL),
         (call("SELECT 1").replace('"SELECT 1"', "7"), Status.MALFORMED_CALL),
-        ('<tool_call>{"name": 3, "arguments": {"sql": "SELECT 1"}}</tool_call>', Status.MALFORMED_CALL),
         ('<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>', Status.MALFORMED_CALL),
         ("<tool_call>null</tool_call>", Status.MALFORMED_CALL),
         (call("\ud800"), Status.MALFORMED_CALL),
-        (call("SELECT 1", "\ud800"), Status.MALFORMED_CALL),
         (f"<tool_call>{DEEP}</tool_call>", Status.MALFORMED_CALL),
         (f"<tool_call>{'1' * 5000}</tool_call>", Status.MALFORMED_CALL),
     ],
 )
-@pytest.mark.parametrize("options", [PAPER, COMPACT, NATIVE])
+@pytest.mark.parametrize("options", [PAPER, COMPACT])
 def test_messages_without_an_action(text, problem, options):
     message = make_recipe(options).parse(text)
     assert (message.problem, message.tool, message.sql, message.answer) == (problem, None, None, None)

@@ -191,6 +191,12 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
         changed_options(replace(other, data=("e",), seed=3), tmp_path)
     with pytest.raises(UserError, match="--lora-rank was 0, is now 4"):
         changed_options(replace(other, lora_rank=4), tmp_path)
+    with pytest.raises(UserError, match="--rewards was , is now process"):  # metrics.csv has other columns
+        changed_options(replace(other, rewards="process"), tmp_path)
+    with pytest.raises(UserError, match="--optimizer was adamw, is now adamw8bit"):
+        changed_options(replace(other, optimizer="adamw8bit"), tmp_path)
+    with pytest.raises(UserError, match="--max-prompt-tokens was 4000, is now 3000"):  # other questions fit
+        changed_options(replace(other, max_prompt_tokens=3000), tmp_path)
     assert changed_options(other, tmp_path / "new") == []
     levels = replace(config, curriculum="counts.jsonl", out=str(tmp_path / "levels"))
     save_config(levels, tmp_path / "levels")

@@ -53,15 +53,15 @@ CHECKED_WRONG = (call(SPAIN), PASS + memory(SPAIN), AGREES + answer(SPAIN))
 
 
 def test_honest_trajectories_earn_what_the_papers_formula_says(tiny):
-    assert total(tiny, *RIGHT) == pytest.approx(2 + 0.8 + 0.1)
-    assert total(tiny, *REPAIRED) == pytest.approx(2 + 0.8 * (1 / 3 + 1) / 2 + 0.1)
-    assert total(tiny, *WARY) == pytest.approx(2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * 1 / 2)
-    assert total(tiny, *CHECKED, history=True) == pytest.approx(2 + 0.8 + 0.1 + 0.1)
-    assert total(tiny, *CHECKED_WRONG, history=True) == pytest.approx(1 + 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3)
+    for plain in (False, True):
+        assert total(tiny, *RIGHT, plain=plain) == pytest.approx(2 + 0.8 + 0.1)
+        assert total(tiny, *REPAIRED, plain=plain) == pytest.approx(2 + 0.8 * (1 / 3 + 1) / 2 + 0.1)
+        assert total(tiny, *WARY, plain=plain) == pytest.approx(2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * 1 / 2)
+        agreed = 1 + 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3
+        assert total(tiny, *CHECKED_WRONG, history=True, plain=plain) == pytest.approx(agreed)
 
 
 def test_the_plain_formula_counts_every_action(tiny):
-    assert total(tiny, *RIGHT, plain=True) == total(tiny, *RIGHT)
     again = (*WARY[:2], PASS + call(GOLD), PASS + answer(GOLD))  # the right one asked twice
     assert total(tiny, *again, plain=True) == pytest.approx(2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * 2 / 3)
     assert total(tiny, *again) == total(tiny, *WARY)
@@ -83,7 +83,6 @@ def test_the_plain_formula_counts_every_action(tiny):
             (*REPAIRED[:2], PASS + call(GOLD + " ;"), PASS + call(GOLD + " -- x"), PASS + answer(GOLD)),
             REPAIRED,
         ),
-        ((call(BROKEN), NO_PASS + call(BROKEN + " ;"), *REPAIRED[1:]), REPAIRED),
         (
             (call(SPAIN), NO_PASS + call(SPAIN + ";"), PASS + answer(SPAIN)),
             (call(SPAIN), PASS + answer(SPAIN)),
@@ -93,10 +92,8 @@ def test_the_plain_formula_counts_every_action(tiny):
         ((call(BROKEN), NO_PASS + call(BROKEN + "s"), NO_PASS + call("SELECT"), *REPAIRED[1:]), REPAIRED),
         # To and fro.
         ((*WARY[:2], NO_PASS + call(SPAIN), NO_PASS + call(GOLD), PASS + answer(GOLD)), WARY),
-        ((*REPAIRED[:2], NO_PASS + call(BROKEN), NO_PASS + call(GOLD), PASS + answer(GOLD)), REPAIRED),
         # Other words for what passed.
         ((*REPAIRED[:2], PASS + call(ALIAS), PASS + answer(GOLD)), REPAIRED),
-        ((*REPAIRED[:2], PASS + answer(ALIAS)), REPAIRED),
         # Candidates that no tool was really asked about.
         ((call(BROKEN), NO_PASS + call(GOLD, "no_tool"), call(ALIAS), PASS + answer(ALIAS)), REPAIRED),
         ((call(BROKEN), NO_PASS + memory(GOLD), AGREES + call(ALIAS), PASS + answer(ALIAS)), REPAIRED),
@@ -105,12 +102,9 @@ def test_the_plain_formula_counts_every_action(tiny):
         ((call("SELECT 1"), PASS + answer(GOLD)), RIGHT),
         # Verdicts in both ways, where they are not read, and where nothing was asked.
         ((call(GOLD), PASS + NO_PASS + answer(GOLD)), RIGHT),
-        ((call(GOLD), NO_PASS + PASS + answer(GOLD)), RIGHT),
         ((call(GOLD), f"<think>{PASS}</think>" + answer(GOLD)), RIGHT),
         ((call(GOLD), call(f"SELECT '{PASS}'"), answer(GOLD)), RIGHT),
-        ((call(GOLD), answer(GOLD) + PASS), RIGHT),
         ((PASS + AGREES + answer(GOLD),), RIGHT),
-        ((call(GOLD, "no_tool"), PASS + AGREES + answer(GOLD)), RIGHT),
         # What a tool would say, said by the model.
         ((f"{call(GOLD)}\n<tool_response>\nBruno\n</tool_response>\n{PASS}", answer(GOLD)), RIGHT),
         ((f"<tool_response>\n[('Bruno',)]\n</tool_response>\n{PASS}{answer(GOLD)}",), RIGHT),
@@ -133,13 +127,8 @@ def test_no_hack_pays_on_a_first_question(tiny, hack, honest):
         ((*CHECKED_WRONG[:2], AGREES + memory(SPAIN + ";"), DISAGREES + answer(SPAIN)), CHECKED_WRONG),
         # An incoherent first query, to be rejected by the memory.
         ((call("SELECT 1"), PASS + memory("SELECT 1"), DISAGREES + call(GOLD), *CHECKED[1:]), CHECKED),
-        (
-            (call("SELECT 1"), PASS + memory("SELECT 1"), DISAGREES + call(SPAIN), *CHECKED_WRONG[1:]),
-            CHECKED_WRONG,
-        ),
         # The memory is asked about another query than the one that ran and is answered.
         ((call(SPAIN), PASS + memory(GOLD), AGREES + answer(SPAIN)), CHECKED_WRONG),
-        ((call("SELECT 1"), PASS + memory(GOLD), AGREES + answer(GOLD)), CHECKED),
         # A rejected right query in other words.
         ((*CHECKED[:2], DISAGREES + call(ALIAS), PASS + memory(ALIAS), AGREES + answer(ALIAS)), CHECKED),
     ],

@@ -17,7 +17,6 @@ from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dat
 from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError
 from mtsql.recipes.mtir_sql import make_reward
-from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.voting import add_votes
@@ -346,8 +345,7 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     assert add_votes(sampled[0], sampled, by_bird)["pass_at_k"] == {"1": 0.75, "2": 1}
     example, trajectory = played[1]
     earned = [
-        make_reward("", s, tiny.tokens.tokenizer.decode, PromptOptions())(trajectory, example)
-        for s in (scorer, by_bird)
+        make_reward("", s, tiny.tokens.tokenizer.decode, 6)(trajectory, example) for s in (scorer, by_bird)
     ]
     assert [r.ex for r in earned] == [0, 1]
     lines = format_summary(summarise(records)).splitlines()

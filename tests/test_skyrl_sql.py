@@ -1,4 +1,4 @@
-"""SkyRL-SQL: its prompt, reading, episodes and reward; what it shares with SQL-Trail is tested for both."""
+"""SkyRL-SQL: its prompt, reading, episodes and reward. SQL-Trail inherits all but prompt, table and tags."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mtsql.sql.score import Scorer
 
 LONG = dict(max_prompt_tokens=20_000, max_response_tokens=20_000, max_tool_tokens=10_000)
 RECIPES = {"skyrl": skyrl_sql, "trail": sql_trail}
-PAPER, COMPACT = PromptOptions(turns=5), PromptOptions(compact=True, turns=5)
-NATIVE, NAMES = PromptOptions(native_thinking=True), PromptOptions(schema="names", turns=5)
+PAPER, COMPACT, NATIVE = PromptOptions(), PromptOptions(compact=True), PromptOptions(native_thinking=True)
 THINK = "<think>First I look.</think>\n"
 BLANK = "<think> \n</think>"
 WRONG = "SELECT name FROM singer WHERE country = 'italy'"
@@ -56,9 +55,9 @@ def play(tiny, *messages, **options):
     return episode
 
 
-def reward_of(tiny, episode, module=skyrl_sql, given="", options=PAPER):
+def reward_of(tiny, episode, module=skyrl_sql, rewards="", turns=5):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = module.make_reward(given, scorer, tiny.tokens.decode, options)
+    reward = module.make_reward(rewards, scorer, tiny.tokens.decode, turns)
     return reward(episode.trajectory, episode.example)
 
 
@@ -89,13 +88,6 @@ def test_prompt_of_appendix_a(tiny):
 END = "-" * 24 + " END OF EXAMPLE " + "-" * 24
 
 
-def test_prompt_without_schema_names_the_tables(tiny):
-    text = prompt_text(tiny, skyrl_sql, NAMES)
-    assert "you are provided with a natural language question. Your task" in text
-    assert "database structure by yourself with the table names. label, singer\n" in text
-    assert "label_id" not in text and "This schema describes" not in text
-
-
 @pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
 def test_prompt_of_a_model_that_thinks_by_itself(tiny, module):
     text = prompt_text(tiny, module, NATIVE)
@@ -104,9 +96,8 @@ def test_prompt_of_a_model_that_thinks_by_itself(tiny, module):
 
 
 @pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("tools", ["none", "no_execution"])
-def test_single_pass_prompt_has_no_tool(tiny, module, tools):
-    text = prompt_text(tiny, module, PAPER, tools)
+def test_single_pass_prompt_has_no_tool(tiny, module):
+    text = prompt_text(tiny, module, PAPER, "none")
     assert "<sql>" not in text and "<observation>" not in text and "turns" not in text
     assert "<solution>...</solution>" in text
 
@@ -118,9 +109,8 @@ def test_prompt_shows_the_dialogue(tiny, module):
     assert f"Earlier questions of this dialogue:\n{earlier}\n\nQuestion: {QUESTION}\n" in text
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_compact_prompt(tiny, module):
-    text = prompt_text(tiny, module, COMPACT, "both", history=True, knowledge="Use names.")
+def test_compact_prompt(tiny):
+    text = prompt_text(tiny, skyrl_sql, COMPACT, "both", history=True, knowledge="Use names.")
     assert text.splitlines() == [
         *tiny.schema.text(compact=True).splitlines(),
         "1. How many singers are there?",
@@ -129,7 +119,7 @@ def test_compact_prompt(tiny, module):
         f"now: {QUESTION}",
         "tags: sql solution",
     ]
-    assert prompt_text(tiny, module, COMPACT, "none").endswith("tags: solution")
+    assert prompt_text(tiny, skyrl_sql, COMPACT, "none").endswith("tags: solution")
 
 
 # Reading
@@ -139,27 +129,23 @@ def test_compact_prompt(tiny, module):
     ("text", "sql", "answer", "well_formed"),
     [
         (f"{THINK}<sql>SELECT 1</sql>", "SELECT 1", None, True),
-        (f"{THINK}<sql>\nSELECT 1;\n</sql>\n", "SELECT 1;", None, True),
         (f"{THINK}<solution>SELECT 1</solution>", None, "SELECT 1", True),
         (f"Well. {THINK}{THINK}So: <sql>SELECT 1</sql>", "SELECT 1", None, True),
         (f"{BLANK}{THINK}<sql>SELECT 1</sql>", "SELECT 1", None, True),
         ("<sql>SELECT 1</sql>", "SELECT 1", None, False),
         (f"{BLANK}<sql>SELECT 1</sql>", "SELECT 1", None, False),
-        (f"<sql>SELECT 1</sql>{THINK}", "SELECT 1", None, False),
         (f"{THINK}<sql>SELECT 1</sql> done", "SELECT 1", None, False),
         (f"{THINK}<sql>SELECT 1</sql><solution>SELECT 2</solution>", "SELECT 1", None, False),
         (f"{THINK}<solution>SELECT 2</solution><sql>SELECT 1</sql>", None, "SELECT 2", False),
         (f"{THINK}<sql><sql>SELECT 1</sql>", "<sql>SELECT 1", None, False),
         ("<think>I could <sql>DROP TABLE t</sql></think><sql>SELECT 1</sql>", "SELECT 1", None, True),
-        ("<think>or <solution>SELECT 2</solution></think><sql>SELECT 1</sql>", "SELECT 1", None, True),
     ],
 )
 def test_reading_of_an_action(text, sql, answer, well_formed):
-    for module in RECIPES.values():
-        message = module.make_recipe(PAPER).parse(text)
-        assert (message.sql, message.answer, message.problem) == (sql, answer, None)
-        assert message.tool == (EXEC_SQL if sql else None)
-        assert message.well_formed is well_formed
+    message = skyrl_sql.make_recipe(PAPER).parse(text)
+    assert (message.sql, message.answer, message.problem) == (sql, answer, None)
+    assert message.tool == (EXEC_SQL if sql else None)
+    assert message.well_formed is well_formed
 
 
 @pytest.mark.parametrize(
@@ -174,16 +160,14 @@ def test_reading_of_an_action(text, sql, answer, well_formed):
         f"{THINK}<sql>SELECT 1</solution>",
         "<think>I could write <sql>SELECT 1</sql>",  # the stop string ended a thought
         "<think>" * 1000 + "<sql>SELECT 1</sql>",
-        "</think>" * 1000,
         "<SQL>SELECT 1</SQL>",
     ],
 )
 def test_message_without_an_action(text):
-    for module in RECIPES.values():
-        for options in (PAPER, COMPACT):
-            message = module.make_recipe(options).parse(text)
-            assert (message.problem, message.well_formed) == (Status.NO_ACTION, False)
-            assert message.tool is message.sql is message.answer is None
+    for options in (PAPER, COMPACT):
+        message = skyrl_sql.make_recipe(options).parse(text)
+        assert (message.problem, message.well_formed) == (Status.NO_ACTION, False)
+        assert message.tool is message.sql is message.answer is None
 
 
 def test_thoughts_are_not_asked_for_in_the_compact_wording():
@@ -201,7 +185,8 @@ def test_native_thinking_is_not_read():
         "<sql>SELECT 1</sql>",
     ):
         assert recipe.parse(text).sql == "SELECT 1" and recipe.parse(text).well_formed
-    assert recipe.parse("<think>a <sql>SELECT 2</sql>").problem is Status.NO_ACTION
+    for text in ("<think>a <sql>SELECT 2</sql>", "I might run <sql>SELECT 1</sql>"):  # a thought without end
+        assert recipe.parse(text).problem is Status.NO_ACTION
 
 
 def test_reading_takes_time_in_proportion_to_length():
@@ -212,9 +197,8 @@ def test_reading_takes_time_in_proportion_to_length():
 # Episodes
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_whole_episode_keeps_the_sampled_ids(tiny, module):
-    episode = begin(tiny, module)
+def test_whole_episode_keeps_the_sampled_ids(tiny):
+    episode = begin(tiny)
     first, last = f"{THINK}<sql>{WRONG}</sql>", f"{THINK}<solution>{GOLD}</solution>"
     shown = say(episode, first)
     assert say(episode, last) is None
@@ -234,64 +218,58 @@ def test_whole_episode_keeps_the_sampled_ids(tiny, module):
 def test_invalid_action_lets_the_episode_go_on_but_breaks_the_format(tiny, module):
     episode = begin(tiny, module)
     shown = say(episode, "I do not know.", Stop.END_OF_TURN)
-    assert module.INVALID + "\nYou have 4 turns left" in shown
+    assert module.make_recipe(PAPER).invalid + "\nYou have 4 turns left" in shown
     say(episode, f"{THINK}<solution>{GOLD}</solution>")
     assert (episode.trajectory.status, episode.trajectory.off_protocol) == (Status.ANSWERED, 1)
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_episode_ends_out_of_turns(tiny, module):
-    episode = begin(tiny, module, turns=2)
+def test_episode_ends_out_of_turns(tiny):
+    episode = begin(tiny, turns=2)
     assert "You have 1 turns left" in say(episode, f"{THINK}<sql>{GOLD}</sql>")
     assert say(episode, f"{THINK}<sql>{GOLD}</sql>") is None
     assert episode.trajectory.status is Status.OUT_OF_INTERACTIONS
-    assert reward_of(tiny, episode, module).ex == 0
-    episode = begin(tiny, module, turns=1)
+    assert reward_of(tiny, episode).ex == 0
+    episode = begin(tiny, turns=1)
     assert say(episode, "nothing") is None
     assert episode.trajectory.status is Status.NO_ACTION
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_single_pass_answers_at_once(tiny, module):
-    episode = play(tiny, f"{THINK}<solution>{GOLD}</solution>", module=module, tools="none", turns=1)
-    assert reward_of(tiny, episode, module).parts["format"] == 1
-    episode = begin(tiny, module, tools="none", turns=2)
+def test_single_pass_answers_at_once(tiny):
+    episode = play(tiny, f"{THINK}<solution>{GOLD}</solution>", tools="none", turns=1)
+    assert reward_of(tiny, episode).parts["format"] == 1
+    episode = begin(tiny, tools="none", turns=2)
     assert "invalid" in say(episode, f"{THINK}<sql>{GOLD}</sql>")
     say(episode, f"{THINK}<solution>{GOLD}</solution>")
-    assert reward_of(tiny, episode, module).parts["format"] == 0
+    assert reward_of(tiny, episode).parts["format"] == 0
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_schema_can_be_explored(tiny, module):
-    episode = begin(tiny, module, NAMES)
+def test_schema_can_be_explored(tiny):
+    episode = begin(tiny)
     tables = say(episode, f"{THINK}<sql>SELECT name FROM sqlite_master WHERE type = 'table'</sql>")
     columns = say(episode, f"{THINK}<sql>PRAGMA table_info(singer);</sql>")
     assert "label" in tables and "singer" in tables
     assert all(word in columns for word in ("dflt_value", "country", "label_id", "INTEGER"))
     assert [o.outcome for o in episode.trajectory.observations] == ["ok", "ok"]
     say(episode, f"{THINK}<solution>{GOLD}</solution>")
-    assert reward_of(tiny, episode, module).ex == 1
+    assert reward_of(tiny, episode).ex == 1
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_compact_observations(tiny, module):
-    recipe = module.make_recipe(COMPACT)
+def test_compact_observations(tiny):
+    recipe = skyrl_sql.make_recipe(COMPACT)
     result = tiny.executor.execute(tiny.schema.path, "SELECT id, country FROM singer")
     shown = recipe.observe_execution("", "", result, False, 3)
     assert shown == "<observation>\n1|null ; 2|france ; 3|italy\n3\n</observation>"
     assert recipe.observe_problem(Status.NO_ACTION, 2) == "<observation>\ninvalid\n2\n</observation>"
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_error_is_shown_as_in_appendix_c(tiny, module):
+def test_error_is_shown_as_in_appendix_c(tiny):
     result = tiny.executor.execute(tiny.schema.path, "SELECT nam FROM singer")
-    shown = module.make_recipe(PAPER).observe_execution("", "", result, False, 3)
+    shown = skyrl_sql.make_recipe(PAPER).observe_execution("", "", result, False, 3)
     assert shown.startswith("<observation>\nOperationalError: no such column: nam\nYou have 3 turns left")
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_fifty_rows_are_shown_and_no_endless_text(module):
-    recipe = module.make_recipe(PAPER)
+def test_fifty_rows_are_shown_and_no_endless_text():
+    recipe = skyrl_sql.make_recipe(PAPER)
 
     def shown(rows, columns=("n",), truncated=False):
         result = ExecutionResult("rows", columns, tuple(rows), truncated)
@@ -326,11 +304,9 @@ def test_frame():
     ("messages", "total"),
     [
         ([f"{THINK}<sql>{WRONG}</sql>", f"{THINK}<solution>{GOLD}</solution>"], 1),
-        ([f"{THINK}<solution>{GOLD};</solution>"], 1),
         ([f"{THINK}<solution>{WRONG}</solution>"], 0),
         ([f"{THINK}<solution>no SQL at all</solution>"], 0),
         ([f"<solution>{GOLD}</solution>"], -1),
-        ([f"<sql>{WRONG}</sql>", f"{THINK}<solution>{GOLD}</solution>"], -1),
         (["what?", f"{THINK}<solution>{GOLD}</solution>"], -1),
         ([f"{THINK}<solution>{GOLD}</solution> as you wished"], -1),
         ([f"{THINK}<sql>{GOLD}</sql>"] * 5, -1),
@@ -344,11 +320,6 @@ def test_reward_is_minus_one_zero_or_one(tiny, messages, total):
     assert rewards.parts == {"format": float(total >= 0)}
 
 
-def test_right_answer_in_a_wrong_format_is_still_counted_as_ex(tiny):
-    rewards = reward_of(tiny, play(tiny, f"<solution>{GOLD}</solution>"))
-    assert (rewards.ex, rewards.em, rewards.total) == (1, 1, -1)
-
-
 def test_out_of_tokens_is_an_invalid_format(tiny):
     episode = begin(tiny)
     say(episode, f"{THINK}<solution>{GOLD}</solution>", Stop.LIMIT)
@@ -357,28 +328,20 @@ def test_out_of_tokens_is_an_invalid_format(tiny):
 
 def test_weights_and_presets(tiny):
     right, broken = (play(tiny, f"{t}<solution>{GOLD}</solution>") for t in (THINK, ""))
-    assert reward_of(tiny, right, given="ex=3,invalid=-0.5").total == 3
-    assert reward_of(tiny, broken, given="ex=3,invalid=-0.5").total == -0.5
+    assert reward_of(tiny, broken).ex == 1
+    assert reward_of(tiny, right, rewards="ex=3,invalid=-0.5").total == 3
+    assert reward_of(tiny, broken, rewards="paper,ex=3,invalid=-0.5").total == -0.5
     with pytest.raises(ValueError, match="--rewards outcome is unknown; choose from paper"):
-        reward_of(tiny, right, given="outcome")
+        reward_of(tiny, right, rewards="outcome")
     with pytest.raises(ValueError, match="'turns=1' should be one of invalid, ex"):
-        reward_of(tiny, right, given="turns=1")
+        reward_of(tiny, right, rewards="turns=1")
 
 
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_an_invented_observation_costs_the_format(module):
-    recipe = module.make_recipe(PAPER)
+def test_an_invented_observation_costs_the_format():
+    recipe = skyrl_sql.make_recipe(PAPER)
     for text in (
         f"<think>a</think><observation>MADE UP</observation><think>b</think><solution>{GOLD}</solution>",
         f"<think>a <observation>MADE UP</observation></think><solution>{GOLD}</solution>",
     ):
         message = recipe.parse(text)
         assert message.answer == GOLD and not message.well_formed
-
-
-@pytest.mark.parametrize("module", RECIPES.values(), ids=RECIPES)
-def test_a_native_thought_that_never_ended_is_not_read(module):
-    recipe = module.make_recipe(NATIVE)
-    assert recipe.parse("I might run <sql>SELECT 1</sql>").problem is Status.NO_ACTION
-    assert recipe.parse("I might</think><sql>SELECT 1</sql>").sql == "SELECT 1"
-    assert recipe.parse("<sql>SELECT 1</sql>").sql == "SELECT 1"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from conftest import GOLD
 from hostile import STATEMENTS
-from test_skyrl_sql import NAMES, PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
+from test_skyrl_sql import PAPER, THINK, WRONG, example_of, play, prompt_text, reward_of
 
 from mtsql.config import read_options
 from mtsql.recipes import skyrl_sql, sql_trail
-from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.sql_trail import bigrams, data_frame, jaccard, schema_items, turns_reward
 from mtsql.sql.structure import SqlSchema
 from train_grpo import Args as GrpoArgs
@@ -20,18 +19,9 @@ HARD = "SELECT name FROM singer WHERE age = (SELECT max(age) FROM singer)"
 STAFF = SqlSchema({"employees": ("id", "salary"), "offices": ("id", "city")})
 
 
-def trail(tiny, *messages, turns=10, rewards="", gold=GOLD, **given):
-    options = PromptOptions(turns=turns)
-    episode = play(
-        tiny,
-        *messages,
-        module=sql_trail,
-        options=options,
-        turns=turns,
-        example=example_of(gold=gold),
-        **given,
-    )
-    return reward_of(tiny, episode, sql_trail, rewards, options)
+def trail(tiny, *messages, turns=10, rewards="", gold=GOLD):
+    episode = play(tiny, *messages, module=sql_trail, turns=turns, example=example_of(gold=gold))
+    return reward_of(tiny, episode, sql_trail, rewards, turns)
 
 
 def query(sql=WRONG):
@@ -58,13 +48,6 @@ def test_prompt_of_appendix_a(tiny):
     )
     assert "- 'products':'price'\n\nTo solve this problem" in text
     assert data_frame([["AVG(price)"], ["24.75"]]) in text  # the example shows what the environment shows
-
-
-def test_prompt_without_schema_asks_for_no_columns(tiny):
-    text = prompt_text(tiny, sql_trail, NAMES)
-    assert "Table names: label, singer\n" in text
-    assert "label_id" not in text and "In your first response" not in text
-    assert "3. Before generating the final SQL query" in text
 
 
 @pytest.mark.parametrize("tag", ["think", "reasoning"])
@@ -129,13 +112,7 @@ def test_hostile_sql_never_raises():
     gold = "SELECT n FROM number"
     gold_items, gold_bigrams = schema_items(gold, schema), bigrams(gold)
     hostile = [sql for _, sql, _ in STATEMENTS if len(sql) < 10_000]
-    hostile += [
-        "SELECT " + "(" * 3_000 + "1" + ")" * 3_000,
-        "'" * 99_999,
-        '"' * 99_999,
-        "\x00",
-        "a " * 200_000,
-    ]
+    hostile += ["SELECT " + "(" * 3_000 + "1" + ")" * 3_000, "'" * 99_999, "\x00", "a " * 200_000]
     for sql in hostile:
         assert 0 <= jaccard(schema_items(sql, schema), gold_items) <= 1
         assert 0 <= jaccard(bigrams(sql), gold_bigrams) <= 1
@@ -167,13 +144,8 @@ def test_everything_right_earns_eleven(tiny):
 def test_wrong_value(tiny):
     # select name from singer where country = 'france': 7 pairs; two answers differ in the last of them
     rewards = trail(tiny, query(), solution(WRONG))
-    assert rewards.parts == {
-        "turns": 1,
-        "schema": 1,
-        "bigram": pytest.approx(6 / 8),
-        "syntax": 1,
-        "format": 1,
-    }
+    bigram = pytest.approx(6 / 8)
+    assert rewards.parts == {"turns": 1, "schema": 1, "bigram": bigram, "syntax": 1, "format": 1}
     assert rewards.total == pytest.approx(2 + 1 + 0.75 + 1 + 1)
 
 
@@ -193,15 +165,7 @@ def test_hard_question_pays_for_a_right_answer_before_the_last_turn(tiny):
 
 
 def test_no_answer_raises(tiny):
-    for sql in (
-        "'",
-        "nothing",
-        "DROP TABLE singer",
-        "PRAGMA table_info(singer)",
-        "SELECT (" * 2_000,
-        "\x00",
-        ";",
-    ):
+    for sql in ("'", "DROP TABLE singer", "PRAGMA table_info(singer)", "SELECT (" * 2_000, "\x00", ";"):
         rewards = trail(tiny, solution(sql))
         assert (rewards.ex, rewards.parts["schema"]) == (0, 0)
 

@@ -30,8 +30,9 @@ from mtsql.extras.teacher import (
 )
 from mtsql.learn.model import save_policy
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
+from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1_rewards import make_reward
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import is_right
 from mtsql.report.records import chat_record
@@ -67,7 +68,7 @@ def replays_of(
 ) -> list[Replay]:
     path, scorer = folder / "teacher.jsonl", Scorer({"music": tiny.schema}, tiny.executor)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    reward = make_reward("", scorer, tiny.tokens.decode, PromptOptions())
+    reward = make_reward("", scorer, tiny.tokens.decode, 5)
     match, environment = make_matcher([ASKED, NOT_IN_PLAY]), environment or environment_of(tiny)
 
     def right(trajectory: Trajectory, question: Example) -> bool:

@@ -254,18 +254,6 @@ def test_the_loss_mask_leaves_out_a_text_wherever_it_stands(qwen3):
     )
 
 
-def test_llama_like_template_gets_the_schemas():
-    tokenizer = character_tokenizer(LLAMA)
-    tokens = ChatTokens(tokenizer)
-    shown = tokenizer.decode(tokens.prompt_ids(conversation("How many?"), SCHEMAS))
-    system, user, model = shown.split("<|start_header_id|>")[1:]
-    assert system.startswith("system<|end_header_id|>\n\nSchema: singer(id, name)\n\n# Tools\n\nYou may call")
-    assert system.endswith("</tool_call><|eot_id|>") and '"name": "memory_retrieve"' in system
-    assert user == "user<|end_header_id|>\n\nHow many?<|eot_id|>"
-    assert model == "assistant<|end_header_id|>\n\n"
-    assert tokens.end_of_turn_ids[0] == tokenizer.convert_tokens_to_ids("<|eot_id|>")
-
-
 @pytest.mark.parametrize("template", [SMOLLM2, LLAMA])
 @pytest.mark.parametrize("first", [0, 1], ids=["system message", "no system message"])
 def test_control_text_stays_text_beside_schemas(template, first):

@@ -16,7 +16,6 @@ from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.mtsql_r1 import make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer
-from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
 from train_sft import Args as SftArgs
 
@@ -29,7 +28,7 @@ def reason(tiny: Tiny, sql: str, preset: str = "", correct: str = "ex_em", tools
     episode = make_episode(tiny, tools=tools)
     say(episode, final_answer(sql))
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = make_reward(preset, scorer, tiny.tokens.decode, PromptOptions())
+    reward = make_reward(preset, scorer, tiny.tokens.decode, 5)
     return rejection(episode.trajectory, reward(episode.trajectory, episode.example), correct)
 
 
@@ -55,7 +54,7 @@ def test_an_unfinished_trajectory_has_no_answer(tiny):
     episode.step([1, 2], [0.0, 0.0], Stop.LIMIT)
     assert episode.trajectory.status is Status.OUT_OF_TOKENS
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = make_reward("", scorer, tiny.tokens.decode, PromptOptions())
+    reward = make_reward("", scorer, tiny.tokens.decode, 5)
     assert rejection(episode.trajectory, reward(episode.trajectory, episode.example), "ex_em") == "no_answer"
 
 

@@ -6,10 +6,10 @@ sampled and gives the ids to append; nothing that was sampled is ever encoded ag
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import ClassVar
 
 from mtsql.agent.memory import MemoryEntry
 from mtsql.agent.prefix import shared_length
@@ -60,12 +60,12 @@ class ModelMessage:
     well_formed: bool = True
 
 
-class Recipe(Protocol):
+class Recipe(ABC):
     """What one paper decides about the agent: its prompts, its tags, its observations, its protocol."""
 
-    observation_role: str  # of the message that holds an observation, for the chat template: tool, user
-    stop_strings: tuple[str, ...]  # that end a model message beside the end of turn
-    verifies: bool  # whether a message after a tool call is to hold a verdict on what it returned
+    observation_role: ClassVar[str] = "tool"  # of the message that holds an observation: tool, user
+    stop_strings: ClassVar[tuple[str, ...]] = ()  # that end a model message beside the end of turn
+    verifies: ClassVar[bool] = False  # whether a message after a tool call is to hold a verdict on it
 
     @abstractmethod
     def prompt(
@@ -85,11 +85,11 @@ class Recipe(Protocol):
     def parse(self, text: str) -> ModelMessage:
         """The verdicts and the action in one model message."""
 
-    @abstractmethod
     def next_action(
         self, previous: ActionType | None, passed: bool | None, tools: Collection[str], has_history: bool
     ) -> ActionType | None:
         """The action that the protocol calls for after `previous`; None where any is fine."""
+        return None
 
     @abstractmethod
     def observe_execution(
@@ -106,9 +106,9 @@ class Recipe(Protocol):
         """
         raise NotImplementedError
 
-    @abstractmethod
     def observe_problem(self, problem: Status, messages_left: int) -> str | None:
         """The answer to a message without a usable action; None if that ends the episode."""
+        return None
 
 
 def outcome_of(result: ExecutionResult) -> str:
@@ -119,7 +119,10 @@ def outcome_of(result: ExecutionResult) -> str:
 
 
 class Episode:
-    """One question being answered: state s_k of section 3.1 and its transitions."""
+    """One question being answered: state s_k of section 3.1 and its transitions.
+
+    `told` hears of the trajectory after each message: to show it, or to keep what has ended.
+    """
 
     def __init__(self, environment: Environment, example: Example, seed: int, prompt_ids: list[int]) -> None:
         self.example = example
@@ -135,6 +138,7 @@ class Episode:
         self.candidate: str | None = None
         self.result: ExecutionResult | None = None  # of the last query that ran
         self.called: str | None = None  # the tool of the last message
+        self.told: Callable[[Trajectory], None] | None = None
         if len(prompt_ids) > self.limits.max_prompt_tokens:
             self.trajectory.status = Status.OUT_OF_TOKENS
 
@@ -159,6 +163,20 @@ class Episode:
         end of turn is appended, with loss mask 0. `loss_mask`, one bit a token, is for a message that is not
         to be learned throughout.
         """
+        suffix = self._step(ids, logprobs, stop, loss_mask)
+        if self.told is not None:
+            self.told(self.trajectory)
+        return suffix
+
+    def give_up(self) -> None:
+        """End the episode without its next message, which cannot be had."""
+        self._end(Status.NO_ACTION)
+        if self.told is not None:
+            self.told(self.trajectory)
+
+    def _step(
+        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None
+    ) -> list[int] | None:
         trajectory = self.trajectory
         before = trajectory.segments[-1].ids
         messages_left = self.limits.max_interactions - trajectory.interactions  # after this one
@@ -184,10 +202,6 @@ class Episode:
         trajectory.observations.append(seen)
         trajectory.segments.append(Segment.given("environment", suffix))
         return suffix
-
-    def give_up(self) -> None:
-        """End the episode without its next message, which cannot be had."""
-        self._end(Status.NO_ACTION)
 
     def _end(self, status: Status) -> None:
         self.trajectory.status = status
@@ -240,30 +254,6 @@ class Episode:
             kept = kept * 9 // 10
             shown = text[: kept - kept // 2] + " ... " + text[len(text) - kept // 2 :]
         return shown
-
-
-@dataclass(frozen=True)
-class WatchedEpisode:
-    """An episode of which `told` hears after each message: to show it, or to keep it when it has ended."""
-
-    episode: Episode
-    told: Callable[[Trajectory], None]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.episode, name)
-
-    def step(
-        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None = None
-    ) -> list[int] | None:
-        """As Episode.step."""
-        suffix = self.episode.step(ids, logprobs, stop, loss_mask)
-        self.told(self.episode.trajectory)
-        return suffix
-
-    def give_up(self) -> None:
-        """As Episode.give_up."""
-        self.episode.give_up()
-        self.told(self.episode.trajectory)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedModel
 
+from mtsql.agent.env import Episode
 from mtsql.agent.generator import Generator, Row
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Stop, Trajectory
+from mtsql.agent.trajectory import Trajectory
 
 ENVIRONMENT_THREADS = 8
 REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free.
@@ -35,25 +35,10 @@ class Sampling:
     top_p: float = 1.0
 
 
-class PlayableEpisode(Protocol):
-    """One episode as the rollout sees it."""
-
-    trajectory: Trajectory
-
-    def remaining_tokens(self) -> int:
-        """Tokens of the response still allowed; at least 1 while the episode goes on."""
-
-    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
-        """Take a sampled message; return the ids that the environment appended, None at the end.
-
-        `stop` says why the message is over. Called from a worker thread.
-        """
-
-
 def rollout(
     model: PreTrainedModel,
     tokens: ChatTokens,
-    episodes: Sequence[PlayableEpisode],
+    episodes: Sequence[Episode],
     sampling: Sampling,
     max_rows: int = 256,
     progress: Callable[[int, int, dict[str, float]], None] | None = None,
@@ -71,13 +56,13 @@ def rollout(
     one row.
     """
     queue = deque(episodes)
-    playing: dict[Row, PlayableEpisode] = {}
+    playing: dict[Row, Episode] = {}
     waiting: list[tuple[Row, Future[list[int] | None]]] = []
     started_at, sampled, done, steps, busy, interactions = time.perf_counter(), 0, 0, 0, 0, 0
     in_order = model.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
 
-    def limit(episode: PlayableEpisode) -> int:
+    def limit(episode: Episode) -> int:
         of_model = getattr(model.config, "max_position_embeddings", 10**9) - len(episode.trajectory.ids)
         return min(sampling.max_turn_tokens, episode.remaining_tokens(), max(1, of_model))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -110,7 +111,13 @@ class ChatTokens:
         as a message and open the next turn. The message is a tool's, or the user's with `role` "user" or if
         the chat template knows no tools. Raises UserError if the template allows neither.
         """
-        before, after = self._tool_frame if role == "tool" else self._user_frame
+        frame = self._frames.get(role) or self._frames.get("user")
+        if frame is None:
+            raise UserError(
+                f"The chat template of {self.tokenizer.name_or_path!r} cannot follow a model message "
+                "with an observation."
+            )
+        before, after = frame
         before = self._end_text + before  # which may swallow the blanks behind it
         marker = _absent_character(before + text + after)
         ids = self._encode_guarded(before + self._guard(text, marker) + after, marker)
@@ -197,33 +204,21 @@ class ChatTokens:
         return self.tokenizer.convert_ids_to_tokens(self._template_end)
 
     @cached_property
-    def _tool_frame(self) -> tuple[str, str]:
-        return self._observation_frame("tool", "user")
+    def _frames(self) -> dict[str, tuple[str, str]]:
+        """By role, what the template writes before and after an observation, the end of turn excluded.
 
-    @cached_property
-    def _user_frame(self) -> tuple[str, str]:
-        return self._observation_frame("user")
-
-    def _observation_frame(self, *roles: str) -> tuple[str, str]:
-        """What the template writes before and after an observation, the end of turn excluded.
-
-        It is that of the first of `roles` that the template knows.
+        A role that the template does not know is not there.
         """
-        end = self._end_text
-        for role in roles:
-            try:
+        frames, end = {}, self._end_text
+        for role in ("user", "tool"):
+            with suppress(UserError):
                 tail = self._render_tail(
                     [{"role": "user", "content": USER_TEXT}], [{"role": role, "content": TOOL_TEXT}]
                 )
-            except UserError:
-                continue
-            if tail.startswith(end) and tail.count(TOOL_TEXT) == 1:
-                before, after = tail[len(end) :].split(TOOL_TEXT)
-                return before, after
-        raise UserError(
-            f"The chat template of {self.tokenizer.name_or_path!r} cannot follow a model message "
-            f"with an observation as {' or '.join(roles)}."
-        )
+                if tail.startswith(end) and tail.count(TOOL_TEXT) == 1:
+                    before, after = tail[len(end) :].split(TOOL_TEXT)
+                    frames[role] = (before, after)
+        return frames
 
     def _render_tail(self, before: list[dict], after: Sequence[dict] = ()) -> str:
         """What the template writes after the content of a model message, "" if it drops the content."""

@@ -30,11 +30,9 @@ from dataclasses import dataclass
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.mtsql_r1 import PROCESS
 from mtsql.recipes.mtsql_r1_prompts import VERDICT, answers, enclosed
-from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, RewardWeights, r_all
-from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights
+from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PROCESS, RewardWeights, r_all
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
@@ -51,9 +49,9 @@ class Call:
     passed: bool
 
 
-def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
-    """The released code's reward, with the weights that `given` changes."""
-    _, weights = chosen_weights({__name__: PROCESS}, given)
+def make_reward(rewards: str, scorer: Scorer, decode: Decode, turns: int) -> RewardFunction:
+    """The released code's reward, with the weights that `rewards` changes."""
+    _, weights = chosen_rewards({__name__: PROCESS}, rewards)
     return lambda trajectory, example: authors_reward(trajectory, example, scorer, weights, decode)
 
 

@@ -38,7 +38,7 @@ FIXED = (
     "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe",
     "tools", "ex", "beta2", "weight_decay",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
-    "trajectories_per_step", "lora_rank", "rewards", "optimizer", "wording", "schema",
+    "trajectories_per_step", "lora_rank", "rewards", "optimizer", "wording",
     "thinking", "sql_timeout", "error_hints", "max_prompt_tokens",
     "max_response_tokens",
 )  # fmt: skip

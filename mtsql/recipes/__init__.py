@@ -2,10 +2,9 @@
 
 A recipe is the module `mtsql.recipes.<name>` with
 
-- `make_recipe(options)`: a `mtsql.agent.env.Recipe` with a method `call(sql)` and `answer(sql)`: the model
-  messages, without any thought, that run a query and that end the episode,
-- `make_reward(given, scorer, decode, options)`: the function from (trajectory, example) to `Rewards` that
-  --rewards asks for.
+- `make_recipe(options)`: a `mtsql.agent.env.Recipe` for a `mtsql.recipes.prompt_options.PromptOptions`,
+- `make_reward(rewards, scorer, decode, turns)`: the function from (trajectory, example) to `Rewards` that
+  --rewards names; `turns` are the model messages of an episode, `decode` gives the text of token ids.
 
 The paper's settings are configs/<name>.toml; MTSQL-R1's are the options' defaults.
 """

@@ -1,9 +1,9 @@
 """MTIR-SQL: Multi-turn Tool-Integrated Reasoning reinforcement learning for text-to-SQL.
 
 One tool, `sql-execute_sql_query`, is the environment's `exec_sql`; there is no memory. The loss is that of
-train_grpo.py without KL; the rewards say what GRPO-Filter leaves out of it (section 3.1).
+train_grpo.py without KL; what GRPO-Filter (section 3.1) leaves out of it is not `kept` by the rewards.
 
-Prompts (appendix C):
+Prompts (appendix C: prompts/mtir_sql.jinja):
 - The <tools> section of C.1 is the chat template's. Qwen3's has "# Tools", "json object", {"type":
   "function", "function": ...} around the tool, and "</tool_call>" where C.1 has "##Tools", "JSON object",
   the tool alone, and "</tool_call}"; the rest is the same.
@@ -12,7 +12,7 @@ Prompts (appendix C):
 - The earlier questions of a dialogue, before the question, are our addition. The schema is this project's;
   the paper takes that of CodeS and SQL-R1, with chosen columns and matching values.
 - Without the tool C.2 loses what it says of tools ("Standard Reasoning" of Table 4).
-- "Direct Output" of Table 4 has no prompt in the paper; ours is an edit in docs/how_to.md.
+- "Direct Output" of Table 4 has no prompt in the paper; docs/how_to.md drops what C.2 says of thinking.
 - --thinking native drops the <think> blocks from C.2's output format; the message may then have one.
 - The compact wording, for the tiny model, is ours; it needs no thoughts.
 
@@ -34,7 +34,7 @@ Rewards (section 3.3) and training (3.1, 4.1):
 - R_e: the answer runs within --sql-timeout; "overly complex" has no other measure. R_r: EX.
 - In sum a right answer earns 1.2, one that does not run 0, a wrong format -0.1, a wrong result -0.8: with
   less than 35 % hope of being right a broken format pays better than an answer.
-- F and tau of GRPO-Filter are not defined. F is R_f + R_e, whatever their weights, and tau 0.1: a wrong
+- F and tau of GRPO-Filter are not defined. F is R_f + R_e, whatever their weights, and `tau` 0.1: a wrong
   format and an answer that does not run are dropped; wrong answers that run stay, or nothing would
   teach against them. What is dropped still counts in the mean and deviation of its group.
 - Equation 2 divides by the reference policy, has one ratio a response without a length, and does not clip.
@@ -45,7 +45,8 @@ Rewards (section 3.3) and training (3.1, 4.1):
 - Table 5's ablations are --rewards format=0 and so on. The baseline with execution accuracy as its reward
   comes nearest with --rewards unfiltered,format=0,execution=0 --tools none --max-interactions 0, where a
   wrong result still earns -1 and SQL that fails 0. PPO is left out.
-- GRPO without the filter (Table 4) has no KL here either; the paper's has one, of a weight that it does not give.
+- GRPO without the filter (Table 4: --rewards unfiltered) has no KL here either; the paper's has one, of a weight
+  that it does not give.
 - One limit of 8,192 tokens is the paper's; those of prompt, response and tool response are MTSQL-R1's.
 """
 
@@ -53,18 +54,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from mtsql.agent.env import UNAVAILABLE, ModelMessage, Recipe
 from mtsql.agent.tools import EXEC_SQL, Tool
-from mtsql.agent.trajectory import ActionType, Status, Trajectory
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.prompt_options import PromptOptions, compact_result, truncated
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
-from mtsql.recipes.tool_calls import read_call
+from mtsql.recipes.prompt_options import PromptOptions, compact_result, read_call, truncated, write_call
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
@@ -99,41 +98,6 @@ Raises:
     },
 }
 
-TASK = """You are a helpful SQL expert assistant.
-{opening} provide the final SQL query in <answer> </answer>.
-
-Task Configuration
-Database Engine: SQLite
-Database: {db_id}
-Database Schema:
-{schema}
-{history}User Question:
-{question}
-
-Requirements
-1. Precision: Make sure you only output the information that is asked in the question. If the question asks for \
-a specific column, make sure to only include that column in the SELECT clause, nothing more.
-2. Completeness: The generated query should return all of the information asked in the question without any \
-missing or extra information.{correctness}
-
-Output Format:
-{output_format}"""
-OPENING = """You should first think about how to write the SQL query by analyzing the question, database schema, \
-and external knowledge{validate}. Finally, you"""
-CORRECTNESS = """
-3. Correctness: Before generating the final SQL query, please think through the steps of how to write the query."""
-VALIDATE = ", then validate your SQL with the tool until it is correct"
-TEST = " Validate your SQL through tool testing."
-EITHER = """Important: Use EITHER thinking + tool calls OR thinking + final answer. Do not mix the structures.
-
-Option A (when validation needed):
-{analysis}[Tool calls for validation]
-
-Option B (final answer):
-"""
-ANALYSIS = "<think>\nYour analysis...\n</think>\n"
-FINAL_ANALYSIS = "<think>\nYour final analysis...\n</think>\n"
-
 _ACTION = (
     r"\s*(?:(?:<tool_call>(?:(?!</?tool_call>).)*</tool_call>\s*)+"
     r"|<answer>\s*```sql\b(?:(?!```|</?answer>).)*```\s*</answer>\s*)"
@@ -145,46 +109,24 @@ ACTION = re.compile(rf"(?:(?:\s*<think>)?{_THOUGHT})?{_ACTION}", re.DOTALL)
 BLOCK = re.compile(r"```(?:sql(?:ite)?\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
-def make_recipe(options: PromptOptions) -> MtirSql:
-    """MTIR-SQL's prompts, tags and observations, as the options say."""
-    return MtirSql(options)
-
-
 @dataclass(frozen=True)
 class MtirSql(Recipe):
     """MTIR-SQL's prompts, tags and observations; with `options.compact` in short."""
 
     options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
-    observation_role: ClassVar[str] = "tool"  # Qwen3's template puts it into the user's turn (section 3.2)
-    stop_strings: ClassVar[tuple[str, ...]] = ()
-    verifies: ClassVar[bool] = False
 
     def prompt(
         self, example: Example, schema: Schema, tools: Mapping[str, Tool]
     ) -> tuple[list[dict], list[dict] | None]:
         """One user message, and the tool's schema for the chat template."""
-        executes = EXEC_SQL in tools
+        tool = EXEC_SQL in tools
         if self.options.compact:
-            calls = f"calls: {'sql' if executes else 'none'}"
-            return self.options.compact_prompt(example, schema, calls), None
-        history = self.options.history_text(example)
-        thinks = not self.options.native_thinking
-        either = EITHER.format(analysis=ANALYSIS if thinks else "") if executes else ""
-        content = TASK.format(
-            opening=OPENING.format(validate=VALIDATE if executes else ""),
-            db_id=example.db_id,
-            schema=self.options.schema_text(schema),
-            history=history + "\n" if history else "",
-            question="\n".join(filter(None, [example.knowledge, example.question])),
-            correctness=CORRECTNESS + (TEST if executes else ""),
-            output_format=either + (FINAL_ANALYSIS if thinks else "") + self.answer("YOUR_SQL_QUERY"),
-        )
-        return [{"role": "user", "content": content}], [TOOL_SCHEMA] if executes else None
+            return self.options.compact_prompt(example, schema, f"calls: {'sql' if tool else 'none'}"), None
+        return self.options.paper_prompt("mtir_sql", example, schema, tool), [TOOL_SCHEMA] if tool else None
 
     def call(self, sql: str) -> str:
         """The message that runs a query."""
-        content = json.dumps({"name": TOOL, "arguments": {"sql": sql}}, ensure_ascii=False)
-        return f"<tool_call>\n{content}\n</tool_call>"
+        return write_call(TOOL, "sql", sql)
 
     def answer(self, sql: str) -> str:
         """The message that ends the episode."""
@@ -215,11 +157,6 @@ class MtirSql(Recipe):
             return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
         return ModelMessage(answer=sql, well_formed=well_formed)
 
-    def next_action(
-        self, previous: ActionType | None, passed: bool | None, tools: Collection[str], has_history: bool
-    ) -> None:
-        """Any action is fine at any time."""
-
     def observe_execution(
         self, question: str, sql: str, result: ExecutionResult, check_memory: bool, messages_left: int
     ) -> str:
@@ -236,33 +173,42 @@ class MtirSql(Recipe):
         return RETHINK
 
 
+make_recipe = MtirSql
+
+
 @dataclass(frozen=True)
 class RewardWeights:
-    """Factors of R_f, R_e and R_r, whose plain sum is the paper's reward, and tau of Equation 3."""
+    """Factors of R_f, R_e and R_r, whose plain sum is the paper's reward, and tau of GRPO-Filter."""
 
     format: float = 1.0
     execution: float = 1.0
     result: float = 1.0
-    tau: float = 0.1  # GRPO-Filter keeps what exceeds it
+    tau: float = 0.1
 
 
-PRESETS = {"paper": RewardWeights(), "unfiltered": RewardWeights(tau=-1.0)}
+PRESETS = {"paper": RewardWeights(), "unfiltered": RewardWeights(tau=-1.0)}  # F is at least -0.1
 
 
 def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights) -> Rewards:
-    """Equations 5 to 7: `parts` has R_f, R_e and R_r without weights, `total` their weighted sum."""
+    """Equations 5 to 7: `parts` has R_f, R_e and R_r without weights, `total` their weighted sum.
+
+    It is kept if F exceeds tau (Equation 3).
+    """
     ex, em = ex_em(trajectory, example, scorer)
-    kept = keeps_format(trajectory)
-    runs = kept and scorer.runs(example.db_id, trajectory.answer_sql)
-    r_format = 0.1 if kept else -0.1
-    r_execution = 0.0 if not kept else 0.1 if runs else -0.1
+    in_format = keeps_format(trajectory)
+    runs = in_format and scorer.runs(example.db_id, trajectory.answer_sql)
+    r_format = 0.1 if in_format else -0.1
+    r_execution = 0.0 if not in_format else 0.1 if runs else -0.1
     r_result = 0.0 if not runs else 1.0 if ex else -1.0
     total = weights.format * r_format + weights.execution * r_execution + weights.result * r_result
     parts = {"format": r_format, "execution": r_execution, "result": r_result}
-    return Rewards(ex, em, total, parts, r_format + r_execution > weights.tau)
+    return Rewards(ex, em, total, parts, kept=r_format + r_execution > weights.tau)
 
 
-def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
-    """The rewards that `given` names, as `chosen_weights` reads it: `paper`, or `unfiltered`."""
-    _, weights = chosen_weights(PRESETS, given)
+def make_reward(rewards: str, scorer: Scorer, decode: Decode, turns: int) -> RewardFunction:
+    """The rewards of --rewards: a preset ("" is `paper`) and changed weights, "unfiltered,format=0".
+
+    Raises UserError for an unknown preset or weight.
+    """
+    _, weights = chosen_rewards(PRESETS, rewards)
     return lambda trajectory, example: reward(trajectory, example, scorer, weights)

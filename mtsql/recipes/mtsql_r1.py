@@ -1,4 +1,4 @@
-"""MTSQL-R1, the recipe: what it asks, reads and shows, Equation 1, and the presets of its rewards.
+"""MTSQL-R1, the recipe: what it asks, reads and shows, and Equation 1; rewards are in mtsql_r1_rewards.py.
 
 Two wordings of the same prompts: `paper`, and `compact` for the tiny model, for which the paper's are ten
 times too long. Both show the earlier questions with their SQL; the compact tool responses do not repeat the
@@ -25,35 +25,13 @@ from mtsql.agent.trajectory import ActionType, Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes import mtsql_r1_prompts as texts
-from mtsql.recipes.mtsql_r1_rewards import RewardWeights, reward
-from mtsql.recipes.prompt_options import PromptOptions, compact_result
-from mtsql.recipes.rewards import Decode, RewardFunction, chosen_weights
-from mtsql.recipes.tool_calls import read_call
+from mtsql.recipes.mtsql_r1_rewards import make_reward
+from mtsql.recipes.prompt_options import PromptOptions, compact_result, read_call, render
 from mtsql.sql.execute import ExecutionResult
-from mtsql.sql.score import Scorer
+
+__all__ = ["MtsqlR1", "make_recipe", "make_reward", "next_action"]
 
 ACTION = re.compile("<tool_call>|<answer_sql>")
-
-# The paper gives no weights (it chose them by grid search): those of the released code stand in.
-PROCESS = RewardWeights(1.0, 1.0, 0.8, 0.1)
-PRESETS = {"outcome": RewardWeights(), "process": PROCESS, "paper": PROCESS, "formula": PROCESS}
-
-
-def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
-    """The rewards that `given` names, as `chosen_weights` reads it.
-
-    `process` is the paper's reward with EM as the official evaluation has it, `paper` with EM of strings as
-    its text says, both under the rules of mtsql_r1_rewards.py, and `formula` as `paper` without them. What the
-    released code does is --rewards mtsql.extras.authors_rewards.
-    """
-    preset, weights = chosen_weights(PRESETS, given)
-    string_em, plain = preset in ("paper", "formula"), preset == "formula"
-    return lambda trajectory, example: reward(trajectory, example, scorer, weights, string_em, plain)
-
-
-def make_recipe(options: PromptOptions) -> MtsqlR1:
-    """MTSQL-R1's prompts, tags and observations, as the options say."""
-    return MtsqlR1(options)
 
 
 def next_action(
@@ -88,8 +66,6 @@ class MtsqlR1(Recipe):
     """MTSQL-R1's prompts, tags and observations; with `options.compact` in short."""
 
     options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
-    observation_role: ClassVar[str] = "tool"
-    stop_strings: ClassVar[tuple[str, ...]] = ()
     verifies: ClassVar[bool] = True
     next_action = staticmethod(next_action)
 
@@ -100,10 +76,10 @@ class MtsqlR1(Recipe):
         if self.options.compact:
             named = f"tools: {' '.join(tools) or 'none'}"
             return self.options.compact_prompt(example, schema, named), None
-        schema_text = self.options.schema_text(schema)
+        dialogue = {"history": example.history, "question": example.question, "knowledge": example.knowledge}
         return [
-            {"role": "system", "content": texts.system_text(tools)},
-            {"role": "user", "content": texts.question_text(example, schema_text, tools)},
+            {"role": "system", "content": render("mtsql_r1_system", tools=tools)},
+            {"role": "user", "content": render("mtsql_r1_user", tools=tools, schema=schema, **dialogue)},
         ], [tool.schema for tool in tools.values()] or None
 
     def parse(self, text: str) -> ModelMessage:
@@ -140,7 +116,8 @@ class MtsqlR1(Recipe):
         limit = self.options.result_characters
         if self.options.compact:
             return compact_result(result, limit)
-        return texts.execution_text(question, sql, result, check_memory, limit)
+        said = {"question": question, "sql": sql, "result": texts.result_text(result, limit), "limit": limit}
+        return render("mtsql_r1_exec_sql", check_memory=check_memory, **said)
 
     def observe_memory(
         self, question: str, sql: str, result: ExecutionResult | None, memory: tuple[MemoryEntry, ...]
@@ -152,5 +129,5 @@ class MtsqlR1(Recipe):
             return "\n".join(f"{i}. {sql} -> {rows}" for i, (sql, rows) in enumerate(seen, 1)) or "empty"
         return texts.memory_text(question, sql, result, memory, limit)
 
-    def observe_problem(self, problem: Status, messages_left: int) -> None:
-        """A message without a usable action ends the episode."""
+
+make_recipe = MtsqlR1

@@ -1,34 +1,42 @@
-"""How a recipe puts a question: what all recipes can be asked to change in their prompts."""
+"""What recipes share: how a question is put, how a result is shown, how a tool call is read.
+
+The papers' prompts are the Jinja templates of prompts/, as chat templates are.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from mtsql.agent.env import ModelMessage
+from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
-from mtsql.data.names import written
 from mtsql.data.schema import Schema, one_line
 from mtsql.sql.execute import ExecutionResult
+
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "prompts"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+    auto_reload=False,
+)
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """`compact` for the tiny model, else the paper's; `result_characters` is MTSQL-R1's cut of results.
+    """`compact` is our wording for the tiny model, else the paper's; `result_characters` is the cut of results.
 
-    `schema` is "full" or "names" (table names only); `turns` the model messages of an episode, its answer
-    included; `native_thinking` drops the instructions to think for a model that thinks by itself.
+    With `native_thinking` the model thinks by itself: prompts do not ask for thoughts between tags.
     """
 
     compact: bool = False
     result_characters: int = 200
-    schema: str = "full"
-    turns: int = 5
     native_thinking: bool = False
-
-    def schema_text(self, schema: Schema) -> str:
-        """The database as the prompt shows it."""
-        if self.schema == "names":
-            return ", ".join(written(table.name) for table in schema.tables)
-        return schema.text(self.compact)
 
     def history_text(self, example: Example) -> str:
         """The earlier questions of the dialogue, with their SQL where it is known; "" without any."""
@@ -40,14 +48,33 @@ class PromptOptions:
         heading = "" if self.compact or not lines else "Earlier questions of this dialogue:\n"
         return heading + "\n".join(lines)
 
+    def paper_prompt(self, template: str, example: Example, schema: Schema, tool: bool) -> list[dict]:
+        """The paper's prompt, one message of the user; `tool`: there is one that executes SQL."""
+        text = render(
+            template,
+            tool=tool,
+            thoughts=not self.native_thinking,
+            schema=schema,
+            db_id=example.db_id,
+            history=self.history_text(example),
+            knowledge=example.knowledge,
+            question=example.question,
+        )
+        return [{"role": "user", "content": text}]
+
     def compact_prompt(self, example: Example, schema: Schema, last_line: str) -> list[dict]:
         """The compact wording's prompt, one message of the user.
 
         The schema comes first, so that prompts over one database share it as a prefix.
         """
-        lines = [self.schema_text(schema), self.history_text(example), example.knowledge]
+        lines = [schema.text(compact=True), self.history_text(example), example.knowledge]
         text = "\n".join(filter(None, [*lines, f"now: {example.question}", last_line]))
         return [{"role": "user", "content": text}]
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of prompts/ with its values, which are put in as they are."""
+    return TEMPLATES.get_template(f"{template}.jinja").render(values).rstrip("\n")
 
 
 def compact_result(result: ExecutionResult | None, limit: int) -> str:
@@ -57,10 +84,36 @@ def compact_result(result: ExecutionResult | None, limit: int) -> str:
     if not result.ok:
         return f"error: {result.message}"[: 4 * limit]
     cells = ["|".join("null" if v is None else one_line(str(v)) for v in row) for row in result.rows]
-    text = " ; ".join(cells) or "empty"
-    return text if len(text) <= limit else text[:limit] + " ..."
+    return truncated(" ; ".join(cells) or "empty", limit, " ...")
 
 
-def truncated(text: str, limit: int) -> str:
+def truncated(text: str, limit: int, dots: str = "...") -> str:
     """The first `limit` characters of a text, and dots if there are more."""
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= limit else text[:limit] + dots
+
+
+def write_call(tool: str, argument: str, sql: str) -> str:
+    """A call in Qwen3's format."""
+    call = json.dumps({"name": tool, "arguments": {argument: sql}}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def read_call(text: str, argument: str) -> ModelMessage | None:
+    """The first tool call in `text`: its name as `tool`, its string `argument` as `sql`; None without any.
+
+    The problem is MALFORMED_CALL if the call has no end or is not JSON, or if its name or argument is
+    missing or no text. Other arguments are not read.
+    """
+    _, opened, rest = text.partition("<tool_call>")
+    if not opened:
+        return None
+    call, closed, _ = rest.partition("</tool_call>")
+    try:
+        content = json.loads(call) if closed else None
+        tool, sql = content["name"], content["arguments"][argument]
+        if isinstance(tool, str) and isinstance(sql, str) and sql.strip():
+            (tool + sql).encode()  # half a surrogate pair is JSON but no text
+            return ModelMessage(tool=tool, sql=sql.strip())
+    except (KeyError, TypeError, ValueError, RecursionError):
+        pass  # JSON errors are ValueErrors, and so is a number of too many digits
+    return ModelMessage(problem=Status.MALFORMED_CALL)

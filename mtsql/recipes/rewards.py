@@ -19,7 +19,7 @@ Weights = TypeVar("Weights")
 class Rewards:
     """A trajectory's reward `total`, EX and EM of its answer (0 or 1), and the recipe's other `parts`.
 
-    `kept` is False for what GRPO-Filter leaves out of the loss (MTIR-SQL, Equation 3).
+    `kept` is False for what stays out of the loss (GRPO-Filter of MTIR-SQL, Equation 3).
     """
 
     ex: float
@@ -52,19 +52,17 @@ def is_right(rewards: Rewards, correct: str) -> bool:
     return bool(rewards.ex and (rewards.em or correct == "ex"))
 
 
-def chosen_weights(presets: Mapping[str, Weights], given: str) -> tuple[str, Weights]:
-    """The preset that --rewards names, the first without a name, and its weights.
+def chosen_rewards(presets: Mapping[str, Weights], given: str) -> tuple[str, Weights]:
+    """The preset of --rewards and its weights: "" is the first preset, "process,proposal=0.5" one with a change.
 
-    A preset may be followed or replaced by weights of one's own: "process", "process,proposal=0.5", "ex=2".
     Raises UserError for a preset that is not there, and for what is not a weight or not a number.
     """
-    preset, *items = (item.strip() for item in given.split(","))
-    if "=" in preset:
-        preset, items = "", [preset, *items]
-    preset = preset or next(iter(presets))
+    items = [item.strip() for item in given.split(",") if item.strip()]
+    preset = items.pop(0) if items and "=" not in items[0] else next(iter(presets))
     if preset not in presets:
         raise UserError(f"--rewards {preset} is unknown; choose from {', '.join(presets)}")
-    known, values = [field.name for field in fields(presets[preset])], {}
+    known = [field.name for field in fields(presets[preset])]
+    values = {}
     for item in items:
         name, _, number = (part.strip() for part in item.partition("="))
         try:

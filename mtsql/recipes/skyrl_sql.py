@@ -1,6 +1,26 @@
-"""SkyRL-SQL, the recipe: prompt (appendix A, D.1, D.2), observations, reward (section 4.1), settings (5).
+"""SkyRL-SQL, the recipe: prompt (appendix A, D.2), observations, reward (section 4.1), settings (5).
 
-What it shares with SQL-Trail, with the choices that hold for both, is in tagged.py. Choices of its own:
+Each message of the agent is a thought and one action, <sql> or <solution>; what <sql> returns comes back between
+<observation> tags as a message of the user. SQL-Trail took this protocol and most of its prompt from here.
+Choices that hold for both:
+
+- There is no memory tool: history is our addition, as a list of the earlier questions before the question.
+  Only `exec_sql` counts of the tools; without it the prompt is the single-pass one, which the papers compare
+  with but do not show.
+- The prompt is one message of the user. `compact` is our wording for the tiny model.
+- Tags count outside of thoughts only. A stop string inside a thought still ends the message; that thought
+  has no end, so that nothing is run and the message is an invalid action. With native thinking, nothing before
+  the last </think> is read.
+- Every model message is a turn and the last one has to be the solution. The prompts name no number of turns:
+  each observation says how many messages are left.
+- A message without a usable action is answered, and the episode goes on; it is not in the format.
+- A cell is cut to 100 characters, a table to 20,000, and an observation loses its middle beyond
+  --max-tool-tokens, mostly before its 50th row, so that one long text does not fill the context.
+- The limits of prompt, response and tool response are MTSQL-R1's: the papers give none. Nine long observations
+  do not fit into its 8,000 tokens of response; --max-response-tokens raises that.
+- The schema is MTSQL-R1's CREATE TABLE with an example row; descriptions stand there where the data has them.
+
+Choices of its own:
 
 - Turns: section 4 says 4 in training, section 5 says 5 in training and in evaluation. The default is 5: four
   queries, which --max-interactions counts, and the solution after them.
@@ -15,7 +35,7 @@ What it shares with SQL-Trail, with the choices that hold for both, is in tagged
   Appendix A lost the line that starts the example and the words "I will": both are in D. The line is
   SQL-Trail's here, with one that ends the example. The released code shows results without column names. The answer
   to an invalid action is ours.
-- Without a schema (D.1) the sentence that describes the schema is left out. The single-turn prompt is ours.
+- Table 4's prompt without a schema (D.1) is an edit in docs/how_to.md. The single-turn prompt is ours.
 - Rollouts are sampled with temperature 0.6 and with top_p 1, not 0.95: the loss needs the log-probabilities
   of the distribution that was sampled from.
 - The number of steps (35 of 256 questions) is not set here; learning rate, questions in a step and samples of
@@ -26,85 +46,119 @@ What it shares with SQL-Trail, with the choices that hold for both, is in tagged
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.env import ModelMessage, Recipe
+from mtsql.agent.tools import EXEC_SQL, Tool
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, TaskTexts, task_text
+from mtsql.recipes.prompt_options import PromptOptions, compact_result, truncated
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
+from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
 
-INVALID = "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
-OVERVIEW = "You are a data science expert. Below, you are provided with {given}a natural language question."
-SCHEMA_NOTE = (
-    "This schema describes the database's structure, including tables, columns, primary keys, foreign keys, "
-    "and any relevant relationships or constraints."
-)
-NO_SCHEMA = (
-    "You are not provided with the database schema and the table names. You need to figure out the database "
-    "structure by yourself with the table names."
-)
-THINK_FIRST = (
-    "Before generating the final SQL query, please think through the steps of how to write the query. It should "
-    "include detailed considerations such as analisying questions, summarizing relevant findings, brainstorming "
-    "new ideas, verifying the accuracy of the current steps, refining any errors, thinking of how to call SQL "
-    "tools, and revisiting previous steps."
-)
-THOUGHT_RULE = (
-    "Conduct thinking inside <think>...</think> blocks every time you get new observation or information."
-)
-SOLUTION_RULE = "you MUST directly provide the final SQL query solution inside <solution>...</solution>."
-QUESTION = """Question: how many pigs are in the farm?
-Database Schema:
-Table: animals
-- id (INTEGER, PRIMARY KEY)
-- species (TEXT)
-- age (INTEGER)
-- name (TEXT)
-"""
-FIRST_THOUGHT = (
-    "<think>I am querying how many pigs are in the farm. I will begin by checking if the 'animals' table exists "
-    "and contains entries with species = 'pig'.</think>"
-)
-QUERY = """<sql>SELECT COUNT(*) FROM animals WHERE species = 'pig';</sql>
-<observation>
-+----------+
-| COUNT(*) |
-+----------+
-| 12       |
-+----------+
-</observation>"""
-SECOND_THOUGHT = (
-    "<think>The result indicates that there are 12 pigs in the farm. Since the question asks for how many pigs, "
-    "I can now output the final SQL as the solution.</think>"
-)
-SOLUTION = "<solution>SELECT COUNT(*) FROM animals WHERE species = 'pig';</solution>"
-ONLY_THOUGHT = "<think>The question asks how many pigs there are: I count animals of that species.</think>"
+MAX_ROWS = 50  # of a table that is shown
+MAX_CELL = 100  # characters
+MAX_TABLE = 20_000  # characters
+ANY_TAG = re.compile(r"</?(think|reasoning|sql|solution|observation)>")
 
 
-def make_recipe(options: PromptOptions) -> TaggedRecipe:
-    """SkyRL-SQL's prompts, tags and observations, as the options say."""
-    return TaggedRecipe(options, ("think",), task, frame, INVALID)
+@dataclass(frozen=True)
+class SkyrlSql(Recipe):
+    """SkyRL-SQL's prompts, tags and observations; with `options.compact` in short."""
 
-
-def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
-    """The prompt of appendix A, with table names only as in D.1, with native thinking as in D.2."""
-    names_only = options.schema == "names"
-    given = "" if names_only else "a database schema and "
-    shown = options.schema_text(schema)
-    steps = [FIRST_THOUGHT, QUERY, SECOND_THOUGHT] if multi_turn else [ONLY_THOUGHT]
-    texts = TaskTexts(
-        overview=OVERVIEW.format(given=given),
-        schema_text=f"{NO_SCHEMA} {shown}" if names_only else f"{shown}\n{SCHEMA_NOTE}",
-        instructions=[*ONLY_WHAT_IS_ASKED, THINK_FIRST],
-        thought_rule=THOUGHT_RULE,
-        solution_rule=SOLUTION_RULE,
-        blocks=[QUESTION, *steps, SOLUTION],
-        bullet="-",
+    options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
+    template: ClassVar[str] = "skyrl_sql"
+    thought_tags: ClassVar[tuple[str, ...]] = ("think",)
+    invalid: ClassVar[str] = (
+        "Your previous action is invalid. Keep to the format of thinking and SQL tool, and try again."
     )
-    return task_text(options, example, multi_turn, texts)
+    observation_role: ClassVar[str] = "user"
+    stop_strings: ClassVar[tuple[str, ...]] = ("</sql>", "</solution>")
+
+    def table(self, cells: list[list[str]]) -> str:
+        """How a header and its rows are shown."""
+        return frame(cells)
+
+    def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> tuple[list[dict], None]:
+        """One message of the user; no tool schemas, since tools are called by tags."""
+        tool = EXEC_SQL in tools
+        if self.options.compact:
+            tags = "tags: sql solution" if tool else "tags: solution"
+            return self.options.compact_prompt(example, schema, tags), None
+        return self.options.paper_prompt(self.template, example, schema, tool), None
+
+    def call(self, sql: str) -> str:
+        """The message that runs a query."""
+        return f"<sql>{sql}</sql>"
+
+    def answer(self, sql: str) -> str:
+        """The message that ends the episode."""
+        return f"<solution>{sql}</solution>"
+
+    def parse(self, text: str) -> ModelMessage:
+        """The first <sql> or <solution> outside of thoughts.
+
+        It is well formed if a thought that is not blank stands before it (not asked for in the compact
+        wording and with native thinking), no text after it, no tag in it, and no observation anywhere.
+        """
+        if self.options.native_thinking:
+            _, ended, text = text.rpartition("</think>")
+            if not ended and not re.match(r"\s*<(sql|solution)>", text):
+                return ModelMessage(problem=Status.NO_ACTION, well_formed=False)  # the thinking never ended
+        thought, at = self.options.compact or self.options.native_thinking, 0
+        opening = re.compile(f"<({'|'.join((*self.thought_tags, 'sql', 'solution'))})>")
+        while found := opening.search(text, at):
+            tag, end = found[1], text.find(f"</{found[1]}>", found.end())
+            content = text[found.end() : end].strip()
+            at = end + len(f"</{tag}>")
+            if end >= 0 and tag in self.thought_tags:
+                thought = thought or bool(content)
+                continue
+            if end < 0 or not content:
+                break
+            invented = "<observation>" in text  # only the environment observes
+            well_formed = thought and not (text[at:].strip() or ANY_TAG.search(content) or invented)
+            if tag == "sql":
+                return ModelMessage(tool=EXEC_SQL, sql=content, well_formed=well_formed)
+            return ModelMessage(answer=content, well_formed=well_formed)
+        return ModelMessage(problem=Status.NO_ACTION, well_formed=False)
+
+    def observe_execution(
+        self, question: str, sql: str, result: ExecutionResult, check_memory: bool, messages_left: int
+    ) -> str:
+        """A table of the first 50 rows or the error, and the messages that are left."""
+        if self.options.compact:
+            return self._observation(compact_result(result, self.options.result_characters), messages_left)
+        if not result.ok:
+            return self._observation(
+                truncated(f"OperationalError: {result.message}", MAX_TABLE), messages_left
+            )
+        rows = result.rows[:MAX_ROWS]
+        cells = [[_cell(value) for value in row] for row in (result.columns, *rows)]
+        text = truncated(self.table(cells), MAX_TABLE)
+        if result.truncated or len(result.rows) > MAX_ROWS:
+            text += f"\nTruncated to the first {len(rows)} rows."
+        return self._observation(text, messages_left)
+
+    def observe_problem(self, problem: Status, messages_left: int) -> str:
+        """The request to try again."""
+        return self._observation("invalid" if self.options.compact else self.invalid, messages_left)
+
+    def _observation(self, text: str, messages_left: int) -> str:
+        left = "{}" if self.options.compact else "You have {} turns left to complete the task."
+        return f"<observation>\n{text}\n{left.format(messages_left)}\n</observation>"
+
+
+make_recipe = SkyrlSql
+
+
+def _cell(value: object) -> str:
+    return truncated(str(value).replace("\n", "\\n"), MAX_CELL)
 
 
 def frame(cells: list[list[str]]) -> str:
@@ -136,7 +190,10 @@ def reward(trajectory: Trajectory, example: Example, scorer: Scorer, weights: Re
     return Rewards(ex, em, total, {"format": float(valid)})
 
 
-def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
-    """The reward with the weights that `given` names, as `chosen_weights` reads it."""
-    _, weights = chosen_weights(PRESETS, given)
+def make_reward(rewards: str, scorer: Scorer, decode: Decode, turns: int) -> RewardFunction:
+    """The reward of --rewards: a preset ("" is `paper`) and changed weights, "invalid=-0.5".
+
+    Raises UserError for an unknown preset or weight.
+    """
+    _, weights = chosen_rewards(PRESETS, rewards)
     return lambda trajectory, example: reward(trajectory, example, scorer, weights)

@@ -1,6 +1,6 @@
 """SQL-Trail, the recipe: prompt and loop (A.3, Algorithm 1), six rewards (A.4), settings (A.5).
 
-What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged.py. Choices of its own:
+What it shares with SkyRL-SQL, with the choices that hold for both, is in skyrl_sql.py. Choices of its own:
 
 - Thoughts: the text and the rules of the prompt say <reasoning>, its example, A.3 and A.8 say <think>. The
   prompt stays as it is printed and both tags count. It is a message of the user, not of the system as in A.3.
@@ -22,10 +22,9 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in tagged
   the final output. r_exec is the project's EX, which looks at the first statement; r_syntax runs the whole
   answer with EX's small repairs ("> ="), so that a second statement costs it.
 - Where single-pass and multi-turn RL are compared, r_turns is off in both (section 5.1): --rewards turns=0.
-- Table 4's rows without guidance, and without it and the names of columns, are edits in docs/how_to.md; the one
-  without the schema is --schema names.
-- Without a schema (Table 4) the prompt is not printed: it names the tables, and leaves out the third
-  instruction, which asks for columns of the schema. The prompts of a single pass and of native thinking are ours.
+- Table 4's rows (without guidance, without headers, table names only) are edits in docs/how_to.md; its second has
+  no headers where ours has rows and their numbers alone. The prompts of a single pass and of native thinking are
+  ours.
 - clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Equation 2 has one ratio a
   trajectory, the product of its tokens' ratios, and divides by no length. Here each token has its ratio and a
   trajectory counts by its mean, as in GRPO; the gradient of --aggregate constant is Equation 2's but for a factor.
@@ -40,87 +39,34 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from sqlglot import exp
 
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.names import folded
-from mtsql.data.schema import Schema
-from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_weights, ex_em, keeps_format
-from mtsql.recipes.tagged import ONLY_WHAT_IS_ASKED, TaggedRecipe, TaskTexts, task_text
+from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
+from mtsql.recipes.skyrl_sql import SkyrlSql
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import MAX_CHARACTERS, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, is_blank
 from mtsql.sql.tree import canonical_tree
 
-INVALID = "Your previous action is invalid. Think and try again."
-OVERVIEW = (
-    "You are a helpful text-to-SQL expert assistant. Below, you are provided with {given} and a natural language "
-    "question."
-)
-SELECT_SCHEMA = (
-    "In your first response, you must identify all tables and columns from the database schema that are "
-    "relevant to answering the question."
-)
-REFLECT = (
-    "Before generating the final SQL query you should reflect through previous steps and refine any errors "
-    "previous steps."
-)
-THOUGHT_RULE = (
-    "Conduct thinking inside <reasoning>...</reasoning> blocks every time you get new observation or "
-    "information. nothing more."
-)
-SOLUTION_RULE = "directly provide the final sql in <solution>...</solution>"
-QUESTION = """Question: what is the average price of all products?
 
-Database Schema:
-    Table: products
-    - id (INTEGER, PRIMARY KEY)
-    - name (TEXT)
-    - price (REAL)
-"""
-FIRST_THOUGHT = """<think>I need to find the average price of all items listed in the products table.
+class SqlTrail(SkyrlSql):
+    """SQL-Trail's prompts, tags and observations."""
 
-Relavent tables and columns:
-- 'products':'price'
+    template: ClassVar[str] = "sql_trail"
+    thought_tags: ClassVar[tuple[str, ...]] = ("reasoning", "think")
+    invalid: ClassVar[str] = "Your previous action is invalid. Think and try again."
 
-To solve this problem I should issue a simple aggregate query using AVG(price).</think>"""
-QUERY = """<sql>SELECT AVG(price) FROM products;</sql>
-<observation>
-   AVG(price)
-0       24.75
-</observation>"""
-SECOND_THOUGHT = (
-    "<think>The result shows that the average product price is 24.75. The question asks for the average price, "
-    "so I can directly return this SQL query as the final solution.</think>"
-)
-SOLUTION = "<solution>SELECT AVG(price) FROM products;</solution>"
+    def table(self, cells: list[list[str]]) -> str:
+        """How a header and its rows are shown."""
+        return data_frame(cells)
 
 
-def make_recipe(options: PromptOptions) -> TaggedRecipe:
-    """SQL-Trail's prompts, tags and observations, as the options say."""
-    return TaggedRecipe(options, ("reasoning", "think"), task, data_frame, INVALID)
-
-
-def task(options: PromptOptions, example: Example, schema: Schema, multi_turn: bool) -> str:
-    """The system prompt of A.3."""
-    names_only = options.schema == "names"
-    given = "the table names of a database" if names_only else "a database schema"
-    select = [] if names_only else [SELECT_SCHEMA]
-    reflect = [REFLECT] if multi_turn else []
-    steps = [QUERY, SECOND_THOUGHT] if multi_turn else []
-    texts = TaskTexts(
-        overview=OVERVIEW.format(given=given),
-        schema_text=("Table names: " if names_only else "") + options.schema_text(schema),
-        instructions=[*ONLY_WHAT_IS_ASKED, *select, *reflect],
-        thought_rule=THOUGHT_RULE,
-        solution_rule=SOLUTION_RULE,
-        blocks=[QUESTION, FIRST_THOUGHT, *steps, SOLUTION],
-        bullet="{}.",
-    )
-    return task_text(options, example, multi_turn, texts)
+make_recipe = SqlTrail
 
 
 def data_frame(cells: list[list[str]]) -> str:
@@ -208,7 +154,10 @@ def reward(
     return Rewards(ex, em, total, parts)
 
 
-def make_reward(given: str, scorer: Scorer, decode: Decode, options: PromptOptions) -> RewardFunction:
-    """The rewards that `given` names, as `chosen_weights` reads it: `paper`, or `execution`."""
-    _, weights = chosen_weights(PRESETS, given)
-    return lambda trajectory, example: reward(trajectory, example, scorer, weights, options.turns)
+def make_reward(rewards: str, scorer: Scorer, decode: Decode, turns: int) -> RewardFunction:
+    """The rewards of --rewards: a preset ("" is `paper`) and changed weights, "turns=0,bigram=0.5".
+
+    Raises UserError for an unknown preset or weight.
+    """
+    _, weights = chosen_rewards(PRESETS, rewards)
+    return lambda trajectory, example: reward(trajectory, example, scorer, weights, turns)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtsql.agent.env import Episode, WatchedEpisode
+from mtsql.agent.env import Episode
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError, loading
 from mtsql.files import write_atomically
@@ -54,10 +54,14 @@ class AnswerLog:
             file.write(json.dumps(trajectory.to_plain()) + "\n")
 
 
-def play_unanswered(episodes: Sequence[Episode], log: AnswerLog | None) -> tuple[list[Any], list[Trajectory]]:
+def play_unanswered(
+    episodes: Sequence[Episode], log: AnswerLog | None
+) -> tuple[list[Episode], list[Trajectory]]:
     """The episodes that are still to be played, and the trajectory of each of `episodes`."""
     if log is None:
         return list(episodes), [episode.trajectory for episode in episodes]
     found = [log.find(episode.trajectory) for episode in episodes]
-    waiting = [WatchedEpisode(e, log.add) for e, known in zip(episodes, found, strict=True) if known is None]
+    waiting = [e for e, known in zip(episodes, found, strict=True) if known is None]
+    for episode in waiting:
+        episode.told = log.add
     return waiting, [known or e.trajectory for e, known in zip(episodes, found, strict=True)]

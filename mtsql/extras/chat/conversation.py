@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from mtsql.agent.env import Environment, Episode, WatchedEpisode
-from mtsql.agent.trajectory import ActionType, Status, Trajectory, trajectory_record
+from mtsql.agent.env import Environment, Episode
+from mtsql.agent.trajectory import (
+    ActionType,
+    Status,
+    Trajectory,
+    trajectory_record,
+)
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.introspect import relevant_part
 from mtsql.data.schema import Schema
@@ -16,7 +21,7 @@ from mtsql.recipes.prompt_options import compact_result
 from mtsql.report.records import RESULT_CHARACTERS
 from mtsql.sql.execute import ExecutionResult
 
-Play = Callable[[Sequence[WatchedEpisode]], object]  # plays episodes to their ends, as `rollout` does
+Play = Callable[[Sequence[Episode]], object]  # plays episodes to their ends, as `rollout` does
 ENDINGS = {
     Status.OUT_OF_INTERACTIONS: "it used up its interactions without an answer",
     Status.OUT_OF_TOKENS: "its response was cut by a token limit",
@@ -100,7 +105,8 @@ class Conversation:
             show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
         trajectory, executor = episode.trajectory, self.environment.executor
         try:
-            self.play([WatchedEpisode(episode, show_steps(show))])
+            episode.told = show_steps(show)
+            self.play([episode])
             sql = trajectory.answer_sql
             result = None if sql is None else executor.execute(self.schema.path, sql)
         except ServerError as error:

@@ -242,18 +242,12 @@ def recipes_suite() -> Suite:
             arms[f"{name}_base"] = Arm(f"`{recipe}` before RL{how}", BASE, options)
         trainings[f"{name}_rl"] = Training(GRPO, BASE, (*options, *training), "counts")
         arms[f"{name}_rl"] = Arm(f"`{recipe}` after RL{how}", f"{name}_rl", options)
-    for stage in ("base", "rl"):
-        _, policy, options, _ = arms[f"skyrl_sql_{stage}"]
-        what = f"`skyrl_sql_{stage}` without the schema's columns"
-        arms[f"skyrl_sql_{stage}_names"] = Arm(what, policy, (*options, "--schema", "names"))
     pairs = (
         *((f"RL with {recipe}", f"{recipe}_rl", f"{recipe}_base") for recipe in RECIPES),
         ("several turns against one (SkyRL-SQL)", "skyrl_sql_rl", "skyrl_sql_single_rl"),
         ("several turns against one (SQL-Trail, Table 2)", "sql_trail_rl", "sql_trail_single_rl"),
         ("six rewards against execution alone (SQL-Trail, 3.3.2)", "sql_trail_rl", "sql_trail_execution_rl"),
         ("GRPO-Filter (MTIR-SQL, Table 4)", "mtir_sql_rl", "mtir_sql_unfiltered_rl"),
-        ("the schema in the prompt (SkyRL-SQL, Table 4)", "skyrl_sql_rl", "skyrl_sql_rl_names"),
-        ("RL, asked without the schema", "skyrl_sql_rl_names", "skyrl_sql_base_names"),
     )
     return Suite(
         "Four papers on the same machinery",
