@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
-from mtsql.extras.reproduce.numbers import Values, difference_text, estimate, read_evaluation, subtract
+from mtsql.extras.reproduce.numbers import Values, estimate, read_evaluation, signed, subtract, with_interval
 from mtsql.files import write_atomically
 from mtsql.parts import minutes_of, run_part
 from mtsql.toy.benchmark import MODELS_SEED
@@ -111,7 +111,7 @@ def _report(out: Path, policies: dict[str, Path], seed: int) -> None:
         for key in ("ex", "em", "ex_sampled"):
             pairs = subtract(arms[better].values(key), arms[worse].values(key))
             found |= _mean_and_interval(pairs, key)
-            said[key] = difference_text(estimate({0: pairs}, draws=DRAWS), 100)
+            said[key] = with_interval(estimate({0: pairs}, draws=DRAWS), signed, 100)
         differences.append(found)
         print(f"{better} - {worse}: {said['ex']} ({said['ex_sampled']}; {said['em']})")
     write_atomically(out / "differences.json", json.dumps(differences, indent=1))
