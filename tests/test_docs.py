@@ -45,7 +45,7 @@ def options(script: Path) -> set[str]:
     """Flags of a script: fields of its configuration and of the shared one, and what argparse is told."""
     text = script.read_text(encoding="utf-8")
     if "official" in text:
-        text += (ROOT / "mtsql/extras/official.py").read_text(encoding="utf-8")
+        text += (ROOT / "mtsql/extras/prediction_files.py").read_text(encoding="utf-8")
     found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
     if "read_options(" in text:
         fields = set().union(*map(fields_of, re.findall(r"read_options\(([A-Z]\w+)", text)))
