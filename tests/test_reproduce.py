@@ -58,11 +58,9 @@ def listed(*words) -> list[list[str]]:
     ("name", "words"),
     [
         ("toy", []),
-        ("toy", ["--model", "base"]),
         ("sparc", ["--data", "D", "--other", "O", "--model", "base"]),
         ("cosql", ["--data", "D", "--model", "base"]),
         ("real", ["--data", "D", "--model", "base"]),
-        ("real", ["--data", "D", "--model", "base", "--config", "configs/real_qwen3.toml"]),
         ("recipes", []),
     ],
 )

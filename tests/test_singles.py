@@ -101,7 +101,7 @@ def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_
 
 @pytest.mark.parametrize(
     ("train", "dev"),
-    [("train/", "dev/"), ("train/", "dev_20240627/"), ("", ""), ("train/", "")],
+    [("train/", "dev_20240627/"), ("", ""), ("train/", "")],
 )
 def test_bird_layouts(tiny, tmp_path, train, dev):
     plain = {k: v for k, v in BIRD.items() if k not in ("difficulty", "question_id")}  # as in its train
@@ -159,27 +159,18 @@ def test_other_layouts(tiny, tmp_path):
         ([SPIDER, {}], "item 1 has none of the fields .* its fields are none"),
         ([{"db_id": "music", "question": "?"}], r"item 0 has none .* SQL \(BIRD\).* are db_id, question$"),
         ([{"db_id": "music", "query": GOLD}], "item 0 looks like Spider but lacks the field question"),
-        ([SPIDER, {"question": "?", "query": GOLD}], "item 1 looks like Spider but lacks the field db_id"),
         ([{k: v for k, v in SYN.items() if k != "query"}], "item 0 looks like Spider-Syn but lacks .* query"),
         ([BIRD | {"SQL": None}], "item 0: the field SQL should be text, not NoneType"),
-        ([BIRD | {"evidence": ["a"]}], "item 0: the field evidence should be text, not list"),
         ([SPIDER | {"db_id": ["music"]}], "item 0: the field db_id should be text, not list"),
-        ([SYNSQL | {"sql": {"select": []}}], "item 0: the field sql should be text, not dict"),
         ([SPIDER, SPIDER | {"db_id": "../music"}], r"item 1: database '\.\./music' is not in"),
         ({"data": [SPIDER]}, "should hold a list"),
         ([DIALOGUE | {"interaction": 3}], "expected SParC's fields"),
-        ([DIALOGUE | {"interaction": []}], "dialogue 0: expected SParC's fields"),
         ([DIALOGUE | {"interaction": ["a"]}], "dialogue 0: expected SParC's fields"),
-        (
-            [DIALOGUE | {"database_id": ["music"]}],
-            "the field database_id should be text, not list",
-        ),
         (
             [DIALOGUE | {"interaction": [TURN, {"utterance": "a"}]}],
             "0, turn 1 lacks the field query",
         ),
         ([DIALOGUE | {"interaction": [TURN | {"query": None}]}], "query should be text, not NoneType"),
-        ([DIALOGUE | {"interaction": [TURN | {"utterance": 5}]}], "utterance should be text, not int"),
     ],
 )
 def test_hostile_items_are_named(tiny, tmp_path, content, message):
