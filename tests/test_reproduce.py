@@ -135,10 +135,9 @@ def test_the_recipes_have_their_own_settings_and_the_same_budget(monkeypatch):
         assert config.recipe == parts[f"evaluate {recipe}_rl on test"].recipe == recipe
         assert config.max_interactions == interactions
         assert config.model == parts["counts"].model == "runs/seed0/imitation"
-    filters = [parts[f"mtir_sql{how}_rl"].filter_rollouts for how in ("", "_unfiltered")]
-    assert filters == [True, False]
+    assert [parts[f"mtir_sql{how}_rl"].rewards for how in ("", "_unfiltered")] == ["", "unfiltered"]
     single = parts["sql_trail_single_rl"]
-    assert (single.tools, single.max_interactions, single.weights) == ("none", 0, "turns=0")
+    assert (single.tools, single.max_interactions, single.rewards) == ("none", 0, "turns=0")
     assert parts["evaluate skyrl_sql_rl_names on test"].schema == "names"
 
 
