@@ -74,9 +74,9 @@ class Args(Served, Common):
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     if {word.partition("=")[0] for word in sys.argv[1:]} & {"--gold", "--pred", "--compare"}:
-        from mtsql.extras import official
+        from mtsql.extras import prediction_files
 
-        user_errors(official.main)
+        user_errors(prediction_files.main)
         sys.exit()
     OPTIONS = read_options(Args, __doc__)
 

@@ -55,7 +55,7 @@ def options(script: Path) -> set[str]:
     """Flags of a script: what argparse is told, and the fields of the classes that `read_options` gets."""
     text = text_of(script)
     if script.name == "evaluate.py":  # whose second form is there
-        text += text_of(ROOT / "mtsql/extras/official.py")
+        text += text_of(ROOT / "mtsql/extras/prediction_files.py")
     found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
     for cls in re.findall(r"read_options\(([A-Z]\w+)", text):
         found |= {"--config"} | {"--" + name.replace("_", "-") for name in fields_of(cls, script)}

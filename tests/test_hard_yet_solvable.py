@@ -108,19 +108,10 @@ def test_errors_are_one_sentence(data, tmp_path, monkeypatch, capsys):
     before = (data / "counts.jsonl").read_bytes()
     assert "would replace the counts" in refused(data)
     assert (data / "counts.jsonl").read_bytes() == before
-    assert "--balanced should be at least 0" in refused(tmp_path, "--balanced", -1)
     assert "nothing to choose" in refused(tmp_path, "--balanced", 0, "--exploration", 0)
-    assert "none.jsonl is not there" in refused(tmp_path, "--counts", tmp_path / "none.jsonl")
     assert not list(tmp_path.iterdir())
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(vars(SuccessCount("00000/0", 1, 6, "zoo"))) + "\n")
     assert "the curriculum is of other data: question 00000/0 is over zoo" in refused(
         tmp_path / "out", "--counts", other
     )
-
-
-def test_its_options_stand_in_a_table_of_their_own(tmp_path):
-    path = tmp_path / "c.toml"
-    path.write_text('[selection]\nbalanced = 5\ncounts = "c.jsonl"\n')
-    config = read_options(SelectionConfig, "", ["--config", str(path), "--data", "d", "--out", "o"])
-    assert (config.balanced, config.counts) == (5, "c.jsonl")

@@ -18,7 +18,6 @@ from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
 from mtsql.extras.export import read_conversations
 from mtsql.extras.prediction_files import read_items, read_pairs
-from mtsql.extras.reproduce.numbers import read_lines
 from mtsql.extras.teacher import read_teacher
 from mtsql.files import load_json, load_json_lines
 from mtsql.learn.curriculum import read_counts
@@ -34,7 +33,6 @@ READERS: list[tuple[Callable, dict]] = [
     (read_records, {"example_id": "0/0", "status": "answered", "segments": [SEGMENT], "reward": None}),
     (read_conversations, {"messages": MESSAGES}),
     (read_teacher, {"messages": MESSAGES}),
-    (read_lines, {"example_id": SEPARATED}),
 ]
 
 

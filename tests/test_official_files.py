@@ -11,8 +11,7 @@ import pytest
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
-from mtsql.extras import official
-from mtsql.extras.prediction_files import compare, read_pairs
+from mtsql.extras.prediction_files import compare, main, read_pairs
 from mtsql.sql.match import whole_clause_f1
 from mtsql.sql.structure import SqlSchema
 from mtsql.sql.text import with_gold_values
@@ -62,7 +61,7 @@ def evaluate(folder, *options):
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["evaluate.py", *options])
         try:
-            user_errors(official.main)
+            user_errors(main)
         except SystemExit as error:
             returncode = error.code
     return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue(), returncode=returncode)

@@ -19,7 +19,6 @@ from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_recor
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.extras.viewer import main, render
-from mtsql.report import metrics
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import ABILITIES
 from mtsql.report.metrics import (
@@ -64,13 +63,6 @@ def test_interval_agrees_with_theory_and_repeats():
     assert bootstrap_interval(many) == pytest.approx((0.5 - 0.049, 0.5 + 0.049), abs=0.008)
 
 
-def test_memory_of_the_draws_is_bounded_and_no_draw_is_another_for_it(monkeypatch):
-    values = [[i % 7 / 6, i % 2] for i in range(90)]
-    whole = bootstrap_means(values)
-    monkeypatch.setattr(metrics, "DRAWN_AT_ONCE", 90 * 301)
-    assert len(whole) == 10_000 and bootstrap_means(values) == pytest.approx(whole, abs=1e-12)
-
-
 def test_an_end_within_its_own_error_of_zero_claims_nothing():
     """EXECUTE on SParC dev once stood as 1.7 [0.1, 3.8], which other seeds of the draws take back."""
     rows = json.loads((ROOT / "docs" / "results" / "real.json").read_text())
@@ -88,13 +80,6 @@ def test_an_end_within_its_own_error_of_zero_claims_nothing():
         draws[:beyond] = -1  # the interval's end is above 0 up to 249; its own error is 31 draws
         assert (excludes_zero(draws), excludes_zero(-draws)) == (excluded, excluded), beyond
     assert not excludes_zero(np.zeros(10_000))
-
-
-def test_dialogues_are_drawn_whole():
-    """Ten equal questions of a dialogue tell no more than one."""
-    narrow = bootstrap_interval([[i % 2] for i in range(400)])
-    wide = bootstrap_interval([[i % 2] * 10 for i in range(40)])
-    assert wide[1] - wide[0] > 2 * (narrow[1] - narrow[0])
 
 
 def test_paired_difference_by_hand():
@@ -123,6 +108,7 @@ def make_record(dialogue: object, turn: int, ex: int, em: int, **changes) -> dic
         "pred_parses": dialogue == "a",
         "status": "answered",
         "interactions": 2,
+        "turns": 3,
         "tool_calls": {"exec_sql": 1},
         "sampled_tokens": 10,
         "response_tokens": 20,
@@ -160,7 +146,7 @@ def test_turns_thoughts_and_parts_of_rewards_by_hand():
     assert summary["reward_parts"] == {"syntax": 0.625}
     text = format_summary(summary)
     assert "3.50 an answer, deviation 0.87" in text and "reward: syntax" in text
-    assert "turns" not in summarise(RECORDS) and summarise(RECORDS)["reward_parts"] == {}
+    assert "thought_characters" not in summarise(RECORDS) and summarise(RECORDS)["reward_parts"] == {}
 
 
 def test_summary_by_hand():
@@ -190,18 +176,13 @@ def test_summary_by_hand():
         summarise([])
 
 
-def test_summary_table_is_aligned():
+def test_questions_whose_prompt_is_too_long_are_counted():
     lines = format_summary(summarise(RECORDS)).splitlines()
-    assert lines[0] == "4 questions in 2 dialogues"
     table = lines[2 : lines.index("", 2)]
-    assert {len(line) for line in table} == {50}
+    assert {len(line) for line in table} == {50}  # it is aligned
     assert "turn >4                        1      0.0      0.0" in table
     assert "turn 3                         0        -        -" in table
-    assert any(line.split() == ["exec_sql", "calls", "0.75", "an", "answer"] for line in lines)
-
-
-def test_questions_whose_prompt_is_too_long_are_counted():
-    assert "not asked" not in format_summary(summarise(RECORDS))  # one ran out of tokens, but had been asked
+    assert not any("not asked" in line for line in lines)  # one ran out of tokens, but had been asked
     ended = RECORDS[-1]
     assert ended["status"] == Status.OUT_OF_TOKENS and ended["response_tokens"] > 0
     summary = summarise([*RECORDS, ended | {"response_tokens": 0, "sampled_tokens": 0}])
@@ -250,21 +231,10 @@ def test_metrics_log_columns_and_resume(tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="no column named step"):
         MetricsLog(path, resume_step=1)
-
-
-def test_a_row_that_was_cut_off_inside_its_last_cell_is_dropped(tmp_path):
-    path = tmp_path / "metrics.csv"
-    path.write_text("step,reward\n0,0.25\n1,0.5")  # of 0.5625
-    MetricsLog(path, resume_step=5)
-    assert path.read_text() == "step,reward\n0,0.25\n"
-
-
-def test_a_cut_off_last_row_is_dropped_whatever_its_step(tmp_path):
-    path = tmp_path / "metrics.csv"
-    path.write_text("step,reward\n0,1.0\n1")
-    log = MetricsLog(path, resume_step=2)
-    log.append({"step": 2, "reward": 0.5})
-    assert path.read_text() == "step,reward\n0,1.0\n2,0.5\n"
+    for cut_off in ("1,0.5", "1"):  # 0.5 of 0.5625, and whatever its step
+        path.write_text("step,reward\n0,0.25\n" + cut_off)
+        MetricsLog(path, resume_step=5)
+        assert path.read_text() == "step,reward\n0,0.25\n"
 
 
 def test_figures_are_written(tmp_path):
@@ -293,17 +263,6 @@ def make_trajectory() -> Trajectory:
 
 def decode(ids: tuple[int, ...]) -> str:
     return " ".join(f"<{i}>" for i in ids)
-
-
-def test_trajectory_record_round_trips_through_json():
-    record = trajectory_record(make_trajectory(), decode, reward=0.5)
-    assert json.loads(json.dumps(record)) == record
-    assert record["example_id"] == "7/1" and record["status"] == "answered"
-    assert record["segments"][1] == {
-        "role": "model", "text": "<3> <4> <5>", "loss_mask_sum": 3, "ids": [3, 4, 5],
-        "tokens": ["<3>", "<4>", "<5>"], "logprobs": [-0.1, -0.2, -0.3], "loss_mask": [1, 1, 1],
-    }  # fmt: skip
-    assert trajectory_record(Trajectory("7/1", 3), decode)["status"] is None
 
 
 def test_loss_mask_in_colour_and_without():

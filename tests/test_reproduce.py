@@ -17,7 +17,7 @@ from evaluate import Args as EvaluateArgs
 from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras import curriculum
-from mtsql.extras.reproduce.numbers import difference_text, estimate, read_evaluation, subtract
+from mtsql.extras.reproduce.numbers import estimate, read_evaluation, signed, subtract, with_interval
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import SUITES, Arm, Suite, Training, parts_of
 from mtsql.parts import minutes_of, run_part
@@ -59,11 +59,9 @@ def listed(*words) -> list[list[str]]:
     [
         ("quick", []),
         ("toy", []),
-        ("toy", ["--model", "base"]),
         ("sparc", ["--data", "D", "--other", "O", "--model", "base"]),
         ("cosql", ["--data", "D", "--model", "base"]),
         ("real", ["--data", "D", "--model", "base"]),
-        ("real", ["--data", "D", "--model", "base", "--config", "configs/real_qwen3.toml"]),
         ("recipes", []),
     ],
 )
@@ -175,7 +173,7 @@ def test_estimates_by_hand():
     assert (low, high) == pytest.approx((0.5 - 12.71 / 2, 0.5 + 12.71 / 2), rel=0.06)
     gained = subtract(values, [("a", 0), ("a", 0), ("b", 1), ("b", 1)])
     assert gained == [("a", 1), ("a", 0), ("b", 0), ("b", 0)]
-    assert difference_text(estimate({0: gained}), 100) == "+25.0 [-10.4, +60.4]"
+    assert with_interval(estimate({0: gained}), signed, 100) == "+25.0 [-10.4, +60.4]"
     with pytest.raises(UserError, match="different questions"):
         subtract(values, values[1:])
 
@@ -238,6 +236,23 @@ def test_a_page_is_made_of_what_is_finished_and_again_of_its_rows(tmp_path):
     (elsewhere / "small.json").write_bytes(kept["small.json"])
     write_page(SMALL, "small", elsewhere / "small.md")
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
+
+
+def test_the_mean_of_two_sets_is_of_the_arms_that_both_have(tmp_path):
+    for arm, test, themes in (("warm", "10000", "110"), ("rl", "11000", "111")):
+        lay_out(tmp_path, arm, test)
+        lay_out(tmp_path, arm, themes, dataset="themes")
+    lay_out(tmp_path, "cut", "11111")
+    lay_out(tmp_path, "rl", "11111", seed=1)
+    suite = SMALL._replace(joint=("test", "themes"))
+    text = write_page(suite, "small", tmp_path / "small.md").read_text()
+    mean = text.split("## Mean of test and themes: 8 questions")[1]
+    # EX: (20 + 66.7) / 2 and (40 + 100) / 2; EM of either arm: (20 + 33.3) / 2. No interval.
+    assert cells(mean, "`warm`", "warm start") == ["43.3", "26.7", "0: 43.3"]
+    assert cells(mean, "`rl`", "after RL") == ["70.0", "26.7", "0: 70.0"]
+    assert cells(mean, "what RL is worth") == ["`rl` - `warm`", "+26.7", "0: +26.7", "+0.0"]
+    assert "`cut`" not in mean and "Mean of" not in (tmp_path / "small.json").read_text()
+    assert SUITES["sparc"].joint == SUITES["cosql"].joint == ("sparc", "cosql")
 
 
 def test_rows_of_other_machines_stay_and_other_questions_are_refused(tmp_path):

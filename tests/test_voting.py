@@ -35,12 +35,8 @@ def vote(tmp_path_factory):
     [
         (1, ["SELECT 1", "SELECT 2", "SELECT 3 - 1"]),  # the earliest member of the largest group
         (0, ["SELECT 1", "SELECT 2", "SELECT 2", "SELECT 1"]),  # a tie: the earliest group
-        (1, ["SELECT 0", "SELECT 1", "SELECT 2", "SELECT 2", "SELECT 1"]),
-        (0, ["SELECT 1", "SELECT 2", "SELECT 3"]),
-        (0, ["SELECT 1"]),
         # Neither failures nor missing answers vote, however many they are.
         (4, [BROKEN, None, BROKEN, "", "SELECT 1", BROKEN]),
-        (3, [None, "DROP TABLE t", "DROP TABLE t", "SELECT 1"]),
         (2, [None, None, BROKEN, "-- nothing"]),  # nothing runs: the first answer
         (0, [None, None]),
         # Empty results are equal whatever their columns, and are no failures.
@@ -50,17 +46,14 @@ def vote(tmp_path_factory):
         # Numbers as EX compares them: 2 equals 2.0 but not '2', and nothing is rounded.
         (1, ["SELECT '2'", "SELECT 2", "SELECT 2.0"]),
         (1, ["SELECT 0.1 + 0.2", "SELECT 0.3", "SELECT 3 / 10.0"]),
-        (0, ["SELECT 0.1 + 0.2", "SELECT 0.3"]),
         # Columns in any order, but as many of them.
         (1, ["SELECT x FROM t", "SELECT x, y FROM t", "SELECT y, x FROM t"]),
         # DISTINCT is dropped as in EX, but rows still count: two of 2 are not one.
         (1, ["SELECT x FROM t GROUP BY x", "SELECT x FROM t", "SELECT DISTINCT x FROM t"]),
         # Without ORDER BY in most of the voters the order of rows is free ...
         (1, ["SELECT 7", "SELECT x FROM t", DOWN, "SELECT y FROM t"]),
-        (0, [DOWN, "SELECT x FROM t"]),
         (0, [DOWN, UP, "SELECT x FROM t", "SELECT 7 FROM t"]),  # half is not most
         # ... with it the order counts; who does not run has no say in that either.
-        (1, [DOWN, UP, UP]),
         (1, [DOWN, UP, "SELECT x FROM t"]),
         (4, [BROKEN, BROKEN, None, DOWN, UP, UP]),
     ],

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mtsql.config import Count, Data, option, read_options, save_config, user_errors
+from mtsql.config import Count, Data, Seconds, option, read_options, save_config, user_errors
 from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
@@ -40,10 +40,11 @@ class SelectionConfig(Data):
 
     SECTION: ClassVar = "selection"
     drop_empty: bool = option(False, "choose no question whose gold SQL returns nothing (MTIR-SQL)")
-
     counts: str = option(..., "counts.jsonl of python -m mtsql.extras.curriculum (paper: 6 samples)")
     balanced: Count = option(700, "hard yet solvable questions (paper: 700)")
     exploration: Count = option(327, "questions that no sample solved (paper: 327)")
+    sql_timeout: Seconds = option(5.0, "seconds before a query is stopped")
+    seed: Count = option(0, "that breaks ties")
 
 
 def score(count: SuccessCount) -> float:

@@ -9,17 +9,21 @@ aborts).
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import takewhile, zip_longest
 from pathlib import Path
 
+from mtsql.config import Seconds, check
 from mtsql.data.schema import Schema, read_json
-from mtsql.errors import UserError
-from mtsql.files import load_json, load_json_lines, reading_errors
+from mtsql.errors import UserError, loading
+from mtsql.files import load_json, load_json_lines, reading_errors, write_atomically
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
 from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_f1, partial_sizes, string_match
@@ -51,18 +55,6 @@ PARTIAL_TABLES = {
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A gold line with its prediction; `line` counts from 1, `turn` from 0."""
-
-    line: int
-    interaction: int
-    turn: int
-    db_id: str
-    gold: str
-    predicted: str
-
-
-@dataclass(frozen=True)
 class Rules:
     """What is evaluated: `etype` is all, exec or match."""
 
@@ -71,10 +63,11 @@ class Rules:
     keep_distinct: bool = False
 
 
-def read_pairs(gold: Path, pred: Path) -> list[Pair]:
+def read_pairs(gold: Path, pred: Path) -> list[dict]:
     """The lines of a gold and a prediction file, side by side.
 
-    Raises UserError naming the first line that is missing, too much, or at another place.
+    A pair has the keys line (of the gold file, from 1), interaction, turn (both from 0), db_id, gold and
+    predicted. Raises UserError naming the first line that is missing, too much, or at another place.
     """
     gold_blocks, pred_blocks = _blocks(gold), _blocks(pred)
     if not gold_blocks:
@@ -93,14 +86,17 @@ def read_pairs(gold: Path, pred: Path) -> list[Pair]:
                     f"{gold}, line {line} has no prediction: interaction {number + 1} has {len(blocks[0])} "
                     f"lines there and {len(blocks[1])} in {pred} (write an empty prediction as none)"
                 )
-            pred_line, pred_cells = answered
-            db_id = cells[1].strip()
-            named = pred_cells[-1].strip() if len(pred_cells) > 1 else db_id
+            sql, db_id = cells[0], cells[1].strip()
+            pred_line, (predicted, *others) = answered
+            named = others[-1].strip() if others else db_id
             if named in known and named != db_id:
                 raise UserError(
                     f"{pred}, line {pred_line} is for database {named}, but {gold}, line {line} asks {db_id}"
                 )
-            pairs.append(Pair(line, number, turn, db_id, cells[0], pred_cells[0]))
+            pairs.append(
+                {"line": line, "interaction": number, "turn": turn}
+                | {"db_id": db_id, "gold": sql, "predicted": predicted}
+            )
     return pairs
 
 
@@ -120,104 +116,85 @@ def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
     return blocks if blocks[-1] else blocks[:-1]
 
 
-def score_pairs(
-    pairs: Sequence[Pair],
-    databases: Path,
-    tables: Path | None,
-    rules: Rules,
-    executor: Executor,
-    gold_file: Path,
-) -> list[dict]:
-    """One object a pair: hardness, em, ex, partial_f1, pred_parses, status and FURTHER_METRICS.
+def read_schemas(
+    pairs: Sequence[dict], databases: Path, tables: Path | None, gold_file: Path
+) -> dict[str, Schema]:
+    """The databases of the pairs; what only prompts show of them is left out.
+
+    Raises UserError for a database that is not there, or that the tables lack.
+    """
+    entries = {entry["db_id"]: entry for entry in read_json(tables)} if tables else {}
+    schemas: dict[str, Schema] = {}
+    for pair in pairs:
+        name = pair["db_id"]
+        path = databases / name / f"{name}.sqlite"
+        if not path.is_file():
+            raise UserError(f"{gold_file}, line {pair['line']}: there is no database {path}")
+        if tables and name not in entries:
+            raise UserError(f"{gold_file}, line {pair['line']}: {tables} has no database {name}")
+        schemas[name] = Schema(name, path, (), entries.get(name, NO_FOREIGN_KEYS))
+    return schemas
+
+
+def score_pairs(pairs: Sequence[dict], scorer: Scorer, rules: Rules) -> list[dict]:
+    """The pairs with hardness, em, ex, partial_f1, partial_sizes, pred_parses, status and FURTHER_METRICS.
 
     `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
-    or "gold unreadable". `ex` is None with etype match, `em` and `partial_f1` with exec. Every *.sqlite
-    file of a database's folder must agree (a test suite). Raises UserError for an unknown database, or
-    for tables without Spider's fields.
+    or "gold unreadable". `ex` is None with etype match, `em` and `partial_f1` with exec.
     """
-    try:
-        scorer = Scorer(_schemas(pairs, databases, tables, gold_file), executor)
-    except UserError:
-        raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{tables}: expected databases with Spider's fields, but {error!r}") from None
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(lambda pair: _score(pair, scorer, rules), pairs))
 
 
-def _schemas(
-    pairs: Sequence[Pair], databases: Path, tables: Path | None, gold_file: Path
-) -> dict[str, Schema]:
-    """The databases of the pairs; what only prompts show of them is left out."""
-    entries = {entry["db_id"]: entry for entry in read_json(tables)} if tables else {}
-    schemas: dict[str, Schema] = {}
-    for pair in pairs:
-        name = pair.db_id
-        if name not in schemas:
-            path = databases / name / f"{name}.sqlite"
-            if not path.is_file():
-                raise UserError(f"{gold_file}, line {pair.line}: there is no database {path}")
-            if tables and name not in entries:
-                raise UserError(f"{gold_file}, line {pair.line}: {tables} has no database {name}")
-            schemas[name] = Schema(name, path, (), entries.get(name, NO_FOREIGN_KEYS))
-    return schemas
-
-
-def _score(pair: Pair, scorer: Scorer, rules: Rules) -> dict:
-    name, executor = pair.db_id, scorer.executor
-    path, schema, keys = scorer.paths[name], scorer.schemas[name], scorer.foreign_keys[name]
-    predicted = official_prediction(pair.predicted)
+def _score(pair: dict, scorer: Scorer, rules: Rules) -> dict:
+    name, gold, predicted = pair["db_id"], pair["gold"], official_prediction(pair["predicted"])
+    matched = rules.etype != "exec"
+    item = pair | dict.fromkeys(("hardness", "em", "ex", "partial_f1", "partial_sizes"))
+    item["pred_parses"] = scorer.readable(name, predicted)
     executed = as_scored(predicted, rules.keep_distinct)
-    item: dict = asdict(pair) | {
-        "hardness": None, "em": None, "ex": None, "partial_f1": None, "partial_sizes": None,
-        "pred_parses": scorer.readable(name, predicted), "status": executor.execute(path, *executed).status,
-    }  # fmt: skip
+    item["status"] = scorer.executor.execute(scorer.paths[name], *executed).status
     try:
-        item["hardness"] = hardness(pair.gold, schema)
-        if rules.etype != "exec":
-            item["em"] = int(exact_set_match(pair.gold, predicted, schema, keys))
-            item["partial_f1"] = partial_f1(pair.gold, predicted, schema, keys)
-            item["partial_sizes"] = partial_sizes(pair.gold, predicted, schema, keys)
+        item["hardness"] = hardness(gold, scorer.schemas[name])
+        if matched:
+            compared = (gold, predicted, scorer.schemas[name], scorer.foreign_keys[name])
+            item["em"] = int(exact_set_match(*compared))
+            item["partial_f1"], item["partial_sizes"] = partial_f1(*compared), partial_sizes(*compared)
     except SqlParseError:
         item["status"] = "gold unreadable"
-        item["em"] = 0 if rules.etype != "exec" else None
+        item["em"] = 0 if matched else None
     if rules.etype != "match":
-        tried = with_gold_values(pair.gold, predicted) if rules.plug_value else iter((predicted,))
-        suite = sorted(path.parent.glob("[!.]*.sqlite"))
-        right = None
-        try:
-            right = _first_right(tried, pair.gold, suite, rules.keep_distinct, executor)
-            if right is None and item["status"] in ("rows", "empty"):
-                item["status"] = _status_where_wrong(executed, predicted, pair.gold, suite, rules, executor)
-        except ValueError:
-            item["status"] = "gold failed"
-        item["ex"] = int(right is not None)
-        item |= scorer.further_ex(suite, pair.gold, predicted if right is None else right)
-    if rules.etype != "exec":
-        item["em_string"] = int(string_match(pair.gold, predicted))
+        item |= _execution(item, predicted, scorer, rules)
+    if matched:
+        item["em_string"] = int(string_match(gold, predicted))
     return item
 
 
-def _first_right(
-    tried: Iterator[str], gold: str, paths: list[Path], keep_distinct: bool, executor: Executor
-) -> str | None:
-    """The first text that every database finds right."""
+def _execution(item: dict, predicted: str, scorer: Scorer, rules: Rules) -> dict:
+    """`ex`, those of FURTHER_METRICS that run the queries, and `status`.
+
+    Every *.sqlite file of a database's folder must agree (a test suite); the status is that in the first
+    which finds the prediction wrong.
+    """
+    gold, executor, path = item["gold"], scorer.executor, scorer.paths[item["db_id"]]
+    suite = sorted(path.parent.glob("[!.]*.sqlite"))
+    right, status = None, item["status"]
+
+    def wrong_in(sql: str) -> Path | None:
+        found = (p for p in suite if not execution_match(executor, p, gold, sql, rules.keep_distinct))
+        return next(found, None)
+
     deadline = time.monotonic() + PLUGGING_SECONDS
-    for candidate in tried:
-        if all(execution_match(executor, path, gold, candidate, keep_distinct) for path in paths):
-            return candidate
-        if time.monotonic() > deadline:
-            break
-    return None
-
-
-def _status_where_wrong(
-    executed: tuple[str, ...], predicted: str, gold: str, paths: list[Path], rules: Rules, executor: Executor
-) -> str:
-    """What became of a prediction in the first database that finds it wrong."""
-    matches = (execution_match(executor, path, gold, predicted, rules.keep_distinct) for path in paths)
-    wrong = next((p for p, right in zip(paths, matches, strict=True) if not right), paths[0])
-    return executor.execute(wrong, *executed).status
+    tried = with_gold_values(gold, predicted) if rules.plug_value else [predicted]
+    in_time = takewhile(lambda _: time.monotonic() < deadline, tried)
+    try:
+        right = next((sql for sql in in_time if wrong_in(sql) is None), None)
+        if right is None and status in ("rows", "empty"):
+            executed = as_scored(predicted, rules.keep_distinct)
+            status = executor.execute(wrong_in(predicted) or path, *executed).status
+    except ValueError:
+        status = "gold failed"
+    further = scorer.further_ex(suite, gold, predicted if right is None else right)
+    return {"ex": int(right is not None), "status": status} | further
 
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:
@@ -227,25 +204,22 @@ def summarise_items(items: Sequence[dict], etype: str) -> dict:
     summary["official_grammar_cannot_read"] = sum(not item["pred_parses"] for item in items)
     summary["status"] = dict(sorted(statuses.items()))
     for metric in metrics_of(items):
-        values = by_dialogue(items, metric)
-        low, high = bootstrap_interval(values)
-        summary[metric] = {"mean": _mean(v for block in values for v in block), "low": low, "high": high}
-    levels = {level: [i for i in items if i["hardness"] == level] for level in HARDNESS}
+        low, high = bootstrap_interval(by_dialogue(items, metric))
+        summary[metric] = {"mean": _mean(item[metric] for item in items), "low": low, "high": high}
+
+    def scores(group: Sequence[dict]) -> dict:
+        return {"count": len(group)} | {m: _mean(item[m] for item in group) for m in MEASURED[etype]}
+
+    levels = {level: [i for i in items if i["hardness"] == level] for level in HARDNESS} | {"all": items}
+    summary["levels"] = {level: scores(group) for level, group in levels.items()}
+    for level, group in levels.items() if etype != "exec" else ():
+        summary["levels"][level]["partial"] = {name: _component(group, name) for name in COMPONENTS}
     turns = {turn: [i for i in items if turn_name(i["turn"]) == turn] for turn in TURNS}
-    summary["levels"] = {name: _scores(group, etype) for name, group in (levels | {"all": items}).items()}
-    summary["turns"] = {name: _scores(group, etype, partial=False) for name, group in turns.items()}
+    summary["turns"] = {turn: scores(group) for turn, group in turns.items()}
     summary["joint_all"] = {"count": len(blocks)} | {
         metric: _mean(all(item[metric] for item in block) for block in blocks) for metric in MEASURED[etype]
     }
     return summary
-
-
-def _scores(group: Sequence[dict], etype: str, partial: bool = True) -> dict:
-    scores: dict = {"count": len(group)}
-    scores |= {metric: _mean(item[metric] for item in group) for metric in MEASURED[etype]}
-    if partial and "em" in scores:
-        scores["partial"] = {name: _component(group, name) for name in COMPONENTS}
-    return scores
 
 
 def _component(group: Sequence[dict], name: str) -> dict[str, float]:
@@ -271,37 +245,33 @@ def metrics_of(items: Sequence[dict]) -> list[str]:
 
 def by_dialogue(items: Sequence[dict], metric: str) -> list[list[float]]:
     """A metric by interaction; in a file of single questions each is a dialogue of its own."""
-    groups = grouped(items, "interaction")
-    if len(groups) == 1:
-        return [[item[metric]] for item in items]
-    return [[item[metric] for item in group] for group in groups]
+    blocks = grouped(items, "interaction")
+    blocks = blocks if len(blocks) > 1 else [[item] for item in items]
+    return [[item[metric] for item in block] for block in blocks]
 
 
 def format_tables(summary: dict, etype: str) -> str:
     """The official tables; "joint_all" is interaction match. Turns only where there are dialogues."""
     dialogues = summary["interactions"] > 1
-    levels = [*summary["levels"], *(["joint_all"] if dialogues else [])]
-    scores = summary["levels"] | {"joint_all": summary["joint_all"]}
-    lines = [_row("", levels), _row("count", [scores[level]["count"] for level in levels])]
+    levels, turns = summary["levels"], summary["turns"]
+    columns = levels | ({"joint_all": summary["joint_all"]} if dialogues else {})
+    lines = [_row("", columns), _row("count", [of["count"] for of in columns.values()])]
     for metric in MEASURED[etype]:
         name, title, _ = TABLES[metric]
-        lines += [title, _row(name, [scores[level][metric] for level in levels])]
-    if etype != "exec":
-        graded = [level for level in levels if "partial" in scores[level]]
-        for title, key in PARTIAL_TABLES.items():
-            lines.append(title)
-            lines += [_row(n, [scores[level]["partial"][n][key] for level in graded]) for n in COMPONENTS]
+        lines += [title, _row(name, [of[metric] for of in columns.values()])]
+    for title, key in PARTIAL_TABLES.items() if etype != "exec" else ():
+        lines.append(title)
+        lines += [_row(name, [of["partial"][name][key] for of in levels.values()]) for name in COMPONENTS]
     if dialogues:
-        turns = summary["turns"]
-        lines += ["", _row("", [f"turn {t}" if t[0] != ">" else "turn > 4" for t in turns])]
-        lines.append(_row("count", [turns[t]["count"] for t in turns]))
+        lines += ["", _row("", [f"turn {turn.replace('>', '> ')}" for turn in turns])]
+        lines.append(_row("count", [of["count"] for of in turns.values()]))
         for metric in MEASURED[etype]:
             name, _, title = TABLES[metric]
-            lines += [title, _row(name, [turns[t][metric] for t in turns])]
+            lines += [title, _row(name, [of[metric] for of in turns.values()])]
     return "\n".join(lines)
 
 
-def _row(name: str, cells: Sequence[object]) -> str:
+def _row(name: str, cells: Iterable[object]) -> str:
     shown = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
     return f"{name:20} " + " ".join(f"{cell:<20}" for cell in shown)
 
@@ -353,20 +323,63 @@ def compare(a: Path, b: Path) -> str:
     if len(ours) != len(theirs):
         raise UserError(f"{a} holds {len(ours)} questions and {b} {len(theirs)}; compare the same questions")
     for number, (x, y) in enumerate(zip(ours, theirs, strict=True), start=1):
-        if (x["interaction"], x["turn"], x["gold"]) != (y["interaction"], y["turn"], y["gold"]):
+        if any(x[key] != y[key] for key in ("interaction", "turn", "gold")):
             raise UserError(f"question {number} is not the same in {a} and {b}")
-    lines = [
-        f"A = {a}",
-        f"B = {b}",
-        f"{len(ours)} questions in {len(grouped(ours, 'interaction'))} interactions",
-    ]
+    lines = [f"A = {a}", f"B = {b}"]
+    lines.append(f"{len(ours)} questions in {len(grouped(ours, 'interaction'))} interactions")
     lines.append(f"{'':20}{'A %':>8}{'B %':>8}{'A - B':>9}{'95 % interval':>18}{'McNemar p':>12}")
-    for metric in [m for m in metrics_of(ours) if m in metrics_of(theirs)]:
-        left, right = by_dialogue(ours, metric), by_dialogue(theirs, metric)
-        difference, low, high, p = paired_difference(left, right)
-        means = [100 * _mean(v for block in side for v in block) for side in (left, right)]
+    for metric in (m for m in metrics_of(ours) if m in metrics_of(theirs)):
+        difference, low, high, p = paired_difference(by_dialogue(ours, metric), by_dialogue(theirs, metric))
+        mean_a, mean_b = (100 * _mean(item[metric] for item in side) for side in (ours, theirs))
         interval = f"[{100 * low:+.1f}, {100 * high:+.1f}]"
         lines.append(
-            f"{metric:20}{means[0]:>8.1f}{means[1]:>8.1f}{100 * difference:>+9.1f}{interval:>18}{p:>12.2g}"
+            f"{metric:20}{mean_a:>8.1f}{mean_b:>8.1f}{100 * difference:>+9.1f}{interval:>18}{p:>12.2g}"
         )
     return "\n".join(lines)
+
+
+def main() -> None:
+    """Score the files and print the tables, or print the comparison."""
+    about = "Score prediction files as the official evaluation does, or compare two evaluations."
+    parser = argparse.ArgumentParser(prog="evaluate.py", description=about, allow_abbrev=False)
+    parser.add_argument(
+        "--gold", nargs="?", type=Path, help="gold file: SQL, tab, database; blank lines between"
+    )
+    parser.add_argument(
+        "--pred", type=Path, help="predictions: one SQL a line, blank lines as in the gold file"
+    )
+    parser.add_argument("--databases", type=Path, help="folder of <db_id>/<db_id>.sqlite")
+    parser.add_argument("--tables", type=Path, help="tables.json; not needed with --etype exec")
+    parser.add_argument(
+        "--etype", choices=("all", "exec", "match"), default="all", help="what to evaluate [all]"
+    )
+    parser.add_argument("--plug-value", action="store_true", help="also try the gold query's values")
+    parser.add_argument("--keep-distinct", action="store_true", help="EX with DISTINCT")
+    parser.add_argument(
+        "--sql-timeout", type=float, default=30.0, help="seconds before a query is stopped [30]"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the summary and every verdict to")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two such files, alone")
+    chosen = parser.parse_args()
+    if chosen.compare:
+        if len(sys.argv) != 4:
+            parser.error("--compare A B goes alone")
+        print(compare(*chosen.compare))
+        return
+    needed = ["gold", "pred", "databases"] + (["tables"] if chosen.etype != "exec" else [])
+    missing = [f"--{name}" for name in needed if getattr(chosen, name) is None]
+    if missing:
+        parser.error(f"give {', '.join(missing)}")
+    check("--sql-timeout", chosen.sql_timeout, Seconds)
+    pairs = read_pairs(chosen.gold, chosen.pred)
+    rules = Rules(chosen.etype, chosen.plug_value, chosen.keep_distinct)
+    with loading(f"{chosen.tables}: expected databases with Spider's fields"):
+        schemas = read_schemas(pairs, chosen.databases, chosen.tables, chosen.gold)
+        scorer = Scorer(schemas, Executor(timeout_seconds=chosen.sql_timeout))
+    items = score_pairs(pairs, scorer, rules)
+    summary = summarise_items(items, chosen.etype)
+    if chosen.json:
+        write_atomically(chosen.json, json.dumps({"summary": summary, "per_item": items}, indent=1))
+    print(format_tables(summary, chosen.etype))
+    print()
+    print(format_further(summary, items))

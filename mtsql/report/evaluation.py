@@ -49,24 +49,23 @@ def answer_dialogues(
     first turns are answered together, then all second turns with the first answers in memory. What `log`
     holds is not played again.
     """
-    if history != "predicted":
-        batches = [[(d.id, e) for d in dialogues for e in examples([d], history)]]
-    else:
-        batches = [[] for _ in range(max((len(d.turns) for d in dialogues), default=0))]
-        for dialogue in dialogues:
-            for turn in dialogue.turns:
-                batches[turn.index].append((dialogue.id, dialogue))
     answers: dict[str, list[str | None]] = {d.id: [] for d in dialogues}
+
+    def questions_of_turn(index: int) -> list[Example]:
+        return [example_after(d, answers[d.id]) for d in dialogues if index < len(d.turns)]
+
+    if history == "predicted":
+        turns = max((len(d.turns) for d in dialogues), default=0)
+        batches = map(questions_of_turn, range(turns))  # each is made after the answers to the one before
+    else:
+        batches = iter([examples(dialogues, history)])
     done: list[tuple[Example, Trajectory]] = []
     for batch in batches:
-        asked = [
-            example_after(item, answers[name]) if isinstance(item, Dialogue) else item for name, item in batch
-        ]
-        episodes = [environment.episodes(example, [_seed(seed, example)])[0] for example in asked]
+        episodes = [environment.episodes(example, [_seed(seed, example)])[0] for example in batch]
         unanswered, trajectories = play_unanswered(episodes, log)
         play([e for e in unanswered if e.trajectory.status is None])
-        for (name, _), example, trajectory in zip(batch, asked, trajectories, strict=True):
-            answers[name].append(trajectory.answer_sql)
+        for example, trajectory in zip(batch, trajectories, strict=True):
+            answers[example.dialogue_id].append(trajectory.answer_sql)
             done.append((example, trajectory))
     return sorted(done, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 

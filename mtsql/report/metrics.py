@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -24,7 +24,6 @@ HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
 RESAMPLES = 10_000  # of a bootstrap interval
 MANY_GROUPS = 100  # beyond, those with equal sums and sizes are drawn as one, which is faster
-DRAWN_AT_ONCE = 2_000_000  # groups, so that memory stays bounded
 COUNTS = ("interactions", "sampled_tokens", "response_tokens", "turns", "thought_characters")
 
 
@@ -64,14 +63,9 @@ def bootstrap_means(
     if count > MANY_GROUPS:
         totals, alike = np.unique(totals, axis=0, return_counts=True)
         shares = alike / count
-    rng = np.random.default_rng(seed)
-    means = np.empty(draws)
-    at_once = max(1, DRAWN_AT_ONCE // len(totals))
-    for start in range(0, draws, at_once):
-        part = means[start : start + at_once]
-        sums, sizes = (rng.multinomial(count, shares, size=len(part)) @ totals).T
-        part[:] = sums / sizes
-    return means
+    drawn = np.random.default_rng(seed).multinomial(count, shares, size=draws)
+    sums, sizes = (drawn @ totals).T
+    return sums / sizes
 
 
 def interval_of(means: np.ndarray) -> tuple[float, float]:
@@ -85,23 +79,15 @@ def bootstrap_interval(values_by_dialogue: Sequence[Sequence[float]], seed: int 
     return interval_of(bootstrap_means(values_by_dialogue, seed))
 
 
-def smaller_tail(means: np.ndarray) -> float:
-    """The share of resampled means at 0 or beyond it, on the side that has fewer; never quite 0."""
-    tail = min((means <= 0).sum(), (means >= 0).sum())
-    return float(tail + 1) / (len(means) + 1)
-
-
-def at_most(share: float, draws: int) -> float:
-    """What a share of so many random draws may be, with its own Monte-Carlo error (1.96 standard errors)."""
-    return share + 1.96 * math.sqrt(share * (1 - min(share, 1)) / draws)
-
-
 def excludes_zero(means: np.ndarray) -> bool:
     """Whether the 95 % interval of resampled means lies beside 0 by more than its own Monte-Carlo error.
 
-    Only then may a difference be claimed: an end nearer to 0 is on the other side with other draws.
+    Only then may a difference be claimed: an end nearer to 0 is on the other side with other draws. The
+    share of means at 0 or beyond it is known to 1.96 standard errors.
     """
-    return at_most(smaller_tail(means), len(means)) < 0.025
+    draws = len(means)
+    beyond = (min((means <= 0).sum(), (means >= 0).sum()) + 1) / (draws + 1)  # never quite 0
+    return bool(beyond + 1.96 * math.sqrt(beyond * (1 - beyond) / draws) < 0.025)
 
 
 def paired_difference(
@@ -128,9 +114,9 @@ def summarise(records: Sequence[dict]) -> dict:
     """All numbers of an evaluation.
 
     Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, ex, em
-    and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, interactions, tool_calls (tool ->
-    count), sampled_tokens, response_tokens and abilities (ABILITIES, 0 to 1 or None), and perhaps turns
-    (model messages), thought_characters and reward_parts.
+    and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, interactions, turns (model messages),
+    tool_calls (tool -> count), sampled_tokens, response_tokens and abilities (ABILITIES, 0 to 1 or None),
+    and perhaps thought_characters and reward_parts.
     Shares are fractions; the mean over no question is None. Raises ValueError without records.
     """
     if not records:
@@ -144,20 +130,15 @@ def summarise(records: Sequence[dict]) -> dict:
         "by_difficulty": {d: [r for r in records if r.get("difficulty") == d] for d in difficulties},
     }
 
-    def means(key: str, name: str) -> dict[str, float | None]:
-        return {group: _mean(r[key] for r in held) for group, held in by[name].items()}
+    def means(key: str) -> dict[str, dict[str, float | None]]:
+        return {n: {group: _mean(r[key] for r in held) for group, held in by[n].items()} for n in by}
 
     summary: dict = {"questions": len(records), "dialogues": len(dialogues)}
     for metric in ("ex", "em"):
         values = [[r[metric] for r in dialogue] for dialogue in dialogues]
         low, high = bootstrap_interval(values)
-        summary[metric] = {
-            "mean": _mean(r[metric] for r in records),
-            "low": low,
-            "high": high,
-            "interaction_match": _mean(map(all, values)),
-            **{name: means(metric, name) for name in by},
-        }
+        summary[metric] = {"mean": _mean(r[metric] for r in records), "low": low, "high": high}
+        summary[metric] |= {"interaction_match": _mean(map(all, values)), **means(metric)}
     summary["further"] = {metric: _mean(r[metric] for r in records) for metric in FURTHER_METRICS}
     # An episode whose prompt is longer than --max-prompt-tokens ends before the policy has written anything.
     unwritten = [r for r in records if r["status"] == Status.OUT_OF_TOKENS and not r["response_tokens"]]
@@ -172,9 +153,8 @@ def summarise(records: Sequence[dict]) -> dict:
     summary["tool_calls"] = {tool: _mean(r["tool_calls"].get(tool, 0) for r in records) for tool in tools}
     for key in (key for key in COUNTS if key in records[0]):
         summary[key] = _mean(r[key] for r in records)
-        summary |= {f"{key}_{name}": means(key, name) for name in by}
-    if "turns" in summary:
-        summary["turns_deviation"] = pstdev(r["turns"] for r in records)
+        summary |= {f"{key}_{name}": groups for name, groups in means(key).items()}
+    summary["turns_deviation"] = pstdev(r["turns"] for r in records)
     parts = sorted({part for r in records for part in r.get("reward_parts", ())})
     summary["reward_parts"] = {p: _mean(r.get("reward_parts", {}).get(p, 0) for r in records) for p in parts}
     measured = {a: [r["abilities"][a] for r in records if r["abilities"][a] is not None] for a in ABILITIES}
@@ -205,25 +185,26 @@ def format_summary(summary: dict) -> str:
     """The summary as a plain-text table; what no question falls under is shown as "-"."""
     ex, em = summary["ex"], summary["em"]
 
-    def scored(label: str, key: str, inner: str | None = None, count: int | str = "") -> str:
-        shares = (side[key] if inner is None else side[key][inner] for side in (ex, em))
-        return f"{label:<22}{count:>10}" + "".join(map(_percent, shares))
+    def scored(label: str, in_ex: float | None, in_em: float | None, count: int | str = "") -> str:
+        return f"{label:<22}{count:>10}{_percent(in_ex)}{_percent(in_em)}"
+
+    def groups(name: str, label: str = "", counts: Mapping[str, int] | None = None) -> list[str]:
+        counts = counts or {}
+        return [scored(label + g, ex[name][g], em[name][g], counts.get(g, "")) for g in ex[name]]
 
     lines = [
         f"{summary['questions']} questions in {summary['dialogues']} dialogues",
         "",
         f"{'':<22}{'questions':>10}{'EX %':>9}{'EM %':>9}",
-        scored("all questions", "mean"),
-        scored("  95 % interval, low", "low"),
-        scored("  95 % interval, high", "high"),
+        scored("all questions", ex["mean"], em["mean"]),
+        *(scored(f"  95 % interval, {end}", ex[end], em[end]) for end in ("low", "high")),
+        *groups("by_turn", "turn ", summary["questions_by_turn"]),
+        *groups("by_hardness", "", summary["questions_by_hardness"]),
+        *groups("by_difficulty"),
+        scored("whole dialogues", ex["interaction_match"], em["interaction_match"], summary["dialogues"]),
+        "",
+        *(f"{FURTHER_METRICS[m]:<32}{_percent(mean)} %" for m, mean in summary["further"].items()),
     ]
-    for turn, count in summary["questions_by_turn"].items():
-        lines.append(scored(f"turn {turn}", "by_turn", turn, count))
-    for level, count in summary["questions_by_hardness"].items():
-        lines.append(scored(level, "by_hardness", level, count))
-    lines += [scored(name, "by_difficulty", name) for name in ex["by_difficulty"]]
-    lines += [scored("whole dialogues", "interaction_match", count=summary["dialogues"]), ""]
-    lines += [f"{FURTHER_METRICS[m]:<32}{_percent(mean)} %" for m, mean in summary["further"].items()]
     unread, answers = summary["official_grammar_cannot_read"], summary["answers"]
     lines += [f"the official grammar cannot read {unread} of {answers} answers", ""]
     lines += [f"{status:<32}{_percent(share)} %" for status, share in summary["status"].items()]

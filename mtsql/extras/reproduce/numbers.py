@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
@@ -44,7 +44,7 @@ def read_evaluation(folder: Path) -> Evaluation | None:
     """The evaluation in a folder; None while its summary or predictions are not there or not whole."""
     summary, run = read_json(folder / "summary.json"), read_json(folder / "run.json")
     try:
-        records = read_lines(folder / "predictions.jsonl")
+        records = [row for _, row in load_json_lines(folder / "predictions.jsonl")]
     except UserError:
         return None
     whole = summary and len(records) == summary["questions"]
@@ -57,11 +57,6 @@ def read_json(path: Path) -> Any:
         return load_json(path)
     except UserError:
         return None
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The rows of a JSONL file."""
-    return [row for _, row in load_json_lines(path)]
 
 
 def subtract(values: Values, others: Values) -> Values:
@@ -101,12 +96,17 @@ def estimate(
     return Estimate(mean, interval_of(drawn), means, excludes_zero(drawn))
 
 
+def decimal(number: float) -> str:
+    """With one decimal."""
+    return f"{number:.1f}"
+
+
 def signed(number: float) -> str:
     """With its sign and one decimal; what rounds to 0 is +0."""
     return f"{round(number, 1) + 0.0:+.1f}"
 
 
-def difference_text(found: Estimate, scale: float = 1) -> str:
-    """A difference with its interval: +3.4 [+1.7, +5.2]."""
-    ends = f" [{', '.join(signed(scale * end) for end in found.interval)}]" if found.interval else ""
-    return signed(scale * found.mean) + ends
+def with_interval(found: Estimate, show: Callable[[float], str], scale: float = 1) -> str:
+    """The mean with its interval, if there is one: +3.4 [+1.7, +5.2]."""
+    ends = f" [{', '.join(show(scale * end) for end in found.interval)}]" if found.interval else ""
+    return show(scale * found.mean) + ends

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import cycle, groupby
 from pathlib import Path
@@ -23,18 +23,20 @@ from mtsql.errors import UserError
 from mtsql.extras.reproduce.numbers import (
     Estimate,
     Values,
-    difference_text,
+    decimal,
     estimate,
     read_evaluation,
     read_json,
     signed,
     subtract,
+    with_interval,
 )
 from mtsql.extras.reproduce.suites import Suite
 from mtsql.files import write_atomically
 from mtsql.report.plots import save_figure
 
 Row = dict[str, Any]
+ByArm = dict[str, dict[int, Row]]  # arm: seed: row
 BITS = {"ex": "right", "em": "exact"}  # a character a question
 READING = (
     "EX is execution accuracy, EM exact set match, greedy, in %; a mean is over seeds. In brackets: 95 "
@@ -52,42 +54,72 @@ def write_page(suite: Suite, name: str, path: Path) -> Path:
     Finished evaluations are looked for in the folder of `path`. Raises UserError if there are none and no
     .json, and for a row with other questions than the others of its set.
     """
-    out = path.parent
+    rows = up_to_date_rows(suite, path)
+    of = by_set(rows)
+    accuracy = {dataset: accuracies(by_arm) for dataset, by_arm in of.items()}
+    bars = save_figure(bar_figure(accuracy), path.with_name(f"{path.stem}_bars.png"))
+    sections = [
+        f"# {suite.title}",
+        heading(suite, name, of, rows, path),
+        READING,
+        f"![EX of every arm]({bars.name})",
+    ]
+    for dataset, by_arm in (of | by_set(joint_rows(of, suite.joint))).items():
+        count = next(row["questions"] for by_seed in by_arm.values() for row in by_seed.values())
+        sections.append(f"## {dataset}: {count} questions")
+        sections += [accuracy_table(suite, accuracies(by_arm)), difference_table(suite, by_arm)]
+    curves = curve_figure(rows)
+    if curves:
+        file = save_figure(curves, path.with_name(f"{path.stem}_curves.png"))
+        shown = "EX during RL, on the dialogues that it evaluates, or without any on the sampled batch"
+        sections.append(f"## During RL\n\n![{shown}]({file.name})\n\n{shown}; thick: the mean of the seeds.")
+    write_atomically(path, "\n\n".join(filter(None, sections)) + "\n")
+    return path
+
+
+def up_to_date_rows(suite: Suite, path: Path) -> list[Row]:
+    """The rows beside `path`, with those of finished evaluations, in the order of the suite; written back."""
     rows = {(r["dataset"], r["arm"], r["seed"]): r for r in read_json(path.with_suffix(".json")) or []}
-    for folder in out.glob("seed*/evaluation/*/*"):
+    for folder in path.parent.glob("seed*/evaluation/*/*"):
         row = finished_row(folder, next(iter(suite.sets)))
         if row:
             rows[row["dataset"], row["arm"], row["seed"]] = row
     if not rows:
-        raise UserError(f"{out} has no finished evaluation of this suite yet, and no {path.stem}.json")
+        raise UserError(
+            f"{path.parent} has no finished evaluation of this suite yet, and no {path.stem}.json"
+        )
     arms = [*suite.arms, *sorted({arm for _, arm, _ in rows} - suite.arms.keys())]
     sets = [*suite.sets, *sorted({dataset for dataset, *_ in rows} - suite.sets.keys())]
     order = sorted(rows, key=lambda key: (sets.index(key[0]), arms.index(key[1]), key[2]))
     found = [rows[key] for key in order]
     check_questions(found)
     write_atomically(path.with_suffix(".json"), "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
-    of = {  # set: arm: seed: row
-        dataset: {
-            arm: {r["seed"]: r for r in found if (r["dataset"], r["arm"]) == (dataset, arm)} for arm in arms
-        }
-        for dataset in sets
-        if any(r["dataset"] == dataset for r in found)
-    }
-    accuracy = {dataset: accuracies(by_arm) for dataset, by_arm in of.items()}
-    bars = save_figure(bar_figure(accuracy), path.with_name(f"{path.stem}_bars.png"))
-    sections = [f"![EX of every arm]({bars.name})"]
-    for dataset, by_arm in of.items():
-        count = next(r["questions"] for r in found if r["dataset"] == dataset)
-        sections.append(f"## {dataset}: {count} questions")
-        sections += [accuracy_table(suite, accuracy[dataset]), difference_table(suite, by_arm)]
-    curves = curve_figure(found)
-    if curves:
-        file = save_figure(curves, path.with_name(f"{path.stem}_curves.png"))
-        shown = "EX during RL, on the dialogues that it evaluates, or without any on the sampled batch"
-        sections.append(f"## During RL\n\n![{shown}]({file.name})\n\n{shown}; thick: the mean of the seeds.")
-    top = f"# {suite.title}\n\n{heading(suite, name, of, found, path)}"
-    write_atomically(path, joined(top, READING, *sections) + "\n")
-    return path
+    return found
+
+
+def by_set(rows: Sequence[Row]) -> dict[str, ByArm]:
+    """Every set's rows by arm and seed, in the order of `rows`."""
+    found: dict[str, ByArm] = {}
+    for row in rows:
+        found.setdefault(row["dataset"], {}).setdefault(row["arm"], {})[row["seed"]] = row
+    return found
+
+
+def joint_rows(of: Mapping[str, ByArm], sets: Sequence[str]) -> list[Row]:
+    """The mean of the sets' EX and EM, where all of them have an arm of a seed (MTSQL-R1, Figure 1, Table 2).
+
+    The sets weigh the same, whatever their questions; there is no interval.
+    """
+    held = [of.get(dataset, {}) for dataset in sets]
+    rows = []
+    for arm, by_seed in (held[0] if held else {}).items():
+        for seed in by_seed:
+            parts = [by_arm[arm][seed] for by_arm in held if seed in by_arm.get(arm, ())]
+            if len(parts) == len(sets):
+                row = {"dataset": f"Mean of {' and '.join(sets)}", "arm": arm, "seed": seed}
+                row |= {metric: fmean(part[metric] for part in parts) for metric in BITS}
+                rows.append(row | {"questions": sum(part["questions"] for part in parts)})
+    return rows
 
 
 def finished_row(folder: Path, first_set: str) -> Row | None:
@@ -145,12 +177,11 @@ def values_of(row: Row, metric: str) -> Values:
     return [(name, 100.0 * int(bit)) for name, bit in zip(names, row[BITS[metric]], strict=True)]
 
 
-def accuracies(by_arm: Mapping[str, Mapping[int, Row]]) -> dict[str, dict[str, Estimate]]:
-    """EX and EM of every arm that has rows."""
+def accuracies(by_arm: ByArm) -> dict[str, dict[str, Estimate]]:
+    """EX and EM of every arm."""
     return {
         arm: {m: estimate({seed: values_of(row, m) for seed, row in rows.items()}) for m in BITS}
         for arm, rows in by_arm.items()
-        if rows
     }
 
 
@@ -158,40 +189,36 @@ def accuracy_table(suite: Suite, found: Mapping[str, Mapping[str, Estimate]]) ->
     """EX and EM of every arm on one set."""
     lines = []
     for arm, of in found.items():
-        cells = []
-        for of_metric in of.values():
-            ends = of_metric.interval
-            interval = f" [{', '.join(map(decimal, ends))}]" if ends else ""
-            cells.append(f"{of_metric.mean:.1f}{interval}")
-        each = {seed: decimal(mean) for seed, mean in of["ex"].by_seed.items()}
         what = suite.arms[arm].what if arm in suite.arms else ""
-        lines.append([f"`{arm}`", what, *cells, seeds_text(each)])
+        cells = [with_interval(of_metric, decimal) for of_metric in of.values()]
+        lines.append([f"`{arm}`", what, *cells, seeds_text(of["ex"], decimal)])
     return table(["arm", "what it is", "EX", "EM", "EX of each seed"], lines)
 
 
-def difference_table(suite: Suite, by_arm: Mapping[str, Mapping[int, Row]]) -> str:
+def difference_table(suite: Suite, by_arm: ByArm) -> str:
     """The paired differences on one set."""
     lines = []
     for what, better, worse in suite.pairs:
-        cells = []
-        for metric in BITS:
-            pairs = {}
-            for seed, row in by_arm.get(better, {}).items():
-                other = by_arm.get(worse, {}).get(0 if suite.is_once(worse) else seed)
-                if other:
-                    pairs[seed] = subtract(values_of(row, metric), values_of(other, metric))
-            found = estimate(pairs, other_seeds=True)
-            if found:
-                text = difference_text(found)
-                cells.append(f"**{text}**" if found.sure else text)
-                each = {seed: signed(mean) for seed, mean in found.by_seed.items()}
-                cells += [seeds_text(each)] if metric == "ex" else []
-        if cells:
-            lines.append([what, f"`{better}` - `{worse}`", *cells])
+        others = by_arm.get(worse, {})
+        pairs = {
+            seed: (row, others.get(0 if suite.is_once(worse) else seed))
+            for seed, row in by_arm.get(better, {}).items()
+        }
+        ex, em = (
+            estimate(
+                {s: subtract(values_of(a, metric), values_of(b, metric)) for s, (a, b) in pairs.items() if b},
+                other_seeds=True,
+            )
+            for metric in BITS
+        )
+        if ex:
+            shown = [with_interval(found, signed) for found in (ex, em)]
+            of_ex, of_em = (f"**{t}**" if found.sure else t for t, found in zip(shown, (ex, em), strict=True))
+            lines.append([what, f"`{better}` - `{worse}`", of_ex, seeds_text(ex, signed), of_em])
     return table(["difference", "arms", "EX", "EX of each seed", "EM"], lines)
 
 
-def heading(suite: Suite, name: str, of: Mapping, rows: Sequence[Row], path: Path) -> str:
+def heading(suite: Suite, name: str, of: Mapping[str, ByArm], rows: Sequence[Row], path: Path) -> str:
     """Where the numbers come from, and what is missing."""
 
     def listed(key: str, length: int = 99) -> str:
@@ -209,7 +236,7 @@ def heading(suite: Suite, name: str, of: Mapping, rows: Sequence[Row], path: Pat
         lines.append(f"- How to read it, and what was tried: [{notes.name}]({notes.name})")
     for dataset, by_arm in of.items():
         asked = [arm for arm, spec in suite.arms.items() if dataset in (spec.sets or suite.sets)]
-        lacking = ", ".join(f"`{arm}`" for arm in asked if not by_arm[arm])
+        lacking = ", ".join(f"`{arm}`" for arm in asked if arm not in by_arm)
         lines += [f"- **Not measured** on {dataset}: {lacking}"] if lacking else []
     return "\n".join(lines)
 
@@ -255,9 +282,9 @@ def curve_figure(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def seeds_text(values: Mapping[int, str]) -> str:
-    """Those of several seeds with each seed's number."""
-    return ", ".join(f"{seed}: {value}" for seed, value in sorted(values.items()))
+def seeds_text(found: Estimate, show: Callable[[float], str]) -> str:
+    """The means of the seeds, each with its number."""
+    return ", ".join(f"{seed}: {show(mean)}" for seed, mean in sorted(found.by_seed.items()))
 
 
 def table(header: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
@@ -270,13 +297,3 @@ def table(header: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
     numbers = [all(re.match(r"[-+*\[\d–]", cell) for cell in column) for column in zip(*rows, strict=True)]
     rule = ["---:" if number else "---" for number in numbers]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
-
-
-def joined(*paragraphs: str) -> str:
-    """The paragraphs that are not empty, with a blank line between them."""
-    return "\n\n".join(filter(None, paragraphs))
-
-
-def decimal(number: float) -> str:
-    """With one decimal."""
-    return f"{number:.1f}"

@@ -55,6 +55,7 @@ class Suite(NamedTuple):
     once: Options = ()  # trainings, or BASE, that seed 0 has made for all seeds
     benchmark: Options = ()  # makes {data}, where the suite has its own
     files: Options = ()  # that --data holds
+    joint: Options = ()  # sets whose mean the page shows too
 
     def is_once(self, arm: str) -> bool:
         """Whether the arm is one for all seeds."""
@@ -336,7 +337,8 @@ def dataset_suite(name: str, other: str) -> Suite:
     """MTSQL-R1's arms on SParC or CoSQL, and on the dev set of the other of the two."""
     sets = {at: ("--data", data, "--split", "dev") for at, data in ((name, "{data}"), (other, "{other}"))}
     config = f"configs/{name}_qwen3_1.7b_lora.toml"
-    return authors_suite(f"MTSQL-R1's arms, trained on {name}", config, sets, 0, ("4000", "2000"))
+    suite = authors_suite(f"MTSQL-R1's arms, trained on {name}", config, sets, 0, ("4000", "2000"))
+    return suite._replace(joint=("sparc", "cosql"))
 
 
 SUITES = {
