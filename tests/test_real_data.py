@@ -19,13 +19,12 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.config import read_options
 from mtsql.data.datasets import Dataset, Example, examples
-from mtsql.recipes import RECIPES, load_recipe
-from mtsql.recipes.mtsql_r1 import PRESETS
+from mtsql.recipes import RECIPES
 from mtsql.recipes.mtsql_r1_prompts import verdict
-from mtsql.recipes.mtsql_r1_rewards import reward
+from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
 from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
-from mtsql.task import load_split, make_environment, prompt_options
+from mtsql.task import load_split, make_environment, reward_function
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -118,7 +117,7 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     environment = make_environment(config, dataset, tokens, config.tools)
     schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
     scorer = Scorer(schemas, environment.executor)
-    rewards = load_recipe(name).make_reward("", scorer, tokens.decode, prompt_options(config))
+    rewards = reward_function(config, tokens, scorer)
     control = set(tokenizer.get_added_vocab().values())
     for example in asked:
         thought, messages = messages_of(name, environment, example.gold_sql)

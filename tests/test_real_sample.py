@@ -14,8 +14,7 @@ from mtsql.agent.trajectory import Status
 from mtsql.config import Data
 from mtsql.data.datasets import examples
 from mtsql.extras import make_mix
-from mtsql.recipes.mtsql_r1 import PRESETS
-from mtsql.recipes.mtsql_r1_rewards import reward
+from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
 from mtsql.sql.score import Scorer
 from mtsql.task import load_split, make_environment
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate

@@ -187,7 +187,8 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
         "--steps was 5, is now 9",
         "--learning-rate was 0.001, is now 0.0005",
     ]
-    with pytest.raises(UserError, match=r"only: --seed was 0, is now 3; --data was \['d'\], is now"):
+    said = r"only: --data was \['d'\], is now \['e'\]; --seed was 0, is now 3"
+    with pytest.raises(UserError, match=said):
         changed_options(replace(other, data=("e",), seed=3), tmp_path)
     with pytest.raises(UserError, match="--lora-rank was 0, is now 4"):
         changed_options(replace(other, lora_rank=4), tmp_path)
