@@ -174,3 +174,14 @@ def test_the_package_needs_what_requirements_pins():
     for name, line in needed.items():
         least = [int(part) for part in re.split(r"[=>]=", line)[1].split(".")]
         assert least <= [int(part) for part in pinned[name].split(".")], line
+
+
+def test_the_readme_shows_the_step_as_it_stands():
+    text, script = text_of(ROOT / "README.md"), (ROOT / "train_grpo.py").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 120
+    stands = "".join(script.split())
+    shown = [
+        line for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) for line in block.splitlines()
+    ]
+    assert len(shown) > 10 and all("".join(line.split()) in stands for line in shown)
