@@ -75,7 +75,6 @@ from mtsql.task import (
     make_sampling,
     prompt_options,
     show,
-    weights_for_rollouts,
 )
 
 
@@ -105,11 +104,10 @@ def main(config: EvaluateConfig) -> None:
             return answer_split(config, task, dialogues, sampling, seed, show(bar), log)
 
     latency = None
-    with weights_for_rollouts(config, task):
-        if config.latency_questions and task.processes.is_main:  # before any result is cached
-            latency = seconds_an_answer(config, task)
-        answered = answer(config.temperature, 0)
-        samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
+    if config.latency_questions and task.processes.is_main:  # before any result is cached
+        latency = seconds_an_answer(config, task)
+    answered = answer(config.temperature, 0)
+    samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
     leave_processes(task.processes)
     if not task.processes.is_main:
         return

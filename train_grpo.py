@@ -82,7 +82,6 @@ from mtsql.task import (
     save_result,
     task_over,
     training_questions,
-    weights_for_rollouts,
 )
 
 
@@ -210,8 +209,7 @@ def play_questions(
         seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
         episodes += task.environment.episodes(question, seeds)
         examples += [question] * size
-    with weights_for_rollouts(config, task):
-        trajectories = task.play(episodes, sampling)
+    trajectories = task.play(episodes, sampling)
     samples = [Sample(t, e, reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
     for sample in samples:
         sample.in_loss = sample.rewards.kept or not config.filter_rollouts
@@ -320,9 +318,8 @@ def dev_task(config: GrpoConfig, task: Task) -> Task:
 
 def dev_scores(config: GrpoConfig, dev: Task) -> dict[str, float]:
     """EX, EM, and EX by hardness of greedy answers."""
-    with weights_for_rollouts(config, dev):
-        greedy = make_sampling(config, dev.environment, 0.0)
-        answered = answer_split(config, dev, dev.dataset.dialogues, greedy, config.seed)
+    greedy = make_sampling(config, dev.environment, 0.0)
+    answered = answer_split(config, dev, dev.dataset.dialogues, greedy, config.seed)
     scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
     by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}

@@ -121,7 +121,6 @@ class AgentOptions(QuestionOptions):
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "to compute in; training steps float32 copies; float16 without training"
     )
-    merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
     attention: Literal["auto", "sdpa", "flash_attention_2"] = option(
         "auto", "auto: flash-attn where it is installed and can run, else sdpa"
@@ -137,7 +136,6 @@ class PolicyOptions(AgentOptions, EpisodeOptions):
         "official", "what EX is in rewards, counts, votes and reports: Spider's, it with DISTINCT, BIRD's"
     )
     rows: Positive = option(256, "trajectories that are sampled at once")
-    cache_gib: NotNegative = option(0.0, "GiB of the key/value cache; 0: most of what the device has free")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -44,7 +43,7 @@ from mtsql.data.datasets import (
 from mtsql.errors import UserError
 from mtsql.files import hold_folder, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
-from mtsql.learn.model import has_adapter, load_policy, merged_adapter, save_policy
+from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes import load_recipe
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
-FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions", "device")
+FREE_TO_CHANGE = ("out", "rows", "concurrency", "latency_questions", "device")
 
 Progress: TypeAlias = Callable[[int, int, dict[str, float]], None]  # episodes done, of how many, figures
 # Plays episodes to their ends: (episodes, sampling, so many at once or 0 for the option's number, progress).
@@ -95,13 +94,11 @@ def begin_task(config: PolicyOptions, split: str, **how: Any) -> Task:
     tokens = questions["tokens"]
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     policy = chosen_policy(config, tokens, **how)
-    if config.merge_adapter and not has_adapter(policy) and questions["processes"].is_main:
-        print("--merge-adapter does nothing here: the policy has no adapter")
 
     def play(
         episodes: Sequence[Episode], sampling: Sampling, rows: int = 0, progress: Progress | None = None
     ) -> list[Trajectory]:
-        return rollout(policy, tokens, episodes, sampling, rows or config.rows, progress, config.cache_gib)
+        return rollout(policy, tokens, episodes, sampling, rows or config.rows, progress)
 
     return Task(**questions, policy=policy, play=play)
 
@@ -360,11 +357,6 @@ def sample_questions(
             by_question = {name: list(group) for name, group in groupby(played, key=lambda t: t.example_id)}
             yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
             bar.n = start + len(chunk)
-
-
-def weights_for_rollouts(config: PolicyOptions, task: Task) -> AbstractContextManager[None]:
-    """While the block runs, the adapter is part of the weights if --merge-adapter asks for it."""
-    return merged_adapter(task.policy) if config.merge_adapter and task.policy else nullcontext()
 
 
 def answer_split(

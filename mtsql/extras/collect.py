@@ -32,7 +32,7 @@ from mtsql.files import write_atomically
 from mtsql.report.answer_log import AnswerLog, play_unanswered
 from mtsql.report.chat import chat_record
 from mtsql.sql.score import scorable
-from mtsql.task import Task, answer_options, draw_questions, make_sampling, show, weights_for_rollouts
+from mtsql.task import Task, answer_options, draw_questions, make_sampling, show
 
 
 def main(config: CollectConfig) -> None:
@@ -71,7 +71,7 @@ def play_questions(
         of += [example] * len(seeds)
     log = AnswerLog(task.out / ".answers.jsonl", answer_options(config, "train", task))
     waiting, trajectories = play_unanswered(episodes, log)
-    with tqdm(desc="collect", unit="trajectory") as bar, weights_for_rollouts(config, task):
+    with tqdm(desc="collect", unit="trajectory") as bar:
         sampling = make_sampling(config, task.environment, config.temperature)
         task.play([e for e in waiting if e.trajectory.status is None], sampling, 0, show(bar))
     return list(zip(trajectories, of, strict=True))

@@ -44,7 +44,7 @@ from mtsql.files import load_json_lines, write_atomically
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.sql.normal import normal_form
-from mtsql.task import Task, begin_task, weights_for_rollouts
+from mtsql.task import Task, begin_task
 
 BLIND = "error: the query fails"
 
@@ -63,7 +63,7 @@ def main(config: ProbeConfig) -> None:
     task = begin_task(config, config.split)
     rows = []
     failures = [*own_failures(config, task), *made_failures(config, task)]
-    with weights_for_rollouts(config, task), torch.no_grad():
+    with torch.no_grad():
         task.policy.eval()
         for failure in tqdm(failures, desc="probe", unit="failure"):
             found = probe(task, failure)
