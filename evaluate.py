@@ -108,7 +108,6 @@ from mtsql.task import (
     make_sampling,
     reward_function,
     show,
-    weights_for_rollouts,
 )
 
 
@@ -138,11 +137,10 @@ def main(config: Args) -> None:
             return answer_split(config, task, dialogues, sampling, seed, show(bar), log)
 
     latency = None
-    with weights_for_rollouts(config, task):
-        if config.latency_questions and task.processes.is_main:  # before any result is cached
-            latency = seconds_an_answer(config, task)
-        answered = answer(config.temperature, 0)
-        samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
+    if config.latency_questions and task.processes.is_main:  # before any result is cached
+        latency = seconds_an_answer(config, task)
+    answered = answer(config.temperature, 0)
+    samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
     leave_processes(task.processes)
     if not task.processes.is_main:
         return

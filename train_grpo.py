@@ -127,7 +127,6 @@ from mtsql.task import (
     reward_function,
     save_result,
     training_questions,
-    weights_for_rollouts,
 )
 
 
@@ -272,8 +271,7 @@ def play(
         seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
         episodes += task.environment.episodes(question, seeds)
         examples += [question] * size
-    with weights_for_rollouts(config, task):
-        trajectories = task.play(episodes, sampling)
+    trajectories = task.play(episodes, sampling)
     samples = [Sample(t, e, reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
     return task.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
 

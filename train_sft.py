@@ -116,7 +116,6 @@ from mtsql.task import (
     sample_questions,
     save_result,
     training_questions,
-    weights_for_rollouts,
 )
 
 
@@ -161,8 +160,7 @@ def main(config: Args) -> int:
                 elif config.targets == "teacher":
                     found = taught_answers(config, task, reward, taught, pool)
                 else:
-                    with weights_for_rollouts(config, task):
-                        found = collect(config, task, reward, embed, share, progress.round)
+                    found = collect(config, task, reward, embed, share, progress.round)
                 found = processes.gather(found)
                 progress.add(found, rng)
                 if processes.is_main:

@@ -101,13 +101,13 @@ def bandwidth(device: torch.device) -> float:
 
 
 def decode_speed(
-    model: PreTrainedModel, prompts: list[list[int]], steps: int, static_shapes: bool, cache_gib: float = 0.0
+    model: PreTrainedModel, prompts: list[list[int]], steps: int, static_shapes: bool
 ) -> dict[str, float]:
     """Time decode steps, but not those that warm up, capture a graph, or let rows in. `rows_at_once` had room
     in the cache; `share_of_floor` is of the tokens a second if a step read weights and its rows' cache once.
     """
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-    with Generator(model, (), 1.0, static_shapes=static_shapes, cache_gib=cache_gib) as generator:
+    with Generator(model, (), 1.0, static_shapes=static_shapes) as generator:
         rows = generator.start(prompts, range(len(prompts)), [steps + 3] * len(prompts))
         seconds = sampled = read = 0
         for step in range(steps + 3):

@@ -79,7 +79,6 @@ class Agent:
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "to compute in; training steps float32 copies; float16 without training"
     )
-    merge_adapter: bool = option(False, "LoRA added to the base for rollouts: faster, one more copy of it")
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
     sql_timeout: Seconds = option(5.0, "seconds before a query is stopped")
     seed: Count = option(0, "seed of every random choice")
@@ -107,7 +106,6 @@ class Common(Agent, Data):
         "official", "what EX is in rewards, counts, votes and reports: Spider's, it with DISTINCT, BIRD's"
     )
     rows: Positive = option(256, "trajectories that are sampled at once")
-    cache_gib: NotNegative = option(0.0, "GiB of the key/value cache; 0: most of what the device has free")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from itertools import groupby
@@ -38,7 +37,7 @@ from mtsql.data.datasets import (
 from mtsql.errors import UserError
 from mtsql.files import hold_folder, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
-from mtsql.learn.model import has_adapter, load_policy, merged_adapter, save_policy
+from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes import load_recipe
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
-FREE_TO_CHANGE = ("out", "rows", "cache_gib", "concurrency", "latency_questions")
+FREE_TO_CHANGE = ("out", "rows", "concurrency", "latency_questions")
 
 Progress: TypeAlias = Callable[[int, int, dict[str, float]], None]  # episodes done, of how many, figures
 # Plays episodes to their ends: (episodes, sampling, so many at once or 0 for the option's number, progress).
@@ -85,13 +84,11 @@ def begin_task(config: Common, split: str, **how: Any) -> Task:
     tokens = questions["tokens"]
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     policy = chosen_policy(config, tokens, **how)
-    if config.merge_adapter and not has_adapter(policy) and questions["processes"].is_main:
-        print("--merge-adapter does nothing here: the policy has no adapter")
 
     def play(
         episodes: Sequence[Episode], sampling: Sampling, rows: int = 0, progress: Progress | None = None
     ) -> list[Trajectory]:
-        return rollout(policy, tokens, episodes, sampling, rows or config.rows, progress, config.cache_gib)
+        return rollout(policy, tokens, episodes, sampling, rows or config.rows, progress)
 
     return Task(**questions, policy=policy, play=play)
 
@@ -333,11 +330,6 @@ def sample_questions(
             bar.n = start + len(chunk)
 
 
-def weights_for_rollouts(config: Common, task: Task) -> AbstractContextManager[None]:
-    """While the block runs, the adapter is part of the weights if --merge-adapter asks for it."""
-    return merged_adapter(task.policy) if config.merge_adapter and task.policy else nullcontext()
-
-
 def answer_split(
     config: Common,
     task: Task,
@@ -379,9 +371,8 @@ def dev_task(config: Training, task: Task, dialogues: int) -> Task:
 
 def dev_scores(config: Training, dev: Task) -> dict[str, float]:
     """EX, EM, and EX by hardness of greedy answers."""
-    with weights_for_rollouts(config, dev):
-        greedy = make_sampling(config, dev.environment, 0.0)
-        answered = answer_split(config, dev, dev.dataset.dialogues, greedy, config.seed)
+    greedy = make_sampling(config, dev.environment, 0.0)
+    answered = answer_split(config, dev, dev.dataset.dialogues, greedy, config.seed)
     scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
     by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}

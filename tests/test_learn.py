@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora.layer import Linear as LoraLinear
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -49,14 +48,7 @@ from mtsql.learn.logprobs import (
     token_logprobs,
 )
 from mtsql.learn.loss import loss_denominator, sft_loss, truncation_cap
-from mtsql.learn.model import (
-    Reference,
-    attention_for,
-    load_policy,
-    merged_adapter,
-    restore_policy,
-    save_policy,
-)
+from mtsql.learn.model import Reference, attention_for, load_policy, restore_policy, save_policy
 from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 from mtsql.model_folder import PACKAGED, load_tokenizer
@@ -502,32 +494,6 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(bad):
     with pytest.raises(UserError, match=r"the gradient's norm is (nan|inf); the weights are as before"):
         optimizer_step(optimizer, stepped_parameters(optimizer), 0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
-
-
-def test_a_merged_adapter_is_taken_out_again_whatever_happens(monkeypatch):
-    model = make_model("lora")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def assert_as_before():
-        assert_same_weights(before, dict(model.named_parameters()))
-        assert not any(getattr(m, "merged", False) for m in model.modules())
-
-    with pytest.raises(KeyError), merged_adapter(model):
-        raise KeyError
-    assert_as_before()
-    layers, merge = [], LoraLinear.merge
-
-    def short(self, *args, **options):
-        if len(layers) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        layers.append(self)
-        return merge(self, *args, **options)
-
-    monkeypatch.setattr(LoraLinear, "merge", short)
-    with pytest.raises(torch.OutOfMemoryError), merged_adapter(model):
-        pass
-    assert len(layers) == 3
-    assert_as_before()
 
 
 def test_far_ratios_stay_finite():

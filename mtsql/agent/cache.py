@@ -1,4 +1,4 @@
-"""The key/value cache of a generator, one row a trajectory, and the attention that reads it.
+"""The key/value cache of a generator, one row a trajectory.
 
 Rows live in tiers by their length: one of 300 tokens takes 320 positions, whatever its limits would allow.
 A row that outgrows its tier moves to a wider one. So memory goes by what rows use, short rows are never read
@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from mtsql.errors import UserError
 
-GROUPED = "sdpa_grouped_queries"
 TIER_STEP = 64  # Tiers have multiples of so many positions,
 STATIC_LOWEST_TIER = 512  # or so many and twice and four times as many where the decode step has few shapes,
 STATIC_REACHES = 4  # and is read as far as a multiple of a quarter of its tier.
@@ -44,27 +43,26 @@ class Tier:
     capacity: int
     slots: int = 0
     rows: list[CachedRow] = field(default_factory=list)
-    layers: list[list[Tensor]] = field(default_factory=list)  # [keys, values] of each, see `store`
+    layers: list[Tensor] = field(default_factory=list)  # of each, see `store`
     moves: int = 0  # times that the storage moved, which makes captured graphs worthless
 
-    def store(self, layer: int, like: Tensor) -> list[Tensor]:
-        """Keys and values of a layer, (slots, kv_heads, capacity, head_dim) both; `like` gives two sizes."""
+    def store(self, layer: int, like: Tensor) -> Tensor:
+        """Keys and values of a layer, (2, slots, kv_heads, capacity, head_dim); `like` gives two sizes."""
         if layer == len(self.layers):
-            self.layers.append([self._zeros(like), self._zeros(like)])
+            self.layers.append(self._zeros(like))
         return self.layers[layer]
 
     def resize(self, slots: int) -> None:
         """Have room for so many rows, at least those that are there."""
         self.slots, self.moves = slots, self.moves + 1
         self.layers = self.layers if slots else []
-        for layer in self.layers:
-            for i, old in enumerate(layer):
-                layer[i] = self._zeros(old)
-                layer[i][: len(self.rows)] = old[: len(self.rows)]
+        for i, old in enumerate(self.layers):
+            self.layers[i] = self._zeros(old)
+            self.layers[i][:, : len(self.rows)] = old[:, : len(self.rows)]
 
     def _zeros(self, like: Tensor) -> Tensor:
         """Zeros, since attention to a NaN would be NaN even behind an attention mask."""
-        shape = (self.slots, like.shape[1], self.capacity, like.shape[3])
+        shape = (2, self.slots, like.shape[-3], self.capacity, like.shape[-1])
         if like.device.type != "cpu":
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         # numpy asks the system for huge pages, which are zero when first touched: attention reads them faster
@@ -74,44 +72,32 @@ class Tier:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one tier in a forward pass, read to `reach`: a slice of its slots, or (rows,) int64."""
+    """Rows of one tier in a forward pass, read to `reach`: its first `count` slots, or `slots` (count,)."""
 
     tier: Tier
-    slots: slice | Tensor
+    count: int
     reach: int
+    slots: Tensor | None = None
 
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return self.slots.stop - self.slots.start if isinstance(self.slots, slice) else len(self.slots)
+    def places(self, positions: Tensor, kv_heads: int) -> Tensor:
+        """Where keys of tokens at `positions` (count, tokens) are, (count x tokens x kv_heads,) int64, in the
+        tier's keys of a layer as (slots x kv_heads x capacity, head_dim).
+        """
+        slots = torch.arange(self.count, device=positions.device) if self.slots is None else self.slots
+        heads = slots[:, None] * kv_heads + torch.arange(kv_heads, device=positions.device)
+        return (heads[:, None] * self.tier.capacity + positions[..., None]).flatten()
 
-
-@dataclass(frozen=True)
-class AimedPiece:
-    """A piece with the positions of its tokens, and its place among the rows of the forward pass."""
-
-    piece: Piece
-    rows: slice
-    within: Tensor  # (rows, 1) int64, slots in `piece.slots` if that is a slice, else in the tier
-    positions: Tensor  # (rows, tokens) int64
-    attention_mask: Tensor  # (rows, tokens, reach), 0 or -inf
-
-    def write(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Write `new` (all rows, kv_heads, tokens, head_dim); gives (rows, kv_heads, reach, head_dim)."""
-        new = new[self.rows].transpose(1, 2)
-        if isinstance(self.piece.slots, slice):
-            stored = stored[self.piece.slots]
-            stored[self.within, :, self.positions] = new
-            return stored[:, :, : self.piece.reach]
-        stored[self.within, :, self.positions] = new
-        return stored[self.piece.slots, :, : self.piece.reach]
+    def read(self, stored: Tensor) -> Tensor:
+        """The rows' part of what `Tier.store` gives, (2, count, kv_heads, reach, head_dim)."""
+        rows = slice(self.count) if self.slots is None else self.slots
+        return stored[:, rows, :, : self.reach]
 
 
 class RowCache:
     """Keys and values of every layer, of at most `positions` positions in all tiers (None: no bound).
 
-    Passed to the model as `past_key_values`. `longest` bounds the positions of a row. With `static_shapes`
-    numbers of slots are powers of two or halfway between two.
+    `longest` bounds the positions of a row. With `static_shapes` numbers of slots are powers of two or
+    halfway between two.
     """
 
     def __init__(
@@ -121,8 +107,6 @@ class RowCache:
         self.positions = positions
         self.static_shapes = static_shapes
         self.tiers: dict[int, Tier] = {}  # by capacity, ascending
-        self.aimed: list[AimedPiece] = []
-        self._slot_numbers: dict[int, Tensor] = {}  # kept, since captured graphs read them
 
     @property
     def reserved(self) -> int:
@@ -180,48 +164,14 @@ class RowCache:
         """The pieces of a forward pass of one token for every row, tier by tier."""
         pieces = []
         for tier in self.tiers.values():
-            lengths = [row.length + 1 for row in tier.rows]
-            if lengths and self.static_shapes:  # some slots more than rows, so that few shapes occur
+            count, reach = len(tier.rows), tier.capacity
+            if count and self.static_shapes:  # some slots more than rows, so that few shapes occur
                 step = max(STATIC_LOWEST_TIER // 2, -(-tier.capacity // STATIC_REACHES))
-                reach = min(tier.capacity, -(-max(lengths) // step) * step)
-                pieces.append(Piece(tier, slice(0, few_shapes(len(lengths))), reach))
-            elif lengths:
-                pieces.append(Piece(tier, slice(0, len(lengths)), tier.capacity))
+                longest = max(row.length + 1 for row in tier.rows)
+                count, reach = few_shapes(count), min(tier.capacity, -(-longest // step) * step)
+            if count:
+                pieces.append(Piece(tier, count, reach))
         return pieces
-
-    def aim(self, pieces: Sequence[Piece], positions: Tensor, dtype: torch.dtype) -> list[AimedPiece]:
-        """Say where the next forward pass writes its tokens: the pieces' rows in order, at `positions`
-        (rows, tokens). Each token attends to its row up to itself.
-        """
-        self.aimed, start = [], 0
-        for piece in pieces:
-            rows = slice(start, start := start + piece.count)
-            own = positions[rows]  # (rows, tokens)
-            hidden = torch.arange(piece.reach, device=own.device) > own[..., None]  # (rows, tokens, reach)
-            attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=own.device)
-            attention_mask.masked_fill_(hidden, -torch.inf)
-            within = piece.slots[:, None] if isinstance(piece.slots, Tensor) else self._numbers(piece, own)
-            self.aimed.append(AimedPiece(piece, rows, within, own, attention_mask))
-        return self.aimed
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: object
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Write keys and values, (rows, kv_heads, tokens, head_dim) both; return those of each piece to
-        attend to, (rows, kv_heads, reach, head_dim).
-        """
-        seen_keys, seen_values = [], []
-        for aimed in self.aimed:
-            stored_keys, stored_values = aimed.piece.tier.store(layer, keys)
-            seen_keys.append(aimed.write(stored_keys, keys))
-            seen_values.append(aimed.write(stored_values, values))
-        return seen_keys, seen_values
-
-    def _numbers(self, piece: Piece, like: Tensor) -> Tensor:
-        """0, 1, 2, ..., (rows, 1)."""
-        if piece.count not in self._slot_numbers:
-            self._slot_numbers[piece.count] = torch.arange(piece.count, device=like.device)[:, None]
-        return self._slot_numbers[piece.count]
 
     def _tier(self, need: int) -> Tier:
         capacity = self.capacity(need)
@@ -277,10 +227,10 @@ class RowCache:
                 neighbours[-1][1] = target + 1
             else:
                 neighbours.append([target, target + 1])
-        for i, layer in enumerate(origin.layers if length else ()):
-            for old, new in zip(layer, tier.store(i, layer[0]), strict=True):
-                for first, end in neighbours:
-                    new[first:end, :, :length] = old[source : source + 1, :, :length]
+        for i, old in enumerate(origin.layers if length else ()):
+            new = tier.store(i, old)
+            for first, end in neighbours:
+                new[:, first:end, :, :length] = old[:, source : source + 1, :, :length]
 
 
 def few_shapes(number: int) -> int:
@@ -289,70 +239,19 @@ def few_shapes(number: int) -> int:
     return 0 if number == 0 else power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 
 
-def _grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: list[Tensor],
-    value: list[Tensor],
-    attention_mask: None,
-    aimed: Sequence[AimedPiece],
-    scaling: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attention in the signature of transformers, for queries (rows, heads, tokens, head_dim) against
-    each piece's part of the cache (rows, kv_heads, reach, head_dim); gives (rows, tokens, heads, head_dim).
+def cache_positions(model: PreTrainedModel, longest: int | None) -> int | None:
+    """How many positions a cache of most of the device's free memory has; None is no bound (meta device).
 
-    Query heads that share a key head are treated as more tokens of one head, so that the cache is not
-    copied for each of them.
+    Raises UserError if it does not hold a row of `longest` positions.
     """
-    rows, heads, tokens, head_dim = query.shape
-    kv_heads = key[0].shape[1]
-    shared = heads // kv_heads
-    grouped = query.reshape(rows, kv_heads, shared * tokens, head_dim)
-    out = []  # of each piece, (its rows, kv_heads, shared x tokens, head_dim)
-    for piece, keys, values in zip(aimed, key, value, strict=True):
-        own, hidden = grouped[piece.rows], piece.attention_mask
-        if tokens == 1 and query.device.type == "cpu":
-            out.append(_decode_attention(own, keys, values, hidden, scaling or head_dim**-0.5))
-            continue
-        visible = hidden[:, None].expand(-1, shared, -1, -1).reshape(len(own), 1, shared * tokens, -1)
-        out.append(nn.functional.scaled_dot_product_attention(own, keys, values, visible, scale=scaling))
-    joined = out[0] if len(out) == 1 else torch.cat(out)  # (rows, kv_heads, shared x tokens, head_dim)
-    return joined.reshape(rows, heads, tokens, head_dim).transpose(1, 2), None
-
-
-def _decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float
-) -> Tensor:
-    """Attention of one token a row on a CPU: query and result (rows, kv_heads, shared, head_dim).
-
-    Two batched matrix products read the cache faster than SDPA, whose kernel for CPUs is made for many
-    queries. The cache and `attention_mask` (rows, 1, reach) are as in `_grouped_attention`.
-    """
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)  # (rows x kv_heads, reach, head_dim), views
-    scores = torch.bmm(keys, (query * scaling).flatten(0, 1).transpose(1, 2))  # (any, reach, shared)
-    scores = scores.transpose(1, 2).float().view(*query.shape[:3], -1)  # (rows, kv_heads, shared, reach)
-    weights = (scores + attention_mask[:, None]).softmax(-1).to(values.dtype).flatten(0, 1)
-    return torch.bmm(weights, values).view_as(query)  # weights are (rows x kv_heads, shared, reach)
-
-
-# Without an entry of that name for attention masks transformers makes none.
-AttentionInterface.register(GROUPED, _grouped_attention)
-
-
-def cache_positions(model: PreTrainedModel, gib: float, longest: int | None) -> int | None:
-    """How many positions a cache of `gib` GiB has; with 0 of most of the device's free memory.
-
-    None is no bound, on the meta device. Raises UserError if it does not hold a row of `longest` positions.
-    """
-    if gib == 0 and model.device.type == "meta":
+    if model.device.type == "meta":
         return None
-    size = gib * 2**30 if gib else SHARE_OF_FREE * free_memory(model.device)
+    size = SHARE_OF_FREE * free_memory(model.device)
     held = int(size / cache_bytes_per_token(model))
     if longest and longest > held:
         raise UserError(
             f"a cache of {size / 2**30:.3g} GiB holds {held} tokens, but a trajectory may take {longest}; "
-            "raise --cache-gib or lower --max-response-tokens"
+            "lower --max-response-tokens, or take a smaller model"
         )
     return held
 

@@ -1,10 +1,10 @@
-"""Batched generation with a live key/value cache, for any Hugging Face causal language model.
+"""Batched generation with a live key/value cache.
 
 Each trajectory owns one row of the cache from its prompt to its last message. Rows are left-aligned
 with their own lengths, so that no row has padding inside. Between two operations the cache holds
 all tokens of a row but the last, the *pending* one; a decode step feeds the pending tokens and
-samples the next. So prompts and observations are written into the cache without running the output
-head on them, and sampling happens in one place.
+samples the next. So prompts and observations are only written into the cache, and sampling happens in
+one place.
 
 When the cache is full, the youngest rows give their places back. They keep their tokens, and are prefilled
 again when others have ended.
@@ -24,17 +24,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtsql.agent.cache import (
-    GROUPED,
-    CachedRow,
-    Piece,
-    RowCache,
-    Tier,
-    cache_bytes_per_token,
-    cache_positions,
-)
+from mtsql.agent.cache import CachedRow, Piece, RowCache, Tier, cache_bytes_per_token, cache_positions
+from mtsql.agent.decoder import Decoder
 from mtsql.agent.graphs import DecodeGraphs
-from mtsql.agent.head import float32_logits, plain_head
 from mtsql.agent.prefix import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
@@ -99,11 +91,10 @@ class Generator:
 
     `stops(ids)` says whether a message with the ids `ids` ends with a stop string. With `static_shapes`
     (the default on a GPU) the decode step has one of few shapes, and on a GPU each of them is captured
-    as a CUDA graph. `longest` bounds the positions of a row. The cache has `cache_gib` GiB, or most of
-    what the device has free (0); if memory runs out it goes on with half of what rows had taken, at least
-    with room for the longest. Raises UserError if that is no less than before, for a cache that does not
-    hold one row, and for a model whose attention is neither SDPA nor flash-attn, or not full attention in
-    every layer.
+    as a CUDA graph. `longest` bounds the positions of a row. The cache has most of what the device has free
+    beside a ready copy of the weights (`Decoder`), which are those of this moment; if memory runs out it goes
+    on with half of what rows had taken, at least with room for the longest. Raises UserError if that is no
+    less than before, for a cache that does not hold one row, and for a model that `Decoder` does not know.
     """
 
     def __init__(
@@ -114,29 +105,20 @@ class Generator:
         stops: Callable[[list[int]], bool] | None = None,
         longest: int | None = None,
         static_shapes: bool | None = None,
-        cache_gib: float = 0.0,
         top_p: float = 1.0,
     ) -> None:
-        attention = model.config._attn_implementation
-        layer_types = set(getattr(model.config, "layer_types", None) or ())
-        if not attention.startswith(("sdpa", "flash_attention_2")):
-            raise UserError(f"The model uses {attention!r} attention; load it with 'sdpa'.")
-        if layer_types - {"full_attention"}:
-            raise UserError(f"The model has {sorted(layer_types)}, only full attention is known.")
         self.model = model
-        self.inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-        self.head = plain_head(self.inner)
+        self.decoder = Decoder(model)
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature = temperature
         self.top_p = top_p
         self.stops = stops
         on_gpu = model.device.type == "cuda"
         self.static_shapes = on_gpu if static_shapes is None else static_shapes
-        capture = on_gpu and self.static_shapes
-        self.graphs = DecodeGraphs() if capture else None
+        self.graphs = DecodeGraphs() if on_gpu and self.static_shapes else None
         self.longest = longest
         self.rows: list[Row] = []  # from the oldest to the youngest
-        self._clear_cache(cache_positions(model, cache_gib, longest))
+        self._clear_cache(cache_positions(model, longest))
 
     def _clear_cache(self, positions: int | None) -> None:
         self.cache = RowCache(self.longest, positions, self.static_shapes)
@@ -144,22 +126,12 @@ class Generator:
         self.room_again = True  # rows have left the cache since others were last let in
 
     def __enter__(self) -> Generator:
-        self._training = [m for m in self.model.modules() if m.training]
-        self._attention = self.model.config._attn_implementation
-        self.model.set_attn_implementation(GROUPED)
-        self.model.eval()
-        if self.head is not None:
-            weight = self.head.weight.detach()  # (vocabulary, hidden)
-            # On a CPU `float32_logits` would convert it in every step.
-            self.head_weight = weight.float() if weight.device.type == "cpu" else weight
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.model.set_attn_implementation(self._attention)
-        for module in self._training:
-            module.training = True
         self.rows = []
         self._clear_cache(None)
+        del self.decoder
 
     @property
     def in_cache(self) -> list[Row]:
@@ -228,9 +200,11 @@ class Generator:
         """The decoding rows, and the logits (rows, vocabulary) of the next token of each."""
         # Rows that wait for an observation go along: this writes their pending token in place.
         pieces = self.cache.decode_pieces()
-        placed = [row for piece in pieces for row in self._rows_of(piece)]  # None in a spare slot
-        pending = torch.tensor([[row.history[-1] if row else 0] for row in placed])  # (slots, 1)
-        positions = torch.tensor([[row.length if row else 0] for row in placed])  # (slots, 1)
+        placed: list[Row | None] = []  # None in a spare slot
+        for piece in pieces:
+            placed += piece.tier.rows + [None] * (piece.count - len(piece.tier.rows))
+        pending = torch.tensor([row.history[-1] if row else 0 for row in placed])[:, None]  # (slots, 1)
+        positions = torch.tensor([row.length if row else 0 for row in placed])[:, None]  # (slots, 1)
         logits = self._forward(pending, positions, pieces)  # (slots, vocabulary)
         decoding = [i for i, row in enumerate(placed) if row and row.decoding]
         if len(decoding) < len(placed):
@@ -244,11 +218,6 @@ class Generator:
         if self.stops is not None and self.stops(row.ids):
             return Stop.STOP_STRING
         return Stop.LIMIT if len(row.ids) == row.limit else None
-
-    @staticmethod
-    def _rows_of(piece: Piece) -> list[Row | None]:
-        rows = piece.tier.rows[piece.slots]
-        return rows + [None] * (piece.count - len(rows))
 
     @torch.inference_mode()
     def release(self, rows: Sequence[Row]) -> None:
@@ -334,35 +303,20 @@ class Generator:
         lengths = torch.tensor([row.length for row in rows])  # (rows,)
         positions = (lengths[:, None] + torch.arange(width)).clamp(max=tier.capacity - 1)  # (rows, width)
         slots = torch.tensor([row.slot for row in rows], device=self.model.device)  # (rows,)
-        self._forward(input_ids, positions, [Piece(tier, slots, int(positions.max()) + 1)])
+        self._forward(input_ids, positions, [Piece(tier, len(rows), int(positions.max()) + 1, slots)])
         for row, own in zip(rows, ids, strict=True):
             row.length += len(own)
 
-    def _forward(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """Logits (rows, vocabulary) of the last column of `input_ids` (rows, tokens) at `positions`."""
+    def _forward(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
+        """What `Decoder.forward` gives, for tensors on the CPU."""
         input_ids, positions = input_ids.to(self.model.device), positions.to(self.model.device)
-        if self.graphs is not None and isinstance(pieces[0].slots, slice):
-            return self.graphs.run(self._compute, input_ids, positions, pieces)
-        return self._compute(input_ids, positions, pieces)
-
-    def _compute(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        inputs = {
-            "input_ids": input_ids,
-            "position_ids": positions,
-            "past_key_values": self.cache,
-            "use_cache": True,
-            "aimed": self.cache.aim(pieces, positions, self.model.dtype),
-        }
-        if self.head is None:
-            return self.model(**inputs, logits_to_keep=1).logits[:, -1]
-        hidden = self.inner.base_model(**inputs).last_hidden_state[:, -1]  # (rows, hidden)
-        return float32_logits(hidden, self.head_weight)
+        if self.graphs is not None and pieces[0].slots is None:
+            return self.graphs.run(self.decoder.forward, input_ids, positions, pieces)
+        return self.decoder.forward(input_ids, positions, pieces)
 
     def _sample(self, logits: Tensor, rngs: Sequence[np.random.Generator]) -> tuple[list[int], list[float]]:
         """One token per row of `logits` (rows, vocabulary), with its log-probability."""
-        scores = logits.float()  # (rows, vocabulary)
-        if self.temperature not in (0, 1):
-            scores = scores / self.temperature
+        scores = logits if self.temperature in (0, 1) else logits / self.temperature  # (rows, vocabulary)
         probabilities = scores.softmax(-1)  # (rows, vocabulary)
         if self.temperature > 0:
             # Drawn when nothing large is left to allocate: a step that ran out of memory has drawn nothing.

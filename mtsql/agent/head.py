@@ -32,13 +32,13 @@ def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.device.type != "cpu":
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     if hidden.dtype == torch.bfloat16:
-        with _factors_in_bfloat16():
+        with factors_in_bfloat16():
             return hidden.float() @ weight.t().float()
     return hidden.float() @ weight.t().float()
 
 
 @contextmanager
-def _factors_in_bfloat16() -> Iterator[None]:
+def factors_in_bfloat16() -> Iterator[None]:
     """oneDNN may round the factors of float32 products to bfloat16, where the processor is faster so.
 
     Factors that were bfloat16 before lose nothing, and the sums stay float32.

@@ -42,12 +42,11 @@ def rollout(
     sampling: Sampling,
     max_rows: int = 256,
     progress: Callable[[int, int, dict[str, float]], None] | None = None,
-    cache_gib: float = 0.0,
     in_order: bool | None = None,
 ) -> list[Trajectory]:
     """Play all episodes to their ends, at most `max_rows` at once; returns trajectories in the same order.
 
-    They share a cache of `cache_gib` GiB (0: most of what is free); rows for which it has no room wait.
+    They share a cache of most of the memory that is free; rows for which it has no room wait.
     With `in_order` (the default but on a GPU, which rounds as it likes anyway) it depends on the tokens
     alone and never on the clock when something is appended or started, so that a run repeats bit for
     bit. Otherwise what the environment answered is appended when it is there, so that no row waits for
@@ -74,7 +73,6 @@ def rollout(
             sampling.temperature,
             stop_string_test(tokens, sampling.stop_strings),
             longest,
-            cache_gib=cache_gib,
             top_p=sampling.top_p,
         ) as generator,
     ):

@@ -54,7 +54,7 @@ from mtsql.files import write_atomically
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.records import chat_record
 from mtsql.sql.score import scorable
-from mtsql.task import answer_options, draw_questions, sample_questions, weights_for_rollouts
+from mtsql.task import answer_options, draw_questions, sample_questions
 
 
 def main(config: Args) -> None:
@@ -69,8 +69,7 @@ def main(config: Args) -> None:
     asked = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
     log = AnswerLog(kept, answer_options(config, "train", task))
     numbered = list(enumerate(asked))
-    with weights_for_rollouts(config, task):
-        sampled = list(sample_questions(config, task, numbered, (config.seed,), "collect", log))
+    sampled = list(sample_questions(config, task, numbered, (config.seed,), "collect", log))
     played = [(trajectory, example) for example, trajectories in sampled for trajectory in trajectories]
     answered = [pair for pair in played if pair[0].status is Status.ANSWERED]
     right = sum(task.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)

@@ -42,7 +42,6 @@ from mtsql.task import (
     reward_function,
     sample_questions,
     training_questions,
-    weights_for_rollouts,
 )
 
 
@@ -54,10 +53,9 @@ def main(config: Args) -> None:
     asked = training_questions(config, task)
     share = task.processes.share(list(enumerate(asked)))
     counts = []
-    with weights_for_rollouts(config, task):
-        for example, sampled in sample_questions(config, task, share, (config.seed,), "count"):
-            right = sum(is_right(reward(t, example), config.correct) for t in sampled)
-            counts.append([SuccessCount(example.id, right, len(sampled), example.db_id)] if sampled else [])
+    for example, sampled in sample_questions(config, task, share, (config.seed,), "count"):
+        right = sum(is_right(reward(t, example), config.correct) for t in sampled)
+        counts.append([SuccessCount(example.id, right, len(sampled), example.db_id)] if sampled else [])
     counts = list(chain.from_iterable(task.processes.gather(counts)))
     if task.processes.is_main:
         save_config(config, task.out)

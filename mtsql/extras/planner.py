@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtsql.agent import cache
+from mtsql.agent.decoder import Decoder
 from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generator
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import Training, from_toml, read_options, user_errors
@@ -227,8 +228,9 @@ def prefill_bytes(model: nn.Module, config: Training) -> int:
     prompt, rows, longest = config.max_prompt_tokens, config.rows, longest_trajectory(config)
     together = min(rows, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(WIDEST, prompt)))
     with in_shapes(model, 1) as live, Generator(model, [0], 1, None, longest, True) as generator:
+        kept = live.peak = live.live()
         generator.start([[i] * prompt for i in range(together)], range(together), [1] * together)
-        kept = generator.cache.reserved * cache.cache_bytes_per_token(model)
+        kept += generator.cache.reserved * cache.cache_bytes_per_token(model)
     # Logits three times (the graph's, all, those of rows that decode), log-probabilities and probabilities
     # in float32, their cumulative sum in float64.
     return max(live.peak - kept, cache.few_shapes(rows) * model.config.vocab_size * (3 * 4 + 2 * 4 + 8))
@@ -248,14 +250,16 @@ def make_plan(model: nn.Module, config: Training, limit: int) -> dict[str, dict[
     The cache has room for no more than all rows. Raises UserError if it does not hold one.
     """
     always, longest = state_bytes(model, config), longest_trajectory(config)
-    per_position, free = cache.cache_bytes_per_token(model), limit - sum(always.values())
+    with in_shapes(model, model.config.num_hidden_layers) as live:
+        decoder = Decoder(model)
+        copied = live.live()
+    del decoder
+    per_position, free = cache.cache_bytes_per_token(model), limit - sum(always.values()) - copied
     held = max(longest, int(cache.SHARE_OF_FREE * free) // per_position)
-    if config.cache_gib:
-        held = cache.cache_positions(model, config.cache_gib, longest)
     rollout = {
+        "weights ready for sampling": copied,
         "key/value cache": min(held, config.rows * longest) * per_position,
         "prefill or sampling": int(FRAGMENTATION * prefill_bytes(model, config)),
-        "base beside the merged": always["weights"] if config.merge_adapter and always["adapters"] else 0,
     }
     training = {"activations": step_bytes(model, config, config.micro_batch_positions)}
     return {"always": always, "rollout": rollout, "training": training}
@@ -283,10 +287,9 @@ def main() -> int:
     verdict = f"fits in {memory:g} GiB, with" if spare >= 0 else f"does not fit in {memory:g} GiB, by"
     print(f"{config.model}, {config.dtype}, up to {longest:,} positions: {verdict} {abs(spare):.2f}")
     print(f"largest --micro-batch-positions: {largest_positions(model, config, limit - always)}")
-    left = max(0, limit - always - rollout + plan["rollout"]["key/value cache"])
-    held = left // cache.cache_bytes_per_token(model)
+    held = plan["rollout"]["key/value cache"] // cache.cache_bytes_per_token(model)
     rows = [f"{rows_at_once(config, held, n)} of {n:,}" for n in (longest, REAL_TRAJECTORY)]
-    print(f"largest --cache-gib: {left / GIB:.1f}; --rows at once: {', '.join(rows)} positions")
+    print(f"--rows at once: {', '.join(rows)} positions")
     return 0 if spare >= 0 else 1
 
 

@@ -59,7 +59,7 @@ from mtsql.files import load_json_lines, write_atomically
 from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.sql.normal import normal_form
-from mtsql.task import Task, begin_task, weights_for_rollouts
+from mtsql.task import Task, begin_task
 
 BLIND = "error: the query fails"
 PROBABILITIES = ("gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind")
@@ -78,7 +78,7 @@ def main(config: Args) -> None:
     """Probe every failure, write the means."""
     task, rows = begin_task(config, config.split), []
     failures = [*own_failures(config, task), *made_failures(config, task)]
-    with weights_for_rollouts(config, task), torch.no_grad():
+    with torch.no_grad():
         task.policy.eval()
         for failure in tqdm(failures, desc="probe", unit="failure"):
             if found := probe(task, failure):

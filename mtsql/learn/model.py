@@ -157,41 +157,9 @@ def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
     model = load_policy(policy, dtype)
     if not has_adapter(model):
         raise UserError(f"{policy} holds no LoRA adapter, so there is nothing to merge")
-    _lora_bases(model)
+    if model.base_model.model.is_quantized:
+        raise UserError("mtsql.extras.merge needs a base that is not quantised; this one is in nf4")
     return model.merge_and_unload()
-
-
-def _lora_bases(model: PeftModel) -> list[torch.nn.Module]:
-    """The linear layers that have LoRA. Raises UserError if they are quantised: they have no room for it."""
-    from peft.tuners.lora import LoraLayer
-
-    bases = [layer.base_layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-    if not all(base.weight.is_floating_point() for base in bases):
-        raise UserError(
-            "mtsql.extras.merge or --merge-adapter needs a base that is not quantised; this one is in nf4"
-        )
-    return bases
-
-
-@contextmanager
-def merged_adapter(policy: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """A LoRA adapter added to the base's weights while the block runs, which then are put back bit for bit.
-
-    Each linear layer is one matrix product then, as in a model without adapter, for which nothing is done.
-    Raises UserError for a quantised base, whose weights have no room for it.
-    """
-    if not has_adapter(policy):
-        yield
-        return
-    bases = _lora_bases(policy)
-    kept = [base.weight.detach().clone() for base in bases]
-    try:
-        policy.merge_adapter()
-        yield
-    finally:
-        policy.unmerge_adapter()
-        for base, weight in zip(bases, kept, strict=True):
-            base.weight.data.copy_(weight)  # what was added and taken away left its rounding
 
 
 def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:

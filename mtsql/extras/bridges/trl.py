@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from mtsql.agent.rollout import rollout, trajectory_seed
 from mtsql.config import read_options, save_config, user_errors
 from mtsql.errors import UserError
 from mtsql.extras.bridges.task import BridgeConfig, Task, completion, load_task, play_in_lockstep
-from mtsql.learn.model import load_policy, merged_adapter
+from mtsql.learn.model import load_policy
 from mtsql.model_folder import ADAPTER_FILE
 from mtsql.task import pick_device
 
@@ -89,8 +88,7 @@ def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOT
         else:
             policy = trainer.accelerator.unwrap_model(trainer.model)
             sampling = replace(task.sampling, temperature=trainer.temperature)
-            with merged_adapter(policy) if config.merge_adapter else nullcontext():
-                rollout(policy, task.tokens, episodes, sampling, config.rows, cache_gib=config.cache_gib)
+            rollout(policy, task.tokens, episodes, sampling, config.rows)
         return rollout_fields(task, episodes)
 
     return play

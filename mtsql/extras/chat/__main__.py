@@ -49,7 +49,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     OPTIONS = chat_options(sys.argv[1:])
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from mtsql.agent.rollout import Sampling, rollout
@@ -60,7 +60,6 @@ from mtsql.extras.chat.conversation import Conversation, Play
 from mtsql.extras.chat.server import serve
 from mtsql.extras.chat.terminal import converse
 from mtsql.extras.served import check_policy, play_served, served_policy
-from mtsql.learn.model import merged_adapter
 from mtsql.model_folder import load_tokenizer
 from mtsql.task import chosen_policy, make_environment, make_sampling
 
@@ -88,8 +87,7 @@ def player(config: Args, tokens: ChatTokens, sampling: Sampling) -> Iterator[Pla
         yield lambda episodes: play_served(served, episodes, sampling, 1)
         return
     policy = chosen_policy(config, tokens)
-    with merged_adapter(policy) if config.merge_adapter else nullcontext():
-        yield lambda episodes: rollout(policy, tokens, episodes, sampling, 1)
+    yield lambda episodes: rollout(policy, tokens, episodes, sampling, 1)
 
 
 if __name__ == "__main__":
