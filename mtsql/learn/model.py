@@ -157,7 +157,7 @@ def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
     model = load_policy(policy, dtype)
     if not has_adapter(model):
         raise UserError(f"{policy} holds no LoRA adapter, so there is nothing to merge")
-    if model.base_model.model.is_quantized:
+    if getattr(model.base_model.model, "is_quantized", False):
         raise UserError("mtsql.extras.merge needs a base that is not quantised; this one is in nf4")
     return model.merge_and_unload()
 
