@@ -12,7 +12,6 @@ again when others have ended.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ TOKENS_PER_FORWARD_ELSEWHERE = 8192
 WIDEST = 1024  # tokens of one row in a forward pass,
 MASK_ELEMENTS = 2**25  # and elements of its attention mask
 STATIC_WIDTH = 64  # With static shapes a chunk is as wide as a multiple of this.
-BLOCK = 256  # tokens of the vocabulary whose probabilities are added up before one of them is sampled
+BLOCK = 256  # at most so many tokens' probabilities are added up before one of them is sampled
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 TOO_SMALL = (
     "the device's memory does not hold one trajectory; lower --max-prompt-tokens or --max-response-tokens, "
@@ -344,7 +343,7 @@ def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     First the block of tokens that the number falls into, then the token in it: adding up the vocabulary one
     by one takes as long as a layer or two of the model.
     """
-    size = math.gcd(probabilities.shape[1], BLOCK)
+    size = max(n for n in range(1, BLOCK + 1) if probabilities.shape[1] % n == 0)
     blocks = probabilities.unflatten(1, (-1, size))  # (rows, blocks, size)
     masses = blocks.sum(-1).double()  # (rows, blocks)
     block, within = _fall_into(masses, uniforms)  # (rows, 1) both
