@@ -73,7 +73,6 @@ class Args(Training):
     )
     learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
     warmup: NotNegative = option(0.03, "share of a round's steps, below 1, in which it rises to that peak")
-    beta2: NotNegative = option(0.999, "of AdamW, below 1")
     save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
 
 
@@ -216,7 +215,7 @@ def check(config: Args) -> None:
 
 
 def idle(config: Args) -> list[str]:
-    """A sentence for each option that was set in vain, because --targets gold or teacher samples nothing."""
+    """A sentence for each option that does nothing, because --targets gold or teacher samples nothing."""
     why = config.targets != "self" and f"--targets {config.targets} samples nothing"
     names = ("samples_per_question", "temperature", "embedding")
     gold = config.targets == "gold" and "--targets gold takes every answer"

@@ -64,7 +64,9 @@ class Agent:
 
     model: str = option(..., "local folder or hub name of a causal LM or a PEFT adapter")
     recipe: Literal[RECIPES] = option(RECIPES[0], "paper to follow")
-    tools: Literal["both", "no_execution", "no_memory", "none"] = option("both", "Table 4's ablations")
+    tools: Literal["both", "no_execution", "no_memory", "none"] = option(
+        "both", "no_execution: without EXECUTE, no_memory: without MEMORY-VERIFY (Table 4)"
+    )
     wording: Literal["paper", "compact"] = option("paper", "wording of the prompts")
     thinking: Literal["on", "native", "off"] = option(
         "on", "enable_thinking of the chat template; native: on, and prompts ask for no thoughts in tags"
@@ -129,6 +131,7 @@ class Training(Rewarded):
     lora_rank: Count = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
     optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
     weight_decay: NotNegative = option(0.0, "of AdamW")
+    beta2: NotNegative = option(0.999, "of AdamW, below 1")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import GOLD, QUESTION, say
 from transformers import AutoTokenizer
 
@@ -15,6 +16,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example, HistoryTurn
+from mtsql.learn.samples import Sample, group_metrics
 from mtsql.recipes.mtir_sql import MAX_CHARACTERS, RETHINK, TOOL, make_recipe, make_reward
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
@@ -79,6 +81,13 @@ def test_filter_drops_what_is_invalid_and_keeps_wrong_answers(tiny):
     messages = (THINK + answer(GOLD), THINK + answer(WRONG), THINK + answer(BROKEN), answer(GOLD))
     assert [rewards(tiny, play(tiny, m)).kept for m in messages] == [True, True, False, False]
     assert all(rewards(tiny, play(tiny, m), "unfiltered").kept for m in messages)
+
+
+def test_the_log_says_how_much_the_filter_leaves_out(tiny):
+    episodes = [play(tiny, THINK + answer(GOLD)), play(tiny, answer(GOLD))]  # the second has no thought
+    samples = [Sample(e.trajectory, e.example, rewards(tiny, e)) for e in episodes]
+    row = group_metrics([samples], torch.tensor([True]), 0, 1.0, tiny.tokens.decode)
+    assert row["left_out"] == 0.5
 
 
 def test_weights_leave_parts_and_filter_alone(tiny):

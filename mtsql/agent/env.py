@@ -24,9 +24,9 @@ from mtsql.sql.normal import in_normal_form
 from mtsql.sql.text import same_query
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
+NO_TOOL = "none"  # of one that answers a message without an action
 RENDERED_TOGETHER = 256  # prompts
 AT_A_CUT = 16  # more tokens than a text may have that is cut inside a word
-NO_TOOL = "none"  # of one that answers a message without an action
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Episode:
         return suffix
 
     def give_up(self) -> None:
-        """End the episode without its next message, which cannot be had."""
+        """End the episode: its next message does not come, as from a server that refuses."""
         self._end(Status.NO_ACTION)
         if self.told is not None:
             self.told(self.trajectory)

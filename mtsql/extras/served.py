@@ -369,7 +369,7 @@ def check_policy(config: Served) -> None:
 
 
 def idle_policy(config: Common) -> list[str]:
-    """A sentence for each option set in vain: of an address beside --model, or the other way round."""
+    """A sentence for each option that does nothing: of an address beside --model, or the other way round."""
     of_address = ("api_model", "protocol", "tokenizer", "concurrency", "own_temperature")
     of_model = ("dtype", "quantise", "rows")
     why, names = ("--model is here", of_address) if config.model else ("--address is the policy", of_model)

@@ -67,7 +67,7 @@ def training_order(
 ) -> list[Trajectory]:
     """All trajectories `epochs` times, each time in another random order; the last time perhaps in part.
 
-    With `databases` an order is that of `order_by_database` in blocks of `size`, which is not used else.
+    With `databases` an order is that of `order_by_database` in blocks of `size`.
     """
     order: list[Trajectory] = []
     for _ in range(math.ceil(epochs)):

@@ -3,7 +3,7 @@
 A `TokenBatch` says which hidden state predicts which trained token, so that the output head runs
 on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists.
 `shared_prompt_batch` puts sequences behind each other without padding, with one copy of the prompt for
-all trajectories of a question; `row_batch`, one padded row a trajectory, is the slow, obvious reference.
+all trajectories of a question; `row_batch`, one padded row a trajectory, is the obvious reference.
 """
 
 from __future__ import annotations

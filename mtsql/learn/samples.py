@@ -24,15 +24,11 @@ from mtsql.sql.score import Scorer
 
 @dataclass
 class Sample:
-    """One of the G trajectories of a question `example`, with its rewards; it holds its advantage itself.
-
-    `in_loss` is False for a sample that counts in its group's statistics only (GRPO-Filter).
-    """
+    """One of the G trajectories of a question `example`, with its rewards; it holds its advantage itself."""
 
     trajectory: Trajectory
     example: Example
     rewards: Rewards
-    in_loss: bool = True
 
 
 def group_metrics(
@@ -49,7 +45,7 @@ def group_metrics(
         "thought_characters": fmean(thought_characters(s.trajectory, decode) for s in samples),
         "pass_at_group": fmean(any(s.rewards.ex for s in group) for group in groups),
         "informative_groups": informative.float().mean().item(),
-        "left_out": fmean(not s.in_loss for s in samples),
+        "left_out": fmean(not s.rewards.kept for s in samples),
         "dropped_groups": replaced / (replaced + len(groups)),
         "rollout_seconds": round(seconds, 2),
         "sampled_tokens_per_second": round(sum(s.trajectory.sampled_length for s in samples) / seconds),

@@ -117,7 +117,7 @@ def score_records(
     length of the thoughts (SQL-Trail, A.8).
 
     A question whose gold SQL does not run counts as wrong and has the hardness "unscored". `verifies` is
-    the recipe's: whether all five abilities are measured.
+    the recipe's: whether all of ABILITIES are measured.
     """
     records = []
     for example, trajectory in answered:
