@@ -23,10 +23,10 @@ from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, run
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
-from mtsql.data.introspect import read_schema
 from mtsql.errors import UserError
 from mtsql.extras.chat.__main__ import ITS_CONFIG, SHIPPED, chat_options
 from mtsql.extras.chat.conversation import Conversation, Event, Show
+from mtsql.extras.chat.introspect import read_schema
 from mtsql.extras.chat.server import Handler, Server
 from mtsql.extras.chat.terminal import converse, format_result, run_command, show_event
 from mtsql.model_folder import PACKAGED

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from mtsql.data.introspect import _words, read_schema, relevant_part
 from mtsql.data.names import KEYWORDS, RESERVED, written
 from mtsql.data.sandbox import read_only_uri
 from mtsql.data.schema import Schema, load_schemas
 from mtsql.errors import UserError
+from mtsql.extras.chat.introspect import _words, read_schema, relevant_part
 from mtsql.sql.execute import Executor
 from mtsql.sql.grammar import parse_sql
 from mtsql.sql.match import exact_set_match

@@ -55,8 +55,8 @@ from pathlib import Path
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import Dataset
-from mtsql.data.introspect import read_schema
 from mtsql.extras.chat.conversation import Conversation, Play
+from mtsql.extras.chat.introspect import read_schema
 from mtsql.extras.chat.server import serve
 from mtsql.extras.chat.terminal import converse
 from mtsql.extras.served import check_policy, play_served, served_policy

@@ -13,9 +13,9 @@ from mtsql.agent.trajectory import (
     trajectory_record,
 )
 from mtsql.data.datasets import Example, HistoryTurn
-from mtsql.data.introspect import relevant_part
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
+from mtsql.extras.chat.introspect import relevant_part
 from mtsql.extras.http_client import ServerError
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.report.records import RESULT_CHARACTERS
