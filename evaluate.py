@@ -12,7 +12,7 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
 five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the parts of the recipe's reward,
-turns with their deviation and the length of thoughts (SQL-Trail, A.8), and latency.
+the mean and deviation of turns, the length of thoughts (SQL-Trail, A.8), and latency.
 --sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
 of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). Of a model that
 takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 4.

@@ -7,7 +7,7 @@ One step: sample G trajectories for each of a batch of questions, reward each tr
 within each question's group, and take one clipped policy-gradient step on the tokens that the model wrote.
 With --curriculum, questions that the policy sometimes fails come from easy to hard (section 3.3.1). The run
 folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step), asked.json (ids of the
-questions) and dev.csv, which is filled with --evaluate-every.
+questions that were learned from) and dev.csv, which is filled with --evaluate-every.
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
@@ -17,16 +17,16 @@ Departures from the paper:
   docs/algorithm.md) and are paid at every level; the paper begins with those of medium difficulty (Finding
   9), an edit of this file (docs/how_to.md).
 - The dev set is evaluated after steps, not before the first.
-- w1..w4: the paper chose them by grid search and gives none; the default rewards the outcome alone, the
-  other presets of --rewards take those of the authors' code.
-- Groups without variance in their rewards get no gradient but that of a KL in the loss (their advantage
-  is 0 by definition) and stay in the denominator, as in the paper's formula.
+- w1..w4: the paper chose them by grid search and gives none; the default rewards EX + EM alone, the other
+  presets of --rewards take those of the authors' code.
+- Groups without variance in their rewards get no gradient, or only that of the KL with --beta (their
+  advantage is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs it.
-- One update a batch, so that the importance ratio is 1; --updates-per-batch above 1 needs the clip.
+- One update a batch, so that the importance ratio is 1 and the clip does nothing (--updates-per-batch).
 - Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (--beta2) and there is no weight decay
   (--weight-decay), where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
 - Other papers' variants (mtsql/learn/loss.py, advantages.py) are off unless a paper's file sets them, but for
-  truncated importance sampling where sampler and trainer round apart: in half precision or on a GPU.
+  truncated importance sampling where sampler and trainer differ by rounding: in half precision or on a GPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Args(Training):
     )
     beta: NotNegative = option(0.0, "weight of the KL penalty (k3)")
     tis_cap: float = option(
-        -1.0, "cap of truncated importance sampling; 0 is off, -1: 2 where sampler and trainer round"
+        -1.0,
+        "cap of truncated importance sampling; 0: off, -1: 2 where sampler and trainer round apart",
     )
     resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
     micro_batch_positions: Positive = option(16384, "positions in one forward pass")
@@ -136,7 +137,7 @@ def main(config: Args) -> int:
     task = begin_training(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
     config = replace(config, tis_cap=truncation_cap(config.tis_cap, policy))
-    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
+    reward = reward_function(config, task.tokens, task.scorer, config.rewards)  # mtsql_r1_rewards.py: reward
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
     optimizer, first, state = resume(config, out, policy, processes)
     levels = curriculum(config, task)
@@ -251,27 +252,27 @@ def sample_groups(
         order = question_order(config.seed, len(questions), wanted, level, step_in_level, attempt)
         missing = wanted - len(groups) + len(equal)
         fresh = [i for i in order if i not in set(asked)][:missing]
-        groups += play(config, task, reward, [questions[i] for i in fresh], step, len(asked))
+        groups += rollout_groups(config, task, reward, [questions[i] for i in fresh], step, len(asked))
         asked += fresh
         equal = [i for i, teaches in enumerate(informative_groups(rewards_of(groups))) if not teaches]
         if len(groups) - len(equal) >= wanted:
             break
-    surplus = len(groups) - wanted
+    surplus = len(groups) - wanted  # of which the last ones without variance go
     dropped = set(equal[len(equal) - surplus :])
     return [group for i, group in enumerate(groups) if i not in dropped], surplus
 
 
-def play(
-    config: Args, task: Task, reward: RewardFunction, questions: Sequence[Example], step: int, asked: int
+def rollout_groups(
+    config: Args, task: Task, reward: RewardFunction, questions: Sequence[Example], step: int, before: int
 ) -> list[list[Sample]]:
-    """A group of G rewarded samples of each question; the step has `asked` so many before them."""
+    """A group of G rewarded samples of each question; the step has had `before` of them already."""
     size, sampling = config.samples_per_prompt, make_sampling(config, task.environment, config.temperature)
     episodes, examples = [], []
-    for number, question in task.processes.share(list(enumerate(questions, start=asked))):
+    for number, question in task.processes.share(list(enumerate(questions, start=before))):
         seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
         episodes += task.environment.episodes(question, seeds)
         examples += [question] * size
-    trajectories = task.play(episodes, sampling)
+    trajectories = task.play(episodes, sampling)  # mtsql/agent/rollout.py, with the weights of this moment
     samples = [Sample(t, e, reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
     return task.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
 
@@ -303,12 +304,15 @@ def clipped_step(
 ) -> dict[str, float]:
     """One update of a batch (or --updates-per-batch) by the clipped surrogate (section 3.3.3); statistics.
 
-    Groups without variance add nothing to it, or the KL in the loss.
+    Groups without variance add nothing to it, or with --beta only their KL.
     """
-    counted = [[s.trajectory for s in group if s.rewards.kept] for group in groups]  # GRPO-Filter (MTIR-SQL)
+    counted = [
+        [s.trajectory for s in group if s.rewards.kept] for group in groups
+    ]  # in the denominator; GRPO-Filter
     denominator = loss_denominator(
         [t for group in counted for t in group], config.aggregate, config.max_response_tokens
     )
+    # In the forward pass are groups that teach something, or all where there is a KL.
     trained = [g for g, teaches in zip(counted, informative, strict=True) if g and (teaches or reference)]
     trained.sort(key=lambda group: sum(len(t.ids) for t in group))
     layout = layout_of(task.policy)
@@ -333,7 +337,7 @@ def clipped_step(
             loss.backward()
             sums.update({name: value / config.updates_per_batch for name, value in statistics.items()})
             if update == 0:
-                part.old_logprobs = logprobs.detach()
+                part.old_logprobs = logprobs.detach()  # none until now: a ratio of 1
                 gaps.append((part.old_logprobs - batch.sampling_logprobs).abs().cpu())  # (tokens,)
                 sums.update({"entropy": entropy.sum().item(), "trained_tokens": len(entropy)})
         if trained:

@@ -17,8 +17,8 @@ baseline, direct answers; with tools, demonstrations of the protocol (mtsql/extr
 
 Departures from the paper, and how we read it:
 - A trajectory is kept only if it follows Equation 1 throughout, since the data "strictly follow the MDP"
-  (section 3.2.1); Algorithm 1 does not repeat this. That drops what appendix D prints, whose messages
-  have no verdict tags. coverage.json counts what each filter rejects.
+  (section 3.2.1); Algorithm 1 does not repeat this. The examples of appendix D, which have no verdict tags,
+  would be dropped. coverage.json counts what each filter rejects.
 - "Interactions" are answered tool calls. Where no right trajectory of a question has at most (at least)
   two, those that come nearest are kept, so that every solved question has a trajectory.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match (--rewards

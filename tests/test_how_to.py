@@ -170,10 +170,10 @@ def test_process_rewards_from_the_second_level(monkeypatch: pytest.MonkeyPatch, 
     config = GrpoArgs(data=(), out="", model="", steps=4, prompts_per_step=1)
     earned = Rewards(1.0, 0.0, 1.5, {"proposal": 1.0})
 
-    def play(config, task, reward, *_):
+    def rollout_groups(config, task, reward, *_):
         return [[Sample(None, EXAMPLE, reward(None, EXAMPLE))] * 2]
 
-    monkeypatch.setattr(module, "play", play)
+    monkeypatch.setattr(module, "rollout_groups", rollout_groups)
     ((paid, _),), _ = module.sample_groups(config, None, lambda t, e: earned, [[EXAMPLE], [EXAMPLE]], step)
     assert (paid.rewards.total, paid.rewards.parts) == (total, earned.parts)
 

@@ -50,7 +50,13 @@ def grpo_loss(
     old_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate of MTSQL-R1, section 3.3.3, negated, and its statistics.
+    """The clipped surrogate of MTSQL-R1, section 3.3.3, negated, and its statistics:
+
+    L = - sum_i 1/N sum_{t in M_i} 1/|M_i| [ min(rho_t A_i, clip(rho_t, 1 - low, 1 + high) A_i) - beta k3_t ]
+
+    over the trajectories i and their tokens t of loss mask 1 (a `TokenBatch` holds no others), for
+    `aggregate` "trajectory". Two policies are older than this one: rho_t is over that of the first update on
+    this batch, and truncated importance sampling weighs a term by that policy over the sampler.
 
     `logprobs` are the policy's, (tokens,), with a gradient. Without `old_logprobs` the policy is its own old
     policy: the ratio is 1, but its gradient is not 0. `denominator` comes from `loss_denominator`. `beta` is
