@@ -306,9 +306,8 @@ def clipped_step(
 
     Groups without variance add nothing to it, or with --beta only their KL.
     """
-    counted = [
-        [s.trajectory for s in group if s.rewards.kept] for group in groups
-    ]  # in the denominator; GRPO-Filter
+    # In the denominator are all that GRPO-Filter keeps.
+    counted = [[s.trajectory for s in group if s.rewards.kept] for group in groups]
     denominator = loss_denominator(
         [t for group in counted for t in group], config.aggregate, config.max_response_tokens
     )

@@ -255,8 +255,8 @@ def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: st
     name = given.partition(",")[0]
     try:
         module = import_module(name) if re.fullmatch(r"\w+(\.\w+)+", name) else load_recipe(config.recipe)
-    except ModuleNotFoundError:
-        raise UserError(f"--rewards {name} is no module") from None
+    except ModuleNotFoundError as error:
+        raise UserError(f"--rewards {name} cannot be imported ({error}); give a preset or a module") from None
     turns = config.max_interactions + 1  # the answer is one more message
     return module.make_reward(given, scorer, tokens.tokenizer.decode, turns)
 

@@ -359,7 +359,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
             "--held-out and --for-rl should be above 0 where they are asked for, and leave",
         ),
         (train_grpo, ["--held-out", -1], "--held-out should be at least 0"),
-        (train_grpo, ["--rewards", "no.such"], "--rewards no.such is no module"),
+        (train_grpo, ["--rewards", "no.such"], "--rewards no.such cannot be imported (No module named 'no')"),
         (train_grpo, ["--curriculum", tmp_path / "none.jsonl"], "none.jsonl is not there; make it with"),
         (
             train_sft,
