@@ -85,7 +85,10 @@ def main() -> None:
         else:
             run_part(*part)
     if not chosen.list:
-        written = write_page(SUITES[chosen.suite], chosen.suite, chosen.out / f"{page}.md")
+        suite = SUITES[chosen.suite]
+        given = "" if suite.benchmark else " --data DATA --model MODEL"
+        made_by = f"python reproduce.py --suite {chosen.suite}{given}"
+        written = write_page(suite, made_by, chosen.out / f"{page}.md")
         print(f"\n{written.read_text()}\n{written}")
 
 

@@ -199,7 +199,7 @@ def main(config: Args) -> int:
         print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
     elif processes.is_main:
         write_atomically(out / "asked.json", json.dumps(sorted(asked)))
-        plot_training(out / "metrics.csv", out)
+        plot_training([out / "metrics.csv"], out / "training.png")
         print(f"policy after {max(first, config.steps)} steps: {out / 'policy'}")
     leave_processes(processes)
     return INTERRUPTED if stop else 0

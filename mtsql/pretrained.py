@@ -25,20 +25,7 @@ from pathlib import Path
 from shutil import copyfileobj
 from urllib.parse import urlsplit
 
-import torch
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-
 from mtsql.config import user_errors
-from mtsql.errors import UserError
-from mtsql.files import refuse_filled
-from mtsql.learn.model import load_policy, save_policy
-from mtsql.model_folder import load_tokenizer
 
 TAGS = ("<tool_call>", "</tool_call>")
 SAME_ROW = 0.999  # cosine of two rows between which no hidden state can tell
@@ -79,14 +66,36 @@ MODELS = {
 }
 
 
-def main() -> None:
-    """Write the model folder, all of it or nothing. Raises UserError if it exists."""
+def read_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", choices=MODELS, help="which model")
     parser.add_argument("out", type=Path, help="folder to write, which must not exist")
-    chosen = parser.parse_args()
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    CHOSEN = read_arguments()
+
+import torch
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from mtsql.errors import UserError
+from mtsql.files import refuse_filled
+from mtsql.learn.model import load_policy, save_policy
+from mtsql.model_folder import load_tokenizer
+
+
+def main(chosen: argparse.Namespace) -> None:
+    """Write the model folder, all of it or nothing. Raises UserError if it exists."""
     refuse_filled(chosen.out)
     print(f"pretrained model from the {write_pretrained(chosen.model, chosen.out)}: {chosen.out}")
 
@@ -200,4 +209,4 @@ def with_readable_tags(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, CHOSEN)

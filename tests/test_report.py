@@ -242,14 +242,17 @@ def test_figures_are_written(tmp_path):
     log = MetricsLog(path)
     for step in range(5):
         log.append({"step": step, "reward": 0.1 * step, "ex": "" if step % 2 else 0.5, "entropy": 1})
-    figure = plot_training(path, tmp_path / "plots")
-    assert figure == tmp_path / "plots" / "training.png"
-    wide = imread(figure).shape[1]
-    MetricsLog(path).append({"step": 0, "reward": 1.0})
-    assert imread(plot_training(path, tmp_path / "plots")).shape[1] < wide  # one panel, not three
+    figure = tmp_path / "plots" / "training.png"
+    assert plot_training([path], figure) == figure
+    alone = imread(figure)
+    other = tmp_path / "other" / "metrics.csv"
+    other.parent.mkdir()
+    MetricsLog(other).append({"step": 0, "reward": 1.0})
+    assert imread(plot_training([other], figure)).shape[1] < alone.shape[1]  # one panel, not three
+    assert imread(plot_training([path, other], figure)).shape == alone.shape
     MetricsLog(path).append({"step": 0, "loss": 1.0})
-    with pytest.raises(ValueError, match="no row with any of reward, ex"):
-        plot_training(path, tmp_path)
+    with pytest.raises(UserError, match="no row with any of reward, ex"):
+        plot_training([path], figure)
 
 
 def make_trajectory() -> Trajectory:

@@ -210,7 +210,7 @@ def test_a_page_is_made_of_what_is_finished_and_again_of_its_rows(tmp_path):
     lay_out(tmp_path, "rl", "111", dataset="themes")
     cut_off = lay_out(tmp_path, "cut", "11111") / "predictions.jsonl"
     cut_off.write_text(cut_off.read_text()[:-60])
-    page = write_page(SMALL, "small", tmp_path / "small.md")
+    page = write_page(SMALL, "python reproduce.py --suite small", tmp_path / "small.md")
     rows = json.loads((tmp_path / "small.json").read_text())
     assert [(r["dataset"], r["arm"], r["seed"], r["ex"], r["right"], r["exact"]) for r in rows] == [
         ("test", "warm", 0, 20.0, "10000", "10000"), ("test", "rl", 0, 40.0, "11000", "10000"),
@@ -234,7 +234,7 @@ def test_a_page_is_made_of_what_is_finished_and_again_of_its_rows(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "small.json").write_bytes(kept["small.json"])
-    write_page(SMALL, "small", elsewhere / "small.md")
+    write_page(SMALL, "python reproduce.py --suite small", elsewhere / "small.md")
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
 
 
@@ -245,7 +245,7 @@ def test_the_mean_of_two_sets_is_of_the_arms_that_both_have(tmp_path):
     lay_out(tmp_path, "cut", "11111")
     lay_out(tmp_path, "rl", "11111", seed=1)
     suite = SMALL._replace(joint=("test", "themes"))
-    text = write_page(suite, "small", tmp_path / "small.md").read_text()
+    text = write_page(suite, "python reproduce.py --suite small", tmp_path / "small.md").read_text()
     mean = text.split("## Mean of test and themes: 8 questions")[1]
     # EX: (20 + 66.7) / 2 and (40 + 100) / 2; EM of either arm: (20 + 33.3) / 2. No interval.
     assert cells(mean, "`warm`", "warm start") == ["43.3", "26.7", "0: 43.3"]
@@ -260,12 +260,12 @@ def test_rows_of_other_machines_stay_and_other_questions_are_refused(tmp_path):
     old = {"dataset": "test", "arm": "old", "seed": 2, "ex": 50.0, "em": 25.0, "curve": []}
     old |= {"questions": 5, "databases": [["a", 2], ["b", 3]]}
     (tmp_path / "small.json").write_text(json.dumps([old]))
-    text = write_page(SMALL, "small", tmp_path / "small.md").read_text()
+    text = write_page(SMALL, "python reproduce.py --suite small", tmp_path / "small.md").read_text()
     assert cells(text, "`old`") == ["", "50.0", "25.0", "2: 50.0"]  # no interval: its answers were not kept
     before = (tmp_path / "small.json").read_bytes()
     lay_out(tmp_path, "rl", "1111")
     with pytest.raises(UserError, match="test: rl, seed 0, has other questions than warm, seed 0"):
-        write_page(SMALL, "small", tmp_path / "small.md")
+        write_page(SMALL, "python reproduce.py --suite small", tmp_path / "small.md")
     assert (tmp_path / "small.json").read_bytes() == before
 
 

@@ -27,6 +27,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before torch is imported
+    print(__doc__)
+    sys.exit()
+
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn

@@ -68,9 +68,9 @@ def bootstrap_means(
     return sums / sizes
 
 
-def interval_of(means: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of resampled means."""
-    low, high = np.percentile(means, [2.5, 97.5])
+def interval_of(means: np.ndarray, comparisons: int = 1) -> tuple[float, float]:
+    """The 95 % interval of resampled means, wider where it is one of so many `comparisons` (Bonferroni)."""
+    low, high = np.percentile(means, [2.5 / comparisons, 100 - 2.5 / comparisons])
     return float(low), float(high)
 
 
@@ -79,15 +79,15 @@ def bootstrap_interval(values_by_dialogue: Sequence[Sequence[float]], seed: int 
     return interval_of(bootstrap_means(values_by_dialogue, seed))
 
 
-def excludes_zero(means: np.ndarray) -> bool:
-    """Whether the 95 % interval of resampled means lies beside 0 by more than its own Monte-Carlo error.
+def excludes_zero(means: np.ndarray, comparisons: int = 1) -> bool:
+    """Whether `interval_of` resampled means lies beside 0 by more than its own Monte-Carlo error.
 
     Only then may a difference be claimed: an end nearer to 0 is on the other side with other draws. The
     share of means at 0 or beyond it is known to 1.96 standard errors.
     """
     draws = len(means)
     beyond = (min((means <= 0).sum(), (means >= 0).sum()) + 1) / (draws + 1)  # never quite 0
-    return bool(beyond + 1.96 * math.sqrt(beyond * (1 - beyond) / draws) < 0.025)
+    return bool(beyond + 1.96 * math.sqrt(beyond * (1 - beyond) / draws) < 0.025 / comparisons)
 
 
 def paired_difference(

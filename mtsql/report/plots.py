@@ -1,9 +1,10 @@
-"""Figures: the course of a training run."""
+"""Figures: the course of training runs."""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mtsql.files import write_atomically
+from mtsql.errors import UserError
+from mtsql.files import reading_errors, write_atomically
 
-COLOUR = "#2b6ca3"
+# Okabe and Ito's, which a colour-blind reader tells apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 PANELS = {
     "reward": "mean reward",
     "ex": "execution accuracy",
@@ -22,27 +25,38 @@ PANELS = {
 }
 
 
-def plot_training(metrics_csv: Path, folder: Path) -> Path:
-    """Write `training.png` with the columns reward, ex, response_tokens and entropy over steps.
+def plot_training(logs: Sequence[Path], path: Path) -> Path:
+    """Write a figure with the columns reward, ex, response_tokens and entropy of metrics.csv over steps.
 
-    A column that the log lacks leaves its panel out, an empty cell its point. Raises ValueError if
-    the log has none of them.
+    Several `logs` lie over one another, under the names of their folders. A column that all of them lack
+    leaves its panel out, an empty cell its point. Raises UserError for a log without any of the columns, and
+    one that cannot be read.
     """
-    with metrics_csv.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    shown = [name for name in PANELS if any(row.get(name) for row in rows)]
-    if not shown:
-        raise ValueError(f"{metrics_csv} has no row with any of {', '.join(PANELS)}")
+    runs = {log.parent.as_posix(): read_points(log) for log in logs}
+    shown = [name for name in PANELS if any(name in points for points in runs.values())]
     figure = Figure(figsize=(4.2 * len(shown), 3.2), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
-        steps, values = zip(*points, strict=True)
-        sparse = len(points) < 30
-        axes.plot(steps, values, color=COLOUR, linewidth=1.5, marker="o" if sparse else "", ms=3)
+        for number, (run, points) in enumerate(runs.items()):
+            steps, values = zip(*points.get(name, [(0, float("nan"))]), strict=True)
+            look = {"color": COLOURS[number % len(COLOURS)], "marker": "o" if len(steps) < 30 else ""}
+            axes.plot(steps, values, linewidth=1.5, ms=3, label=run if name == shown[0] else None, **look)
         axes.set_xlabel("step")
         axes.set_title(PANELS[name])
         axes.grid(alpha=0.3)
-    return save_figure(figure, folder / "training.png")
+    if len(runs) > 1:
+        figure.legend(loc="outside lower center")
+    return save_figure(figure, path)
+
+
+def read_points(log: Path) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of every column of PANELS that a metrics.csv has."""
+    with reading_errors(log), log.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    points = {name: [(int(r["step"]), float(r[name])) for r in rows if r.get(name)] for name in PANELS}
+    points = {name: found for name, found in points.items() if found}
+    if not points:
+        raise UserError(f"{log} has no row with any of {', '.join(PANELS)}")
+    return points
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 100) -> Path:

@@ -15,10 +15,11 @@ import json
 import random
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
@@ -31,7 +32,8 @@ from mtsql.toy.words import ASKING, Inventor, themes
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
 MODELS_SEED = 1  # of the benchmark whose train the models in models/toy have learned
 # For each split, by whose words it is in: databases, dialogues in each.
-SPLITS = {
+Splits: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
+SPLITS: Splits = {
     "train": {"known": (1200, 10), "invented": (600, 10)},
     "dev": {"known": (40, 5), "invented": (20, 5)},
     "test": {"known": (70, 3)},
@@ -103,10 +105,9 @@ def make_dialogue(
 
 
 def _write_databases(
-    folder: Path, split: str, whose: str, seed: int
+    folder: Path, split: str, whose: str, seed: int, databases: int, dialogues_each: int
 ) -> Iterator[tuple[dict, list[tuple[list[dict], list[list[dict]]]]]]:
     """Write the databases of one part of a split; gives each one's tables entry and what is asked of it."""
-    databases, dialogues_each = SPLITS[split][whose]
     rng = random.Random(f"{seed}/{split}/{whose}")
     inventor = Inventor(rng)
     said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
@@ -133,8 +134,8 @@ def _record(db_id: str, turns: list[dict], single: bool) -> dict:
     return {"database_id": db_id, "interaction": turns, "final": last}
 
 
-def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
-    """Write the whole benchmark into `folder`, which appears only when it is complete.
+def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Splits = SPLITS) -> None:
+    """Write the benchmark, or as much of it as `splits` says, into `folder`, which appears when complete.
 
     `single` keeps of each dialogue the first question, the only one that surely stands alone. The same
     `seed` gives the same bytes. Raises UserError if `folder` exists.
@@ -143,9 +144,9 @@ def write_benchmark(folder: Path, seed: int, single: bool = False) -> None:
         raise UserError(f"{folder} exists already; remove it or name another folder")
     entries = []
     with folder_atomically(folder) as partial:
-        for split, parts in SPLITS.items():
+        for split, parts in splits.items():
             dialogues, wrong = [], []
-            made = (_write_databases(partial, split, whose, seed) for whose in parts)
+            made = (_write_databases(partial, split, whose, seed, *size) for whose, size in parts.items())
             for entry, asked in chain.from_iterable(made):
                 entries.append(entry)
                 for turns, found in asked:

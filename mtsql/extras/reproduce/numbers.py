@@ -67,14 +67,14 @@ def subtract(values: Values, others: Values) -> Values:
 
 
 def estimate(
-    by_seed: Mapping[int, Values], other_seeds: bool = False, draws: int = RESAMPLES
+    by_seed: Mapping[int, Values], other_seeds: bool = False, draws: int = RESAMPLES, comparisons: int = 1
 ) -> Estimate | None:
     """Mean and interval of some questions' values, all seeds together; None without any.
 
     Databases are drawn anew with replacement, a database's answers of all seeds together. Seeds are too few
     for that: five of the same sign, drawn with replacement, would be beside 0 without any effect. So with
     `other_seeds` the spread of the seeds' own means is added as Student's t with one degree of freedom less
-    than seeds. Without, or with one seed, nothing is said of others.
+    than seeds. Without, or with one seed, nothing is said of others. `comparisons` widens the interval.
     """
     if not by_seed:
         return None
@@ -93,7 +93,7 @@ def estimate(
     if other_seeds and len(means) > 1:
         error = stdev(means.values()) / len(means) ** 0.5
         drawn += error * np.random.default_rng(1).standard_t(len(means) - 1, size=draws)
-    return Estimate(mean, interval_of(drawn), means, excludes_zero(drawn))
+    return Estimate(mean, interval_of(drawn, comparisons), means, excludes_zero(drawn, comparisons))
 
 
 def decimal(number: float) -> str:

@@ -11,12 +11,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from mtsql.errors import UserError
@@ -33,7 +32,7 @@ from mtsql.extras.reproduce.numbers import (
 )
 from mtsql.extras.reproduce.suites import Suite
 from mtsql.files import write_atomically
-from mtsql.report.plots import save_figure
+from mtsql.report.plots import COLOURS, save_figure
 
 Row = dict[str, Any]
 ByArm = dict[str, dict[int, Row]]  # arm: seed: row
@@ -42,17 +41,23 @@ READING = (
     "EX is execution accuracy, EM exact set match, greedy, in %; a mean is over seeds. In brackets: 95 "
     "% intervals, for which databases are drawn anew. In the differences, on the same questions and in "
     "points, the spread of the seeds is added to that as Student's t; with one seed they say nothing of "
-    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. Nothing is "
-    "corrected for the number of differences. An arm that seed 0 has made for all stands beside every "
+    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. {corrected} "
+    "An arm that seed 0 has made for all stands beside every "
     "seed. Where there is no interval, the single answers were not kept."
 )
 
+CORRECTED = {
+    False: "Nothing is corrected for the number of differences.",
+    True: "The intervals of differences are widened for the number of differences in a table (Bonferroni).",
+}
 
-def write_page(suite: Suite, name: str, path: Path) -> Path:
+
+def write_page(suite: Suite, made_by: str, path: Path) -> Path:
     """Bring the .json beside `path` up to date, write the page and its figures and return its path.
 
-    Finished evaluations are looked for in the folder of `path`. Raises UserError if there are none and no
-    .json, and for a row with other questions than the others of its set.
+    `made_by` is the command that it names. Finished evaluations are looked for in the folder of `path`.
+    Raises UserError if there are none and no .json, and for a row with other questions than the others of
+    its set.
     """
     rows = up_to_date_rows(suite, path)
     of = by_set(rows)
@@ -60,8 +65,8 @@ def write_page(suite: Suite, name: str, path: Path) -> Path:
     bars = save_figure(bar_figure(accuracy), path.with_name(f"{path.stem}_bars.png"))
     sections = [
         f"# {suite.title}",
-        heading(suite, name, of, rows, path),
-        READING,
+        heading(suite, made_by, of, rows, path),
+        READING.format(corrected=CORRECTED[suite.corrected]),
         f"![EX of every arm]({bars.name})",
     ]
     for dataset, by_arm in (of | by_set(joint_rows(of, suite.joint))).items():
@@ -197,7 +202,7 @@ def accuracy_table(suite: Suite, found: Mapping[str, Mapping[str, Estimate]]) ->
 
 def difference_table(suite: Suite, by_arm: ByArm) -> str:
     """The paired differences on one set."""
-    lines = []
+    lines, comparisons = [], len(suite.pairs) if suite.corrected else 1
     for what, better, worse in suite.pairs:
         others = by_arm.get(worse, {})
         pairs = {
@@ -208,6 +213,7 @@ def difference_table(suite: Suite, by_arm: ByArm) -> str:
             estimate(
                 {s: subtract(values_of(a, metric), values_of(b, metric)) for s, (a, b) in pairs.items() if b},
                 other_seeds=True,
+                comparisons=comparisons,
             )
             for metric in BITS
         )
@@ -218,17 +224,16 @@ def difference_table(suite: Suite, by_arm: ByArm) -> str:
     return table(["difference", "arms", "EX", "EX of each seed", "EM"], lines)
 
 
-def heading(suite: Suite, name: str, of: Mapping[str, ByArm], rows: Sequence[Row], path: Path) -> str:
+def heading(suite: Suite, made_by: str, of: Mapping[str, ByArm], rows: Sequence[Row], path: Path) -> str:
     """Where the numbers come from, and what is missing."""
 
     def listed(key: str, length: int = 99) -> str:
         return ", ".join(sorted({str(r[key])[:length] for r in rows if r.get(key) is not None})) or "not kept"
 
-    given = "" if suite.benchmark else " --data DATA --model MODEL"
     lines = [
         f"- Dates: {listed('date')}. Hardware: {listed('hardware')}. Seeds: {listed('seed')}.",
         f"- Commits: {listed('commit', 10)}.",
-        f"- `python reproduce.py --suite {name}{given}` makes it, in parts that resume; with `--page` again "
+        f"- `{made_by}` makes it, in parts that resume; with `--page` again "
         f"from [{path.stem}.json]({path.stem}.json).",
     ]
     notes = path.with_name(f"{path.stem}_notes.md")
@@ -269,7 +274,8 @@ def curve_figure(rows: Sequence[Row]) -> Figure | None:
         return None
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for (arm, curves), colour in zip(runs.items(), cycle(colormaps["tab10"].colors), strict=False):
+    for number, (arm, curves) in enumerate(runs.items()):
+        colour = COLOURS[number % len(COLOURS)]
         for seed in curves if len(curves) > 1 else ():
             axes.plot(seed.keys(), seed.values(), color=colour, linewidth=0.5, alpha=0.5)
         steps = sorted(set.intersection(*map(set, curves)))

@@ -56,6 +56,7 @@ class Suite(NamedTuple):
     benchmark: Options = ()  # makes {data}, where the suite has its own
     files: Options = ()  # that --data holds
     joint: Options = ()  # sets whose mean the page shows too
+    corrected: bool = False  # whether the intervals of differences are widened for their number
 
     def is_once(self, arm: str) -> bool:
         """Whether the arm is one for all seeds."""

@@ -1,0 +1,43 @@
+"""All commands beside the three scripts."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec, module_from_spec
+
+COMMANDS = {
+    "explain": ("extras.explain", "one GRPO step shown whole: trajectories, rewards, advantages, tokens"),
+    "ablate": ("extras.ablate", "a grid of trainings and evaluations, with a table of differences"),
+    "plot": ("extras.plot", "the metrics of several runs over one another"),
+    "view": ("extras.viewer", "trajectories with their loss mask in colour, or as a page"),
+    "chat": ("extras.chat", "ask a database questions, in the terminal or in a browser"),
+    "benchmark": ("toy.benchmark", "write the embedded benchmark"),
+    "pretrained": ("pretrained", "make the folder of a small base model"),
+    "plan": ("extras.planner", "what fits on a GPU"),
+    "curriculum": ("extras.curriculum", "count how often each question is solved, for levels of GRPO"),
+    "merge": ("extras.merge", "put an adapter into its base"),
+    "export": ("extras.export", "trajectories as chat messages, for other trainers"),
+}
+
+
+def main() -> None:
+    """Run a command's module as the main one, as `python -m mtsql.<module>` does; alone, list them."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        listed = "\n".join(f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items())
+        print(f"usage: mtsql COMMAND ...   (mtsql COMMAND --help says more)\n\n{listed}")
+        return
+    if name not in COMMANDS:
+        print(f"error: mtsql {name} is unknown; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"mtsql {name}", *sys.argv[2:]]
+    spec = find_spec(f"mtsql.{COMMANDS[name][0]}")
+    if spec.submodule_search_locations:
+        spec = find_spec(f"{spec.name}.__main__")
+    sys.modules["__main__"] = module = module_from_spec(spec)
+    module.__name__ = "__main__"
+    exec(spec.loader.get_code(spec.name), vars(module))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""One step of GRPO, shown whole: what was sampled, what it earned, and what the step did to each token.
+
+    mtsql explain
+    mtsql explain --question ID --divide-by none --html step.html
+    mtsql explain --config configs/sparc_qwen3_1.7b_lora.toml --data sparc --model runs/sft/policy
+
+Options are those of train_grpo.py, whose functions do the work, on one question. Without --config, --model
+and --data it is the tiny model of models/toy on a few questions of the embedded benchmark. Without --question
+it is the first question drawn whose trajectories do not all earn the same.
+
+p is the probability of a sampled token. Its weight in the loss is 1 / (G |M_i|), or as --aggregate says. Pull
+is -dL/d log p: weight times advantage, as long as the ratio is 1. The step moves weights that all tokens
+share, so a token may go another way than it is pulled. The ratio shown is p after the step over p before it:
+a second update of the same batch would clip it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mtsql.config import read_options, user_errors
+
+SHIPPED = ["--config", "configs/toy.toml", "--model", "models/toy/seed0"]
+
+
+def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The question and the page, and all that train_grpo.py is to read; for a shipped model its settings."""
+    parser = argparse.ArgumentParser(
+        "mtsql explain",
+        "mtsql explain [--question ID] [--html FILE] [--OPTION-OF-TRAIN-GRPO VALUE ...]",
+        __doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--question", default="", help="id of the question, as in trajectories.jsonl")
+    parser.add_argument("--html", default="", help="write a page for a browser to this file instead")
+    own, rest = parser.parse_known_args(argv)
+    names = {argument.partition("=")[0] for argument in rest}
+    return own, rest if names & {"--config", "--model"} else [*SHIPPED, *rest]
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help is answered at once
+    OPTIONS = own_options(sys.argv[1:])
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import files
+from math import prod
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from jinja2 import Environment as Templates
+from torch import Tensor
+
+from mtsql.data.datasets import Example, examples
+from mtsql.errors import UserError, printable
+from mtsql.files import write_atomically
+from mtsql.learn.checkpoint import resume
+from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
+from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
+from mtsql.learn.model import Reference
+from mtsql.learn.samples import Sample
+from mtsql.recipes.rewards import Decode
+from mtsql.task import Task, begin_training, fitting_questions, reward_function, training_questions
+from mtsql.toy.benchmark import MODELS_SEED, write_benchmark
+from train_grpo import Args, check, clipped_step, rewards_of, sample_groups, set_advantages
+
+FEW = {"train": {"known": (12, 4)}}  # databases and dialogues in each
+DRAWS = 20  # of a question, until one has rewards that differ
+MOVED = 8  # tokens shown of the best and of the worst trajectory
+GREEN, RED, YELLOW, BOLD, RESET = (f"\033[{code}m" for code in (32, 31, 33, 1, 0))
+
+
+class Token(NamedTuple):
+    """A sampled token: its probabilities before and after the step, and the pull of the loss."""
+
+    text: str
+    before: float
+    pull: float
+    after: float
+
+    @property
+    def ratio(self) -> float:
+        """The importance ratio after the step."""
+        return self.after / self.before if self.before else 1.0
+
+
+class Step(NamedTuple):
+    """A step of GRPO on the group of one question. `tokens` are those of each sample in the loss."""
+
+    group: list[Sample]
+    tokens: list[list[Token]]
+    loss: float
+    statistics: dict[str, float]  # of `train_grpo.clipped_step`
+
+    def moved(self, index: int) -> float:
+        """The probability of a whole trajectory after the step over that before it."""
+        return prod(token.ratio for token in self.tokens[index])
+
+    def different(self) -> list[tuple[str, Sample]]:
+        """The places of samples with the same tokens, as a text, and the first of them."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, sample in enumerate(self.group):
+            places.setdefault(tuple(sample.trajectory.ids), []).append(place)
+        return [(", ".join(map(str, found)), self.group[found[0]]) for found in places.values()]
+
+    def best_and_worst(self) -> tuple[int, int]:
+        """The places of the samples with the highest and the lowest reward."""
+        places = sorted(range(len(self.group)), key=lambda i: self.group[i].rewards.total)
+        return places[-1], places[0]
+
+
+def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
+    """The first step that `train_grpo.py` takes if it asks one of these questions.
+
+    Raises UserError if of DRAWS questions all have G equal rewards.
+    """
+    config = replace(config, tis_cap=truncation_cap(config.tis_cap, task.policy), prompts_per_step=1)
+    config = replace(config, resample_rounds=0 if len(asked) == 1 else DRAWS)
+    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
+    reference = Reference(task.policy) if config.beta else None
+    optimizer, *_ = resume(config, task.out, task.policy, task.processes)
+    groups, _ = sample_groups(config, task, reward, [asked], 0)
+    informative = set_advantages(config, groups)
+    if not informative.any():
+        raise UserError(
+            f"all {config.samples_per_prompt} trajectories of {groups[0][0].example.id} earn the same, so "
+            "the step does nothing; give another --question or --seed, or more --samples-per-prompt"
+        )
+    loss, pulls, before = pulls_of(config, task, groups[0])
+    statistics = clipped_step(config, task, reference, optimizer, groups, informative, 0)
+    with torch.no_grad():
+        _, _, after = pulls_of(config, task, groups[0])
+    decode = task.tokens.tokenizer.decode
+    values = iter(zip(before.exp().tolist(), pulls.tolist(), after.exp().tolist(), strict=True))
+    tokens = [
+        [
+            Token(decode([i]), *next(values))
+            for i, bit in zip(s.trajectory.ids, s.trajectory.loss_mask, strict=True)
+            if bit and s.rewards.kept
+        ]
+        for s in groups[0]
+    ]
+    return Step(groups[0], tokens, loss, statistics)
+
+
+def pulls_of(config: Args, task: Task, group: Sequence[Sample]) -> tuple[float, Tensor, Tensor]:
+    """The loss, without the KL, -dL/d log p, and log p of each token of loss mask 1, (tokens,) both.
+
+    They are ordered by sample, of those that are in the loss, and position. Without gradients the pull is 0.
+    """
+    trajectories = [sample.trajectory for sample in group if sample.rewards.kept]
+    layout = layout_of(task.policy)
+    batch = token_batch([trajectories], layout, task.policy.device)
+    logprobs, _ = token_logprobs(task.policy, batch, config.temperature)
+    denominator = loss_denominator(trajectories, config.aggregate, config.max_response_tokens)
+    loss, _ = grpo_loss(logprobs, batch, denominator, replace(config, beta=0.0))
+    pulls = torch.zeros_like(logprobs)
+    if loss.requires_grad:
+        pulls = -torch.autograd.grad(loss, logprobs)[0]
+    return loss.item(), pulls, logprobs.detach()
+
+
+def step_text(config: Args, step: Step, decode: Decode, colour: bool) -> str:
+    """The step for a terminal."""
+
+    def paint(text: str, code: str) -> str:
+        return f"{code}{printable(text)}{RESET}" if colour else printable(text)
+
+    def title(text: str) -> list[str]:
+        return ["", paint(text, BOLD), ""]
+
+    example, rewards, numbers = step.group[0].example, rewards_of([step.group])[0], step.statistics
+    lines = title(f"1. Rollout: {len(step.group)} trajectories of {example.id}")[1:]
+    lines += [printable(f"   {turn.question}  ->  {turn.sql}") for turn in example.history]
+    lines += [printable(f"   {example.question}"), printable(f"   gold: {example.gold_sql}")]
+    for numbers_of, sample in step.different():
+        heading = f"   [{numbers_of}] {sample.trajectory.status}, reward {sample.rewards.total:.3f}"
+        lines += title(heading)[:2]
+        sampled = GREEN if sample.trajectory.advantage > 0 else RED
+        for segment in sample.trajectory.segments[1:]:
+            said = decode(segment.ids).strip().splitlines()
+            lines += [
+                paint(f"       {line}", sampled if segment.role == "model" else YELLOW) for line in said
+            ]
+    lines += title("2. Rewards and advantages")
+    lines += aligned(reward_rows(step))
+    spread = f"standard deviation {rewards.std():.4f}; divided by: {config.divide_by}"
+    lines += ["", f"   mean {rewards.mean():.4f}, {spread}"]
+    lines += title("3. The clipped step")
+    lines += [
+        f"   loss {step.loss:+.6f}, gradient norm {numbers['gradient_norm']:.4f}, learning rate "
+        f"{numbers['learning_rate']:.2g}, entropy {numbers['entropy']:.4f} nats a token"
+    ]
+    for index in step.best_and_worst():
+        lines += title(f"   [{index}] is {step.moved(index):.3f} times as likely as before. What moved most:")
+        moved = sorted(step.tokens[index], key=lambda token: -abs(token.after - token.before))[:MOVED]
+        lines += aligned([TOKEN_HEADER, *map(token_row, moved)])
+    return "\n".join(lines)
+
+
+def reward_rows(step: Step) -> list[list[str]]:
+    """A header and a row a trajectory; weight and pull are those of each of its tokens."""
+    parts = step.group[0].rewards.parts
+    rows = [["", "reward", "EX", "EM", *parts, "advantage", "tokens", "weight", "pull", "p after / before"]]
+    for number, (sample, tokens) in enumerate(zip(step.group, step.tokens, strict=True)):
+        given = sample.rewards
+        scores = [f"{x:.3f}" for x in (given.total, given.ex, given.em, *given.parts.values())]
+        pull = fmean(token.pull for token in tokens) if tokens else 0.0
+        advantage = sample.trajectory.advantage
+        weight = f"{pull / advantage:.2e}" if advantage else "-"
+        of_tokens = [str(len(tokens)), weight, f"{pull:+.2e}", f"{step.moved(number):.3f}"]
+        rows.append([f"[{number}]", *scores, f"{advantage:+.3f}", *of_tokens])
+    return rows
+
+
+TOKEN_HEADER = ["token", "p before", "p after", "ratio", "pull"]
+
+
+def token_row(token: Token) -> list[str]:
+    """A token's cells below TOKEN_HEADER."""
+    numbers = (f"{token.before:.4f}", f"{token.after:.4f}", f"{token.ratio:.3f}", f"{token.pull:+.2e}")
+    return [repr(token.text), *numbers]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; its first column stands to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join(["   " + first.ljust(widths[0]), *cells]))
+    return lines
+
+
+def step_page(config: Args, step: Step, decode: Decode) -> str:
+    """The step as one page for a browser, without any script: pointing at a token shows its numbers."""
+    template = (files("mtsql.extras") / "explain.html").read_text(encoding="utf-8")
+    shown = {"config": config, "step": step, "decode": decode, "token_row": token_row}
+    shown |= {"rewards": rewards_of([step.group])[0], "rows": reward_rows(step), "header": TOKEN_HEADER}
+    return Templates(autoescape=True).from_string(template).render(shown)
+
+
+def main(own: argparse.Namespace, rest: list[str]) -> None:
+    """The command. Raises UserError for a question that is not there, and as `one_step`."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not any(word.partition("=")[0] == "--data" for word in rest):
+            rest = [*rest, "--data", f"{folder}/benchmark"]
+            write_benchmark(Path(folder, "benchmark"), MODELS_SEED, splits=FEW)
+        config = read_options(Args, None, [*rest, "--out", f"{folder}/run"])
+        check(config)
+        task = begin_training(config, "train")
+        if own.question:
+            asked = [e for e in examples(task.dataset.dialogues, config.history) if e.id == own.question]
+        else:
+            asked = fitting_questions(config, task, training_questions(config, task))
+        if not asked:
+            raise UserError(f"--question {own.question} is not in the data; ids are as in trajectories.jsonl")
+        step, decode = one_step(config, task, asked), task.tokens.tokenizer.decode
+    if own.html:
+        write_atomically(Path(own.html), step_page(config, step, decode))
+        print(own.html)
+    else:
+        print(step_text(config, step, decode, sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+
+
+if __name__ == "__main__":
+    user_errors(main, *OPTIONS)
