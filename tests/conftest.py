@@ -184,9 +184,8 @@ def work(tmp_path_factory, worker_id):
 def make_work(folder: Path) -> Path:
     """Write the benchmark and the model that `work` is."""
     splits = {part: {"known": size} for part, size in (("train", (2, 5)), ("dev", (3, 2)), ("test", (3, 2)))}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toy, "SPLITS", splits | {"test_themes": {"unseen": (6, 2)}})
-        toy.write_benchmark(folder / "benchmark", seed=0)
+    splits["test_themes"] = {"unseen": (6, 2)}
+    toy.write_benchmark(folder / "benchmark", seed=0, splits=splits)
     run(
         "-m", "mtsql.toy.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
         "--copying-steps", 120, "--answer-steps", 180, "--agent-steps", 120, "--questions-per-database", 4,

@@ -55,11 +55,8 @@ def test_ties_are_broken_by_the_seed():
 def data(tmp_path_factory):
     """A small benchmark, with counts of its questions of which some were always right or not sampled."""
     folder = tmp_path_factory.mktemp("choice")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            toy, "SPLITS", {"train": {"known": (3, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
-        )
-        toy.write_benchmark(folder / "benchmark", seed=0)
+    splits = {"train": {"known": (3, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
+    toy.write_benchmark(folder / "benchmark", seed=0, splits=splits)
     dialogues = json.loads((folder / "benchmark" / "train.json").read_text())
     names = [
         (f"{i:05d}/{k}", dialogue["database_id"])

@@ -394,12 +394,10 @@ def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, tmp_
     assert [(r["ex"], r["gold_problem"]) for r in score_records(played, scorer)] == [(1, None)] * len(golds)
 
 
-def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        toy, "SPLITS", {"train": {"known": (3, 4)}, "dev": {"known": (1, 2)}, "test": {"known": (1, 2)}}
-    )
+def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path):
+    splits = {"train": {"known": (3, 4)}, "dev": {"known": (1, 2)}, "test": {"known": (1, 2)}}
     for name in ("dialogues", "single"):
-        toy.write_benchmark(tmp_path / name, seed=0, single=name == "single")
+        toy.write_benchmark(tmp_path / name, seed=0, single=name == "single", splits=splits)
     dialogues, single = tmp_path / "dialogues", tmp_path / "single"
     for file in ("tables.json", "database/music_train_000/music_train_000.sqlite"):
         assert (dialogues / file).read_bytes() == (single / file).read_bytes()

@@ -266,10 +266,8 @@ def test_of_too_many_the_easy_ones_are_left_out(tiny):
 
 def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
     data, model = tmp_path / "benchmark", tmp_path / "model"
-    monkeypatch.setattr(
-        toy, "SPLITS", {"train": {"known": (2, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
-    )
-    toy.write_benchmark(data, seed=0)
+    splits = {"train": {"known": (2, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
+    toy.write_benchmark(data, seed=0, splits=splits)
     dataset = load_dataset(data / "train.json", data / "tables.json", data / "database")
     asked = examples(dataset.dialogues)
     tokens = ChatTokens(train_tokenizer([q.question + q.gold_sql for q in asked], 300))

@@ -89,6 +89,11 @@ def title_of(cell: dict[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in cell.items()).replace("/", "-")
 
 
+def changed(cell: dict[str, str], first: dict[str, str]) -> str:
+    """The options in which a cell differs from the first."""
+    return ", ".join(name for name in cell if cell[name] != first[name])
+
+
 def of_evaluation(options: Sequence[str]) -> list[str]:
     """Those of a training's options that an evaluation has too, with their values."""
     known = {
@@ -112,7 +117,7 @@ def suite_of(chosen: argparse.Namespace, rest: Sequence[str]) -> Suite:
             switch = {"true": flag, "false": f"--no-{flag[2:]}"}.get(value)
             options += [] if name == "branch" else [switch] if switch else [flag, value]
         trainings[title] = Training((SCRIPTS[chosen.script],), BASE, tuple(options))
-        arms[title] = Arm("", title, tuple(of_evaluation(options)))
+        arms[title] = Arm("" if arms else "compared with", title, tuple(of_evaluation(options)))
     first, *others = cells
     split = chosen.split or ("dev" if chosen.data else "test")
     return Suite(
@@ -122,7 +127,7 @@ def suite_of(chosen: argparse.Namespace, rest: Sequence[str]) -> Suite:
         {split: ("--data", "{data}", "--split", split)},
         trainings,
         arms,
-        tuple(("", other, first) for other in others),
+        tuple((changed(cells[other], cells[first]), other, first) for other in others),
         seeds=tuple(chosen.seeds),
         benchmark=() if chosen.data else TOY_BENCHMARK,
         corrected=True,

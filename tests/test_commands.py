@@ -1,0 +1,188 @@
+"""The command mtsql: what it lists, one GRPO step explained, grids of trainings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, ROOT, TOY, run
+
+from evaluate import Args as EvaluateArgs
+from mtsql.__main__ import COMMANDS
+from mtsql.config import read_options
+from mtsql.errors import UserError
+from mtsql.extras import ablate, explain
+from mtsql.parts import Part
+from mtsql.task import begin_training, fitting_questions, training_questions
+from train_grpo import Args as GrpoArgs
+
+
+def mtsql(*words):
+    """Exit code, output and errors of a command."""
+    command = [sys.executable, "-m", "mtsql", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | ENVIRONMENT)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_what_there_is_and_what_is_not():
+    code, listed, _ = mtsql()
+    assert code == 0 and all(f"\n  {name} " in listed for name in COMMANDS)
+    code, _, said = mtsql("train")
+    assert code == 2 and said.startswith("error: mtsql train is unknown; choose from explain,")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_command_does_without_importing_torch(name):
+    code = f"import sys; sys.argv = ['mtsql', {name!r}, '--help']\nimport mtsql.__main__ as m\n"
+    code += "try: m.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("False\n") and len(done.stdout) > 200, done.stdout + done.stderr
+
+
+STEP = (
+    *("--steps", 1, "--prompts-per-step", 1, "--samples-per-prompt", 6, "--resample-rounds", explain.DRAWS),
+    *("--temperature", 1.5, "--seed", 4),
+)
+
+
+@pytest.fixture(scope="module")
+def explained(work, tmp_path_factory):
+    """Options, and the step that they make."""
+    given = [
+        "--data",
+        work / "benchmark",
+        "--model",
+        work / "imitation",
+        "--out",
+        tmp_path_factory.mktemp("e"),
+    ]
+    config = read_options(GrpoArgs, None, list(map(str, (*TOY, *given, *STEP))))
+    task = begin_training(config, "train")
+    asked = fitting_questions(config, task, training_questions(config, task))
+    return config, explain.one_step(config, task, asked), task
+
+
+def test_the_step_explained_is_the_step_that_is_trained(explained, work, tmp_path):
+    config, step, _ = explained
+    run("train_grpo.py", *TOY, "--data", *config.data, "--model", config.model, "--out", tmp_path, *STEP)
+    names, row = ((tmp_path / "metrics.csv").read_text().splitlines()[i].split(",") for i in (0, 1))
+    trained = dict(zip(names, row, strict=True))
+    for name in ("gradient_norm", "entropy", "learning_rate", "logprob_gap"):
+        assert step.statistics[name] == pytest.approx(float(trained[name]), rel=1e-4, abs=1e-6), name
+    records = map(json.loads, (tmp_path / "trajectories.jsonl").read_text().splitlines())
+    assert [s.rewards.total for s in step.group] == pytest.approx([r["reward"] for r in records])
+
+
+def test_pulls_are_advantages_over_lengths_and_add_up(explained):
+    _, step, task = explained
+    assert {sample.trajectory.advantage > 0 for sample in step.group} == {True, False}
+    total = 0.0
+    for sample, tokens in zip(step.group, step.tokens, strict=True):
+        trajectory = sample.trajectory
+        assert len(tokens) == trajectory.trained_length
+        pull = trajectory.advantage / (len(step.group) * len(tokens))
+        assert [token.pull for token in tokens] == pytest.approx([pull] * len(tokens), rel=1e-4)
+        text = task.tokens.tokenizer.decode
+        assert "".join(t.text for t in tokens) == "".join(
+            text([i]) for i, bit in zip(trajectory.ids, trajectory.loss_mask, strict=True) if bit
+        )
+        total += sum(token.pull for token in tokens)
+    assert step.loss == pytest.approx(-total, abs=1e-6)
+    assert step.moved(step.best_and_worst()[0]) > step.moved(step.best_and_worst()[1])
+
+
+def test_text_and_page_show_each_number(explained):
+    config, step, task = explained
+    decode = task.tokens.tokenizer.decode
+    text, page = explain.step_text(config, step, decode, False), explain.step_page(config, step, decode)
+    for shown in (text, page):
+        assert step.group[0].example.gold_sql.split("'")[0] in shown
+        assert f"{step.statistics['gradient_norm']:.4f}" in shown
+        assert all(f"{sample.trajectory.advantage:+.3f}" in shown for sample in step.group)
+    assert "\033" not in text and "\033[32m" in explain.step_text(config, step, decode, True)
+    assert "<script" not in page and page.count('class="token"') == sum(
+        len(step.tokens[place]) for place in step.best_and_worst()
+    )
+
+
+def test_explaining_what_cannot_be_is_one_sentence(explained, work):
+    config, _, task = explained
+    calm = replace(config, temperature=1e-4)
+    asked = fitting_questions(config, task, training_questions(config, task))
+    with pytest.raises(UserError, match="earn the same, so the step does nothing"):
+        explain.one_step(calm, task, asked[:1])
+    said = run(
+        *("-m", "mtsql.extras.explain", *TOY, "--data", work / "benchmark", "--model", work / "imitation"),
+        *("--question", "none/0"),
+        expect=2,
+    )
+    assert "--question none/0 is not in the data" in said
+
+
+GRID = ["--vary", "divide_by=group,none", "--vary", "tools=both,none", "--seeds", "0", "1", "--data", "D"]
+
+
+def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
+    chosen, rest = ablate.read_arguments([*GRID, "--out", str(tmp_path), "--steps", "3", "--history=gold"])
+    suite = ablate.suite_of(chosen, rest)
+    assert list(suite.arms)[1] == "divide_by=group,tools=none" and suite.sets.keys() == {"dev"}
+    assert [pair[0] for pair in suite.pairs] == ["tools", "divide_by", "divide_by, tools"]
+    chains = ablate.chains_of(chosen, suite)
+    assert len(chains) == 8
+    training, evaluation = chains[7]
+    config = read_options(GrpoArgs, None, training.command[1:])
+    assert (config.seed, config.divide_by, config.tools, config.steps) == (1, "none", "none", 3)
+    asked = read_options(EvaluateArgs, None, evaluation.command[1:])
+    assert (asked.tools, asked.history, asked.split, asked.model) == (
+        "none",
+        "gold",
+        "dev",
+        f"{config.out}/policy",
+    )
+    with pytest.raises(UserError, match="--vary steps should be an option, =, and different values"):
+        ablate.cells_of(["steps"])
+    with pytest.raises(UserError, match="different values"):
+        ablate.cells_of(["steps=3,3"])
+
+
+def test_a_branch_is_a_value(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], check=True, cwd=tmp_path)
+
+    git("init", "-q", "-b", "main")
+    for branch in ("main", "my-reward"):
+        git("checkout", "-q", *(["-b"] if branch != "main" else []), branch) if branch != "main" else None
+        (tmp_path / "train_grpo.py").write_text(branch)
+        git("add", "."), git("commit", "-qm", branch)
+    monkeypatch.chdir(tmp_path)
+    chosen, rest = ablate.read_arguments(["--vary", "branch=main,my-reward", "--data", "D", "--out", "out"])
+    chains = ablate.chains_of(chosen, ablate.suite_of(chosen, rest))
+    scripts = [Path(chain[0].command[0]) for chain in chains]
+    assert [script.read_text() for script in scripts] == ["main", "my-reward"]
+    chosen.vary = ["branch=main,none"]
+    with pytest.raises(UserError, match="branch=none: git has no such branch"):
+        ablate.chains_of(chosen, ablate.suite_of(chosen, rest))
+
+
+def test_chains_run_beside_each_other_and_go_on(tmp_path):
+    def part(name, code):
+        done = tmp_path / name
+        return Part(name, ["-c", f"import pathlib, os; {code}; pathlib.Path({str(done)!r}).touch()"], done)
+
+    fails = [part("c", "raise SystemExit(3)"), part("d", "pass")]
+    with pytest.raises(UserError, match=r"c failed with exit code 3; .*\.log says why"):
+        ablate.run_chains(
+            [[part("a", "pass"), part("b", f"assert pathlib.Path({str(tmp_path / 'a')!r}).exists()")], fails],
+            1,
+        )
+    assert [(tmp_path / name).exists() for name in "abcd"] == [True, True, False, False]
+    before = (tmp_path / "a").stat().st_mtime_ns
+    ablate.run_chains(
+        [[part("a", "pass")], [part("c", "pass"), part("d", "assert os.environ['OMP_NUM_THREADS']")]], 2
+    )
+    assert (tmp_path / "d").exists() and (tmp_path / "a").stat().st_mtime_ns == before
