@@ -28,9 +28,32 @@ import argparse
 from pathlib import Path
 
 from mtsql.config import from_toml, user_errors
+from mtsql.extras.reproduce.suites import SUITES, parts_of
+
+
+def read_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--suite", choices=SUITES, required=True, help="which experiments")
+    parser.add_argument("--data", default="", help="folder of the data, if the suite does not make it")
+    parser.add_argument("--other", default="", help="folder of the other of SParC and CoSQL")
+    parser.add_argument("--model", default="", help="base model [toy, quick: models/toy, or made]")
+    parser.add_argument("--out", type=Path, help="run folder [runs/suite_toy, runs/real, runs/recipes, ...]")
+    parser.add_argument("--seeds", type=int, nargs="+", help="[toy: 0 to 4, recipes: 0 to 2, others: 0]")
+    parser.add_argument("--config", default="", help="settings, if not those of the suite")
+    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
+    parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help is answered at once
+    CHOSEN = read_arguments()
+
 from mtsql.errors import UserError
 from mtsql.extras.reproduce.page import write_page
-from mtsql.extras.reproduce.suites import SUITES, parts_of
+from mtsql.files import shipped
 from mtsql.parts import Part, run_part
 from mtsql.toy.tiny import MODELS
 from train_sft import Args as SftArgs
@@ -53,30 +76,17 @@ def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
     missing = [file for file in suite.files if not (chosen.list or (Path(data) / file).exists())]
     if missing:  # a part may read it hours later
         raise UserError(f"--data {data} lacks {', '.join(missing)}, which --suite {name} needs")
-    rank = str(from_toml(Path(suite.config), SftArgs).get("lora_rank", 0))
+    rank = str(from_toml(shipped(suite.config), SftArgs).get("lora_rank", 0))
     for seed in chosen.seeds or suite.seeds:
-        shipped = MODELS / f"seed{seed}"
-        own = str(shipped) if name in ("quick", "toy") and shipped.exists() else ""
+        made = shipped(MODELS / f"seed{seed}")
+        own = str(made) if name in ("quick", "toy") and made.exists() else ""
         places = {"data": data, "other": other, "model": chosen.model or own, "rank": rank}
         parts += parts_of(suite, out, seed, places)
     return parts
 
 
-def main() -> None:
+def main(chosen: argparse.Namespace) -> None:
     """Run what is missing, then write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--suite", choices=SUITES, required=True, help="which experiments")
-    parser.add_argument("--data", default="", help="folder of the data, if the suite does not make it")
-    parser.add_argument("--other", default="", help="folder of the other of SParC and CoSQL")
-    parser.add_argument("--model", default="", help="base model [toy, quick: models/toy, or made]")
-    parser.add_argument("--out", type=Path, help="run folder [runs/suite_toy, runs/real, runs/recipes, ...]")
-    parser.add_argument("--seeds", type=int, nargs="+", help="[toy: 0 to 4, recipes: 0 to 2, others: 0]")
-    parser.add_argument("--config", default="", help="settings, if not those of the suite")
-    parser.add_argument("--list", action="store_true", help="show the commands and what is done, and stop")
-    parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
-    chosen = parser.parse_args()
     page = chosen.suite if chosen.suite in ("real", "recipes") else f"suite_{chosen.suite}"
     chosen.out = chosen.out or Path("runs") / page
     for part in parts_of_suite(chosen) if not chosen.page else ():
@@ -93,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    user_errors(main)
+    user_errors(main, CHOSEN)

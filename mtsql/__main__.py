@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec, module_from_spec
 
+from mtsql.config import user_errors
+from mtsql.errors import UserError
+
 COMMANDS = {
     "explain": ("extras.explain", "one GRPO step shown whole: trajectories, rewards, advantages, tokens"),
     "ablate": ("extras.ablate", "a grid of trainings and evaluations, with a table of differences"),
     "plot": ("extras.plot", "the metrics of several runs over one another"),
     "view": ("extras.viewer", "trajectories with their loss mask in colour, or as a page"),
+    "reproduce": ("", "a suite of experiments of the papers, the quick start among them"),
     "chat": ("extras.chat", "ask a database questions, in the terminal or in a browser"),
     "benchmark": ("toy.benchmark", "write the embedded benchmark"),
     "pretrained": ("pretrained", "make the folder of a small base model"),
@@ -28,10 +32,9 @@ def main() -> None:
         print(f"usage: mtsql COMMAND ...   (mtsql COMMAND --help says more)\n\n{listed}")
         return
     if name not in COMMANDS:
-        print(f"error: mtsql {name} is unknown; choose from {', '.join(COMMANDS)}", file=sys.stderr)
-        sys.exit(2)
+        raise UserError(f"mtsql {name} is unknown; choose from {', '.join(COMMANDS)}")
     sys.argv = [f"mtsql {name}", *sys.argv[2:]]
-    spec = find_spec(f"mtsql.{COMMANDS[name][0]}")
+    spec = find_spec(f"mtsql.{COMMANDS[name][0]}" if COMMANDS[name][0] else name)
     if spec.submodule_search_locations:
         spec = find_spec(f"{spec.name}.__main__")
     sys.modules["__main__"] = module = module_from_spec(spec)
@@ -39,5 +42,10 @@ def main() -> None:
     exec(spec.loader.get_code(spec.name), vars(module))
 
 
+def command() -> None:
+    """The command."""
+    user_errors(main)
+
+
 if __name__ == "__main__":
-    main()
+    command()

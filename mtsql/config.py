@@ -34,7 +34,7 @@ from typing import (
 )
 
 from mtsql.errors import MissingDatabase, UserError, printable
-from mtsql.files import write_atomically
+from mtsql.files import shipped, write_atomically
 from mtsql.recipes import RECIPES
 
 Config = TypeVar("Config")
@@ -176,7 +176,7 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
         hints = get_type_hints(cls, include_extras=True)
         values = {}
         for path in chosen.config:
-            values |= from_toml(Path(path), cls)
+            values |= from_toml(shipped(path), cls)
         for item in fields(cls):
             add_option(parser, item, hints[item.name], values.get(item.name, item.default))
         given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -52,6 +53,12 @@ def reading_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is a folder, not a file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def shipped(path: str | Path) -> Path:
+    """A file or folder that comes with the project: from here, or else where `pip install` has put it."""
+    installed = Path(sysconfig.get_path("data"), "share", "mtsql", path)
+    return installed if not Path(path).exists() and installed.exists() else Path(path)
 
 
 def load_json(path: Path) -> Any:

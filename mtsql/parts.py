@@ -20,6 +20,14 @@ class Part(NamedTuple):
     done: Path
 
 
+def python(command: list[str]) -> list[str]:
+    """A command with its interpreter; a script of the project that is not here is the installed module."""
+    script = Path(command[0])
+    if script.suffix == ".py" and not script.exists():
+        command = ["-m", script.stem, *command[1:]]
+    return [sys.executable, *command]
+
+
 def run_part(title: str, command: list[str], done: Path) -> None:
     """Run one Python command unless `done` exists; its minutes go to a file beside `done`.
 
@@ -33,7 +41,7 @@ def run_part(title: str, command: list[str], done: Path) -> None:
         return
     before = minutes_of(done)  # a part that replaces its folder takes the file along
     started, code, interrupted = time.perf_counter(), None, False
-    process = subprocess.Popen([sys.executable, *command])
+    process = subprocess.Popen(python(command))
     previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while code is None:
         try:

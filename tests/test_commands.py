@@ -89,7 +89,9 @@ def test_pulls_are_advantages_over_lengths_and_add_up(explained):
         assert [token.pull for token in tokens] == pytest.approx([pull] * len(tokens), rel=1e-4)
         text = task.tokens.tokenizer.decode
         assert "".join(t.text for t in tokens) == "".join(
-            text([i]) for i, bit in zip(trajectory.ids, trajectory.loss_mask, strict=True) if bit
+            text([i]).translate(explain.MARKS)
+            for i, bit in zip(trajectory.ids, trajectory.loss_mask, strict=True)
+            if bit
         )
         total += sum(token.pull for token in tokens)
     assert step.loss == pytest.approx(-total, abs=1e-6)

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 
 from mtsql.config import Common, read_options, user_errors
 from mtsql.errors import UserError
-from mtsql.parts import Part, run_part
+from mtsql.parts import Part, python, run_part
 
 SCRIPTS = {"grpo": "train_grpo.py", "sft": "train_sft.py"}
 
@@ -67,6 +67,7 @@ from tqdm import tqdm
 
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import BASE, TOY_BENCHMARK, Arm, Suite, Training, parts_of
+from mtsql.files import shipped
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
 
@@ -141,7 +142,7 @@ def chains_of(chosen: argparse.Namespace, suite: Suite) -> list[list[Part]]:
     """
     places = {
         "data": chosen.data or str(chosen.out / "benchmark"),
-        "model": chosen.model or str(MODELS / "seed0"),
+        "model": chosen.model or str(shipped(MODELS / "seed0")),
         "other": "",
         "rank": "0",
     }
@@ -184,9 +185,7 @@ def run_chains(chains: Sequence[Sequence[Part]], jobs: int) -> None:
                 log = done.parent.with_suffix(".log")
                 log.parent.mkdir(parents=True, exist_ok=True)
                 with log.open("a") as file:
-                    process = subprocess.run(
-                        [sys.executable, *command], stdout=file, stderr=file, env=os.environ | own
-                    )
+                    process = subprocess.run(python(command), stdout=file, stderr=file, env=os.environ | own)
                 if process.returncode:
                     raise UserError(f"{title} failed with exit code {process.returncode}; {log} says why")
             bar.update()
@@ -206,7 +205,7 @@ def cost(chains: Sequence[Sequence[Part]], jobs: int) -> str:
     command = chains[0][0].command
     steps = [read_options(GrpoArgs, None, chain[0].command[1:]).steps for chain in chains]
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, *command, "--steps", "1", "--out", folder], check=True)
+        subprocess.run([*python(command), "--steps", "1", "--out", folder], check=True)
         with Path(folder, "metrics.csv").open(newline="") as file:
             minutes = float(next(csv.DictReader(file))["minutes"])
     return (

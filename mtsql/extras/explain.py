@@ -20,8 +20,9 @@ import argparse
 import sys
 
 from mtsql.config import read_options, user_errors
+from mtsql.files import shipped, write_atomically
 
-SHIPPED = ["--config", "configs/toy.toml", "--model", "models/toy/seed0"]
+CONFIG, MODEL = "configs/toy.toml", "models/toy/seed0"
 
 
 def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -37,7 +38,13 @@ def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--html", default="", help="write a page for a browser to this file instead")
     own, rest = parser.parse_known_args(argv)
     names = {argument.partition("=")[0] for argument in rest}
-    return own, rest if names & {"--config", "--model"} else [*SHIPPED, *rest]
+    return own, rest if names & {"--config", "--model"} else [
+        "--config",
+        CONFIG,
+        "--model",
+        str(shipped(MODEL)),
+        *rest,
+    ]
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help is answered at once
@@ -59,7 +66,6 @@ from torch import Tensor
 
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError, printable
-from mtsql.files import write_atomically
 from mtsql.learn.checkpoint import resume
 from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
@@ -68,10 +74,12 @@ from mtsql.learn.samples import Sample
 from mtsql.recipes.rewards import Decode
 from mtsql.task import Task, begin_training, fitting_questions, reward_function, training_questions
 from mtsql.toy.benchmark import MODELS_SEED, write_benchmark
+from mtsql.toy.tiny import CAPITAL, GLUE
 from train_grpo import Args, check, clipped_step, rewards_of, sample_groups, set_advantages
 
 FEW = {"train": {"known": (12, 4)}}  # databases and dialogues in each
 DRAWS = 20  # of a question, until one has rewards that differ
+MARKS = {ord(CAPITAL): None, ord(GLUE): None}  # of the tiny tokenizer, which only a whole text is rid of
 MOVED = 8  # tokens shown of the best and of the worst trajectory
 GREEN, RED, YELLOW, BOLD, RESET = (f"\033[{code}m" for code in (32, 31, 33, 1, 0))
 
@@ -140,7 +148,7 @@ def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
     values = iter(zip(before.exp().tolist(), pulls.tolist(), after.exp().tolist(), strict=True))
     tokens = [
         [
-            Token(decode([i]), *next(values))
+            Token(decode([i]).translate(MARKS), *next(values))
             for i, bit in zip(s.trajectory.ids, s.trajectory.loss_mask, strict=True)
             if bit and s.rewards.kept
         ]
