@@ -1,4 +1,4 @@
-"""The pages name files, functions, commands and options that exist; nothing is imported to find out."""
+"""The pages name files, functions, commands and options that exist."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from mtsql.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -56,10 +58,17 @@ def options(script: Path) -> set[str]:
     text = text_of(script)
     if script.name == "evaluate.py":  # whose second form is there
         text += text_of(ROOT / "mtsql/extras/prediction_files.py")
-    found = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
+    if script.name in ("explain.py", "ablate.py"):  # which hand on what they do not know
+        return options(ROOT / "train_grpo.py") | options(ROOT / "train_sft.py") | argparse_flags(text)
+    found = argparse_flags(text) | {"--help"}
     for cls in re.findall(r"read_options\(([A-Z]\w+)", text):
         found |= {"--config"} | {"--" + name.replace("_", "-") for name in fields_of(cls, script)}
     return found
+
+
+def argparse_flags(text: str) -> set[str]:
+    """What stands as an option in quotes."""
+    return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text))
 
 
 def fields_of(cls: str, file: Path) -> set[str]:
@@ -80,7 +89,15 @@ def commands(text: str) -> list[tuple[Path, str]]:
     joined = re.sub(r" *\\\n *", " ", text)
     shown = BLOCK.findall(joined) + re.findall(r"`([^`\n]+)`", joined)
     found = (match for line in "\n".join(shown).splitlines() for match in COMMAND.findall(line))
-    return [(module_file(module) if module else ROOT / script, rest) for module, script, rest in found]
+    return [command_file(module, script, rest) for module, script, rest in found]
+
+
+def command_file(module: str, script: str, rest: str) -> tuple[Path, str]:
+    """The file of a command and its options; `mtsql X` is the module that its table says."""
+    if module == "mtsql" and rest.strip():
+        name, _, rest = rest.strip().partition(" ")
+        module, script = (f"mtsql.{COMMANDS[name][0]}", "") if COMMANDS[name][0] else ("", f"{name}.py")
+    return (module_file(module) if module else ROOT / script), rest
 
 
 def test_the_tour_has_at_most_fourteen_stops_and_tells_the_life_of_a_token_in_order():
