@@ -256,6 +256,7 @@ def bar_figure(accuracy: Mapping[str, Mapping[str, Mapping[str, Estimate]]]) -> 
             low, high = of["ex"].interval or (of["ex"].mean,) * 2
             errors = [[max(0, of["ex"].mean - low)], [max(0, high - of["ex"].mean)]]
             axes.barh(arms.index(arm), of["ex"].mean, 0.7, xerr=errors, color="#7fa8cc", ecolor="#444444")
+            axes.text(1.5, arms.index(arm), decimal(of["ex"].mean), va="center", fontsize=8)
         axes.set_title(f"{dataset}: EX, %")
         axes.set_xlim(0, 100)
         axes.grid(axis="x", alpha=0.3)
