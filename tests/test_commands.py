@@ -95,7 +95,9 @@ def test_pulls_are_advantages_over_lengths_and_add_up(explained):
         )
         total += sum(token.pull for token in tokens)
     assert step.loss == pytest.approx(-total, abs=1e-6)
-    assert step.moved(step.best_and_worst()[0]) > step.moved(step.best_and_worst()[1])
+    (_, best), (_, worst), *_ = step.shown()
+    assert step.group[best].rewards.total > step.group[worst].rewards.total
+    assert step.moved(best) > step.moved(worst)
 
 
 def test_text_and_page_show_each_number(explained):
@@ -107,9 +109,8 @@ def test_text_and_page_show_each_number(explained):
         assert f"{step.statistics['gradient_norm']:.4f}" in shown
         assert all(f"{sample.trajectory.advantage:+.3f}" in shown for sample in step.group)
     assert "\033" not in text and "\033[32m" in explain.step_text(config, step, decode, True)
-    assert "<script" not in page and page.count('class="token"') == sum(
-        len(step.tokens[place]) for place in step.best_and_worst()
-    )
+    places = [int(places.partition(",")[0]) for places, _ in step.different()]
+    assert "<script" not in page and page.count('class="token"') == sum(len(step.tokens[p]) for p in places)
 
 
 def test_explaining_what_cannot_be_is_one_sentence(explained, work):
@@ -130,13 +131,16 @@ GRID = ["--vary", "divide_by=group,none", "--vary", "tools=both,none", "--seeds"
 
 
 def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
-    chosen, rest = ablate.read_arguments([*GRID, "--out", str(tmp_path), "--steps", "3", "--history=gold"])
+    chosen, rest = ablate.read_arguments(
+        [*GRID, "--out", str(tmp_path), "--steps", "3", "--history=gold", "--dialogues", "7"]
+    )
     suite = ablate.suite_of(chosen, rest)
-    assert list(suite.arms)[1] == "divide_by=group,tools=none" and suite.sets.keys() == {"dev"}
+    assert list(suite.arms)[:3] == ["start", "divide_by=group,tools=both", "divide_by=group,tools=none"]
+    assert suite.sets.keys() == {"dev"}
     assert [pair[0] for pair in suite.pairs] == ["tools", "divide_by", "divide_by, tools"]
     chains = ablate.chains_of(chosen, suite)
-    assert len(chains) == 8
-    training, evaluation = chains[7]
+    assert len(chains) == 1 + 8 and len(chains[0]) == 1
+    training, evaluation = chains[8]
     config = read_options(GrpoArgs, None, training.command[1:])
     assert (config.seed, config.divide_by, config.tools, config.steps) == (1, "none", "none", 3)
     asked = read_options(EvaluateArgs, None, evaluation.command[1:])
@@ -146,6 +150,13 @@ def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
         "dev",
         f"{config.out}/policy",
     )
+    assert ablate.cells_of(["rewards=process|process,verify=0.2"])[1] == {"rewards": "process,verify=0.2"}
+    assert asked.dialogues == 7
+    with pytest.raises(UserError, match="give --seeds"):
+        ablate.suite_of(chosen, ["--seed", "3"])
+    chosen.vary = ["divide_by=group,nonsense"]
+    with pytest.raises(SystemExit):  # before anything runs
+        ablate.chains_of(chosen, ablate.suite_of(chosen, rest))
     with pytest.raises(UserError, match="--vary steps should be an option, =, and different values"):
         ablate.cells_of(["steps"])
     with pytest.raises(UserError, match="different values"):
@@ -162,29 +173,48 @@ def test_a_branch_is_a_value(tmp_path, monkeypatch):
         (tmp_path / "train_grpo.py").write_text(branch)
         git("add", "."), git("commit", "-qm", branch)
     monkeypatch.chdir(tmp_path)
-    chosen, rest = ablate.read_arguments(["--vary", "branch=main,my-reward", "--data", "D", "--out", "out"])
+    given = ["--config", f"{ROOT}/configs/toy.toml", "--data", "D", "--out", "out"]
+    chosen, rest = ablate.read_arguments(["--vary", "branch=main,my-reward", *given])
+    cells = ablate.cells_of(chosen.vary)
+    for cell in cells:
+        ablate.clone(cell["branch"], chosen.out)
     chains = ablate.chains_of(chosen, ablate.suite_of(chosen, rest))
-    scripts = [Path(chain[0].command[0]) for chain in chains]
+    scripts = [Path(chain[0].command[0]) for chain in chains[1:]]
     assert [script.read_text() for script in scripts] == ["main", "my-reward"]
-    chosen.vary = ["branch=main,none"]
+    (tmp_path / "train_grpo.py").write_text("better")
+    git("commit", "-aqm", "better")  # a run goes on with what was committed, or begins anew
+    again = ablate.cells_of(chosen.vary)
+    assert again[0] == cells[0] and again[1] != cells[1]
     with pytest.raises(UserError, match="branch=none: git has no such branch"):
-        ablate.chains_of(chosen, ablate.suite_of(chosen, rest))
+        ablate.cells_of(["branch=main,none"])
+    git("branch", "same")
+    with pytest.raises(UserError, match="two of these branches are one commit; commit the change"):
+        ablate.cells_of(["branch=my-reward,same"])
 
 
 def test_chains_run_beside_each_other_and_go_on(tmp_path):
     def part(name, code):
-        done = tmp_path / name
-        return Part(name, ["-c", f"import pathlib, os; {code}; pathlib.Path({str(done)!r}).touch()"], done)
+        done = tmp_path / name / "done"
+        return Part(
+            name,
+            [
+                "-c",
+                f"import pathlib as p, os; {code}; d = p.Path({str(done)!r}); "
+                "d.parent.mkdir(exist_ok=True); d.touch()",
+            ],
+            done,
+        )
 
     fails = [part("c", "raise SystemExit(3)"), part("d", "pass")]
     with pytest.raises(UserError, match=r"c failed with exit code 3; .*\.log says why"):
         ablate.run_chains(
-            [[part("a", "pass"), part("b", f"assert pathlib.Path({str(tmp_path / 'a')!r}).exists()")], fails],
+            [[part("a", "pass"), part("b", f"assert p.Path({str(tmp_path / 'a')!r}).exists()")], fails],
             1,
         )
-    assert [(tmp_path / name).exists() for name in "abcd"] == [True, True, False, False]
-    before = (tmp_path / "a").stat().st_mtime_ns
-    ablate.run_chains(
-        [[part("a", "pass")], [part("c", "pass"), part("d", "assert os.environ['OMP_NUM_THREADS']")]], 2
-    )
-    assert (tmp_path / "d").exists() and (tmp_path / "a").stat().st_mtime_ns == before
+    assert [(tmp_path / name / "done").exists() for name in "abcd"] == [True, True, False, False]
+    before = (tmp_path / "a" / "done").stat().st_mtime_ns
+    mended = [part("c", "pass"), part("d", "assert os.environ['OMP_NUM_THREADS']")]
+    ablate.run_chains([[part("a", "pass")], mended], 2)
+    with pytest.raises(UserError, match=r"is of other options; give another --out"):
+        ablate.run_chains([[part("a", "print(1)")]], 1)
+    assert (tmp_path / "d" / "done").exists() and (tmp_path / "a" / "done").stat().st_mtime_ns == before

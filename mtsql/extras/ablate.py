@@ -6,10 +6,12 @@
 
 Each cell of the grid is a training of every seed, then an evaluation, in parts that are skipped when they are
 done: stop it at any time and start it again. The first value of each --vary makes the first cell, from which
-the differences are. `branch` takes branches of this repository, so that a change of code is varied. All other
-options go to the training, and those that evaluate.py has go to it too: an agent is evaluated as it was
-trained. Without --data it is the embedded benchmark with the tiny model in models/toy/seed0.
---out gets ablation.md, its figures, and its rows as JSON, and a log of each cell.
+the differences are; values that hold commas stand between |. `branch` takes local branches of the repository,
+as they are committed, so that a change of code is varied; each is trained and evaluated by its own code, with
+the settings that are here. Other options go to the script that has them: those of both to both, so that an
+agent is evaluated as it was trained, those of evaluate.py alone (--dialogues 20) to it. Without --data it is
+the embedded benchmark with the tiny model in models/toy/seed0. --out gets ablation.md, its figures, its rows
+as JSON, and a log of each part.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -47,7 +49,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--script", choices=SCRIPTS, default="grpo", help="what is trained [grpo]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of each cell [0]")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="[runs/ablation]")
-    parser.add_argument("--config", default="configs/toy.toml", help="settings [configs/toy.toml]")
+    parser.add_argument("--config", nargs="+", default=["configs/toy.toml"], help="[configs/toy.toml]")
     parser.add_argument("--data", default="", help="[the embedded benchmark, made in --out]")
     parser.add_argument("--model", default="", help="what the trainings begin with [models/toy/seed0]")
     parser.add_argument("--split", default="", help="to evaluate on [test of the benchmark, else dev]")
@@ -65,24 +67,45 @@ if __name__ == "__main__":  # before torch is imported, so that --help is answer
 import torch
 from tqdm import tqdm
 
+from evaluate import Args as EvaluateArgs
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import BASE, TOY_BENCHMARK, Arm, Suite, Training, parts_of
 from mtsql.files import shipped
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
+
+ARGS = {"grpo": GrpoArgs, "sft": SftArgs, "evaluate": EvaluateArgs}
 
 
 def cells_of(vary: Sequence[str]) -> list[dict[str, str]]:
-    """The cells of the grid, the first values first. Raises UserError for what is no NAME=A,B."""
+    """The cells of the grid, the first values first; a branch has its commit with it.
+
+    Raises UserError for what is no NAME=A,B, and for branches that are not there or are the same.
+    """
     grid: dict[str, list[str]] = {}
     for given in vary:
         name, _, values = given.partition("=")
-        grid[name.strip().replace("-", "_")] = [value.strip() for value in values.split(",")]
-        if not values or len(values.split(",")) != len(set(values.split(","))):
+        found = [value.strip() for value in values.split("|" if "|" in values else ",")]
+        if name == "branch":
+            found = [f"{branch}@{commit_of(branch)}" for branch in found]
+            if len({value.rpartition("@")[2] for value in found}) < len(found):
+                raise UserError(f"--vary {given}: two of these branches are one commit; commit the change")
+        if not values or len(found) != len(set(found)):
             raise UserError(
-                f"--vary {given} should be an option, =, and different values with commas between"
+                f"--vary {given} should be an option, =, and different values between commas or |"
             )
+        grid[name.strip().replace("-", "_")] = found
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+
+
+def commit_of(branch: str) -> str:
+    """The commit of a branch here, shortened. Raises UserError if there is none."""
+    command = ["git", "rev-parse", "--verify", "--quiet", "--short", f"refs/heads/{branch}"]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if not found:
+        raise UserError(f"--vary branch={branch}: git has no such branch here")
+    return found
 
 
 def title_of(cell: dict[str, str]) -> str:
@@ -95,50 +118,58 @@ def changed(cell: dict[str, str], first: dict[str, str]) -> str:
     return ", ".join(name for name in cell if cell[name] != first[name])
 
 
-def of_evaluation(options: Sequence[str]) -> list[str]:
-    """Those of a training's options that an evaluation has too, with their values."""
-    known = {
-        f"--{prefix}{field.name.replace('_', '-')}" for field in fields(Common) for prefix in ("", "no-")
-    }
-    kept, taken = [], False
+def parted(options: Sequence[str], script: str) -> tuple[list[str], list[str]]:
+    """Options of the training, and of the evaluation: what both have is for both, but for `temperature`."""
+    own = {field.name for field in fields(ARGS[script])}
+    shared, asked = {field.name for field in fields(Common)}, {field.name for field in fields(EvaluateArgs)}
+    training, evaluation, name = [], [], ""
     for word in options:
-        taken = word.partition("=")[0] in known if word.startswith("--") else taken
-        kept += [word] if taken else []
-    return kept
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
+        training += [word] if name in own or name not in asked else []
+        evaluation += [word] if name in shared or name in asked - own else []
+    return training, evaluation
 
 
 def suite_of(chosen: argparse.Namespace, rest: Sequence[str]) -> Suite:
-    """The grid as a suite: a training and an arm for each cell, and the differences to the first."""
+    """The grid as a suite: a training and an arm for each cell, and the differences to the first.
+
+    Beside them is what all begin with. Raises UserError for a --seed.
+    """
+    if any(word.partition("=")[0] == "--seed" for word in rest):
+        raise UserError("give --seeds, which are those of the trainings, instead of --seed")
     cells = {title_of(cell): cell for cell in cells_of(chosen.vary)}
-    trainings, arms = {}, {}
+    trainings, arms = {}, {"start": Arm("what all begin with", BASE, tuple(parted(rest, chosen.script)[1]))}
     for title, cell in cells.items():
         options = list(rest)
         for name, value in cell.items():
             flag = f"--{name.replace('_', '-')}"
             switch = {"true": flag, "false": f"--no-{flag[2:]}"}.get(value)
             options += [] if name == "branch" else [switch] if switch else [flag, value]
-        trainings[title] = Training((SCRIPTS[chosen.script],), BASE, tuple(options))
-        arms[title] = Arm("" if arms else "compared with", title, tuple(of_evaluation(options)))
+        training, evaluation = parted(options, chosen.script)
+        trainings[title] = Training((SCRIPTS[chosen.script],), BASE, tuple(training))
+        arms[title] = Arm("" if trainings.keys() - {title} else "the first cell", title, tuple(evaluation))
     first, *others = cells
     split = chosen.split or ("dev" if chosen.data else "test")
     return Suite(
         f"Ablation of {', '.join(next(iter(cells.values())))}",
-        chosen.config,
+        " ".join(chosen.config),
         ("--data", "{data}"),
         {split: ("--data", "{data}", "--split", split)},
         trainings,
         arms,
         tuple((changed(cells[other], cells[first]), other, first) for other in others),
         seeds=tuple(chosen.seeds),
+        once=(BASE,),
         benchmark=() if chosen.data else TOY_BENCHMARK,
         corrected=True,
     )
 
 
 def chains_of(chosen: argparse.Namespace, suite: Suite) -> list[list[Part]]:
-    """For each seed and cell the training and its evaluation. A branch is cloned, and its scripts are run.
+    """For each seed and cell the training and its evaluation; of a branch, with the scripts of its clone.
 
-    Raises UserError for a branch that is not there.
+    Exits with one sentence for an option or value that a script does not have.
     """
     places = {
         "data": chosen.data or str(chosen.out / "benchmark"),
@@ -149,27 +180,39 @@ def chains_of(chosen: argparse.Namespace, suite: Suite) -> list[list[Part]]:
     chains = []
     for seed in suite.seeds:
         parts = parts_of(suite, chosen.out, seed, places)
-        for cell, training in zip(cells_of(chosen.vary), range(0, len(parts), 2), strict=True):
+        alone = len(parts) % 2  # of what all begin with
+        chains += [parts[:alone]] if alone else []
+        for cell, training in zip(cells_of(chosen.vary), range(alone, len(parts), 2), strict=True):
             chain = parts[training : training + 2]
             if "branch" in cell:
-                folder = clone(cell["branch"], chosen.out / "branches")
+                folder = clone_folder(cell["branch"], chosen.out)
                 chain = [p._replace(command=[str(folder / p.command[0]), *p.command[1:]]) for p in chain]
             chains.append(chain)
+    for _, (script, *given), _ in (part for chain in chains for part in chain):
+        name = Path(script).stem
+        read_options(ARGS["evaluate" if name == "evaluate" else chosen.script], None, given)
     return chains
 
 
-def clone(branch: str, folder: Path) -> Path:
-    """A clone of a branch of the repository here, made once. Raises UserError if there is no such branch."""
-    path = folder / branch.replace("/", "-")
+def clone_folder(branch: str, out: Path) -> Path:
+    """Where the clone of a branch at a commit is to be."""
+    return out / "branches" / branch.replace("/", "-")
+
+
+def clone(branch: str, out: Path) -> None:
+    """Clone a branch at its commit, once, and say what is not in it."""
+    path, name = clone_folder(branch, out), branch.rpartition("@")[0]
     if not path.exists():
-        command = ["git", "clone", "--quiet", "--branch", branch, ".", str(path)]
-        if subprocess.run(command, capture_output=True).returncode:
-            raise UserError(f"--vary branch={branch}: git has no such branch here")
-    return path
+        subprocess.run(["git", "clone", "--quiet", "--shared", "--branch", name, ".", str(path)], check=True)
+    changes = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+    if changes:
+        print("the changes that are not committed are in none of the branches")
 
 
 def run_chains(chains: Sequence[Sequence[Part]], jobs: int) -> None:
-    """Run what is not done yet, so many chains at once. Raises UserError for a part that fails."""
+    """Run what is not done yet, so many chains at once. Raises UserError for a part that fails, and for one
+    that was done with other options.
+    """
     slots: SimpleQueue[int] = SimpleQueue()
     for slot in range(jobs):
         slots.put(slot)
@@ -177,40 +220,54 @@ def run_chains(chains: Sequence[Sequence[Part]], jobs: int) -> None:
 
     def run_chain(chain: Sequence[Part]) -> None:
         slot = slots.get()
-        threads = str(max(1, (os.cpu_count() or 1) // jobs))
-        for title, command, done in chain:
-            if not done.exists():
-                own = {"OMP_NUM_THREADS": threads}
-                own |= {"CUDA_VISIBLE_DEVICES": str(slot)} if torch.cuda.device_count() > 1 else {}
-                log = done.parent.with_suffix(".log")
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("a") as file:
-                    process = subprocess.run(python(command), stdout=file, stderr=file, env=os.environ | own)
-                if process.returncode:
-                    raise UserError(f"{title} failed with exit code {process.returncode}; {log} says why")
-            bar.update()
-        slots.put(slot)
+        try:
+            for part in chain:
+                run_logged(part, slot, jobs)
+                bar.update()
+        finally:
+            slots.put(slot)
 
     with bar, ThreadPoolExecutor(jobs) as pool:
         running = [pool.submit(run_chain, chain) for chain in chains]
         try:
-            for chain in running:
-                chain.result()
+            wait(running, return_when=FIRST_EXCEPTION)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C, or when one failed, no other begins
+    for chain in running:
+        if not chain.cancelled():
+            chain.result()
+
+
+def run_logged(part: Part, slot: int, jobs: int) -> None:
+    """Run a part that is not done, on one of `jobs` shares of the machine, its output in a log beside it."""
+    title, command, done = part
+    log, shown = done.parent.with_name(f"{done.parent.name}.log"), f"$ python {' '.join(command)}\n"
+    if done.exists():
+        if log.exists() and f"\n{shown}" not in "\n" + log.read_text():
+            raise UserError(f"{done.parent} is of other options; give another --out")
+        return
+    own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    own |= {"CUDA_VISIBLE_DEVICES": str(slot)} if torch.cuda.device_count() > 1 else {}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        file.write(shown)
+        file.flush()
+        process = subprocess.run(python(command), stdout=file, stderr=file, env=os.environ | own)
+    if process.returncode:
+        raise UserError(f"{title} failed with exit code {process.returncode}; {log} says why")
 
 
 def cost(chains: Sequence[Sequence[Part]], jobs: int) -> str:
     """What the trainings will cost, from the first step of the first cell, which is run for it."""
-    command = chains[0][0].command
-    steps = [read_options(GrpoArgs, None, chain[0].command[1:]).steps for chain in chains]
+    trained = [chain[0].command for chain in chains if len(chain) > 1]
+    command, steps = trained[0], [read_options(GrpoArgs, None, given[1:]).steps for given in trained]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*python(command), "--steps", "1", "--out", folder], check=True)
         with Path(folder, "metrics.csv").open(newline="") as file:
             minutes = float(next(csv.DictReader(file))["minutes"])
     return (
-        f"a step takes {60 * minutes:.0f} s, alone on this machine: {sum(steps)} steps some "
-        f"{minutes * sum(steps) / 60:.1f} hours, less where {jobs} cells at once use it better; "
+        f"the first step took {60 * minutes:.0f} s, alone on this machine: {sum(steps)} steps some "
+        f"{minutes * sum(steps):.0f} minutes, less where {jobs} cells at once use it better; "
         f"{len(chains)} evaluations come on top"
     )
 
@@ -220,17 +277,24 @@ def main(chosen: argparse.Namespace, rest: list[str]) -> None:
     suite = suite_of(chosen, rest)
     chains = chains_of(chosen, suite)
     jobs = min(len(chains), chosen.jobs or torch.cuda.device_count() or os.cpu_count() or 1)
-    if not (chosen.data or chosen.page):
-        benchmark = chosen.out / "benchmark"
-        run_part("benchmark", [word.format(data=benchmark) for word in TOY_BENCHMARK], benchmark)
     if chosen.dry_run:
         for part in (part for chain in chains for part in chain):
             print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
-        if chosen.script == "grpo":
-            print(cost(chains, jobs))
+        return
+    for branch in {cell["branch"]: 0 for cell in cells_of(chosen.vary) if "branch" in cell}:
+        clone(branch, chosen.out)
+    if not (chosen.data or chosen.page):
+        benchmark = chosen.out / "benchmark"
+        run_part("benchmark", [word.format(data=benchmark) for word in TOY_BENCHMARK], benchmark)
+    if chosen.cost:
+        print(cost(chains, jobs))
         return
     if not chosen.page:
-        run_chains(chains, jobs)
+        try:
+            run_chains(chains, jobs)
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+            sys.exit(130)
     page = write_page(suite, f"mtsql ablate {' '.join(sys.argv[1:])}", chosen.out / "ablation.md")
     print(f"\n{page.read_text()}\n{page}")
 

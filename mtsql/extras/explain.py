@@ -10,8 +10,9 @@ it is the first question drawn whose trajectories do not all earn the same.
 
 p is the probability of a sampled token. Its weight in the loss is 1 / (G |M_i|), or as --aggregate says. Pull
 is -dL/d log p: weight times advantage, as long as the ratio is 1. The step moves weights that all tokens
-share, so a token may go another way than it is pulled. The ratio shown is p after the step over p before it:
-a second update of the same batch would clip it.
+share, so a token may go another way than it is pulled. p after over p before would be the ratio of a second
+update, which is clipped beyond the bounds on the side of the advantage. AdamW divides by the size of the
+gradient, so that its first step goes equally far whatever the scale of the advantages.
 """
 
 from __future__ import annotations
@@ -38,24 +39,21 @@ def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--html", default="", help="write a page for a browser to this file instead")
     own, rest = parser.parse_known_args(argv)
     names = {argument.partition("=")[0] for argument in rest}
-    return own, rest if names & {"--config", "--model"} else [
-        "--config",
-        CONFIG,
-        "--model",
-        str(shipped(MODEL)),
-        *rest,
-    ]
+    settings = [] if names & {"--config", "--data"} else ["--config", CONFIG]
+    model = [] if names & {"--config", "--model"} else ["--model", str(shipped(MODEL))]
+    return own, [*settings, *model, *rest]
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help is answered at once
     OPTIONS = own_options(sys.argv[1:])
 
+import math
 import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from importlib.resources import files
-from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -71,17 +69,22 @@ from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.model import Reference
 from mtsql.learn.samples import Sample
-from mtsql.recipes.rewards import Decode
+from mtsql.recipes import load_recipe
+from mtsql.recipes.rewards import Decode, chosen_rewards
 from mtsql.task import Task, begin_training, fitting_questions, reward_function, training_questions
 from mtsql.toy.benchmark import MODELS_SEED, write_benchmark
 from mtsql.toy.tiny import CAPITAL, GLUE
-from train_grpo import Args, check, clipped_step, rewards_of, sample_groups, set_advantages
+from train_grpo import Args, check, clipped_step, idle, rewards_of, sample_groups, set_advantages
 
 FEW = {"train": {"known": (12, 4)}}  # databases and dialogues in each
 DRAWS = 20  # of a question, until one has rewards that differ
 MARKS = {ord(CAPITAL): None, ord(GLUE): None}  # of the tiny tokenizer, which only a whole text is rid of
-MOVED = 8  # tokens shown of the best and of the worst trajectory
-GREEN, RED, YELLOW, BOLD, RESET = (f"\033[{code}m" for code in (32, 31, 33, 1, 0))
+MOVED, LEAST, SHOWN = (
+    8,
+    5e-4,
+    3,
+)  # tokens, by how much they moved, and of how many trajectories they are shown
+GREEN, YELLOW, BOLD, RESET = (f"\033[{code}m" for code in (32, 33, 1, 0))
 
 
 class Token(NamedTuple):
@@ -94,7 +97,7 @@ class Token(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The importance ratio after the step."""
+        """What the importance ratio of a second update of the batch would be."""
         return self.after / self.before if self.before else 1.0
 
 
@@ -108,7 +111,7 @@ class Step(NamedTuple):
 
     def moved(self, index: int) -> float:
         """The probability of a whole trajectory after the step over that before it."""
-        return prod(token.ratio for token in self.tokens[index])
+        return math.prod(token.ratio for token in self.tokens[index])
 
     def different(self) -> list[tuple[str, Sample]]:
         """The places of samples with the same tokens, as a text, and the first of them."""
@@ -117,10 +120,13 @@ class Step(NamedTuple):
             places.setdefault(tuple(sample.trajectory.ids), []).append(place)
         return [(", ".join(map(str, found)), self.group[found[0]]) for found in places.values()]
 
-    def best_and_worst(self) -> tuple[int, int]:
-        """The places of the samples with the highest and the lowest reward."""
-        places = sorted(range(len(self.group)), key=lambda i: self.group[i].rewards.total)
-        return places[-1], places[0]
+    def shown(self) -> list[tuple[str, int]]:
+        """Places and place of the samples of the highest and the lowest reward, then of the most changed."""
+        ways = [(places, int(places.partition(",")[0])) for places, _ in self.different()]
+        ways.sort(key=lambda way: -abs(math.log(max(self.moved(way[1]), 1e-30))))
+        rewards = [self.group[place].rewards.total for _, place in ways]
+        best, worst = (ways[rewards.index(end(rewards))] for end in (max, min))
+        return list(dict.fromkeys((best, worst, *ways)))
 
 
 def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
@@ -183,33 +189,53 @@ def step_text(config: Args, step: Step, decode: Decode, colour: bool) -> str:
     def title(text: str) -> list[str]:
         return ["", paint(text, BOLD), ""]
 
-    example, rewards, numbers = step.group[0].example, rewards_of([step.group])[0], step.statistics
-    lines = title(f"1. Rollout: {len(step.group)} trajectories of {example.id}")[1:]
+    example, rewards = step.group[0].example, rewards_of([step.group])[0]
+    lines = title(f"1. Rollout: {len(step.group)} trajectories of {example.id}; left the loss mask")[1:]
     lines += [printable(f"   {turn.question}  ->  {turn.sql}") for turn in example.history]
     lines += [printable(f"   {example.question}"), printable(f"   gold: {example.gold_sql}")]
-    for numbers_of, sample in step.different():
-        heading = f"   [{numbers_of}] {sample.trajectory.status}, reward {sample.rewards.total:.3f}"
-        lines += title(heading)[:2]
-        sampled = GREEN if sample.trajectory.advantage > 0 else RED
+    for places, sample in step.different():
+        lines += title(f"   [{places}] {sample.trajectory.status}, reward {sample.rewards.total:.3f}")[:2]
         for segment in sample.trajectory.segments[1:]:
-            said = decode(segment.ids).strip().splitlines()
-            lines += [
-                paint(f"       {line}", sampled if segment.role == "model" else YELLOW) for line in said
-            ]
-    lines += title("2. Rewards and advantages")
+            own = segment.role == "model"
+            said = [f"   {int(own)}   {line}" for line in decode(segment.ids).strip().splitlines()]
+            lines += [paint(line, GREEN if own else YELLOW) for line in said]
+    lines += title(f"2. Rewards and advantages: {rewards_text(config)}")
     lines += aligned(reward_rows(step))
     spread = f"standard deviation {rewards.std():.4f}; divided by: {config.divide_by}"
     lines += ["", f"   mean {rewards.mean():.4f}, {spread}"]
     lines += title("3. The clipped step")
-    lines += [
-        f"   loss {step.loss:+.6f}, gradient norm {numbers['gradient_norm']:.4f}, learning rate "
-        f"{numbers['learning_rate']:.2g}, entropy {numbers['entropy']:.4f} nats a token"
-    ]
-    for index in step.best_and_worst():
-        lines += title(f"   [{index}] is {step.moved(index):.3f} times as likely as before. What moved most:")
+    lines += [f"   {sentence}" for sentence in step_sentences(config, step)]
+    for places, index in step.shown()[:SHOWN]:
+        lines += title(
+            f"   [{places}] is {step.moved(index):.3f} times as likely as before. What moved most:"
+        )
         moved = sorted(step.tokens[index], key=lambda token: -abs(token.after - token.before))[:MOVED]
+        moved = [token for token in moved if abs(token.after - token.before) >= LEAST]
         lines += aligned([TOKEN_HEADER, *map(token_row, moved)])
     return "\n".join(lines)
+
+
+def step_sentences(config: Args, step: Step) -> list[str]:
+    """What the step as a whole was, and which options did nothing in it."""
+    numbers = step.statistics
+    zero = ": advantages add up to 0, their pulls do not" if config.aggregate == "trajectory" else ""
+    return [
+        f"loss {step.loss:+.6f}{zero}",
+        f"gradient norm {numbers['gradient_norm']:.4f}, learning rate {numbers['learning_rate']:.2g} in "
+        f"warm-up, entropy {numbers['entropy']:.4f} nats a token",
+        f"updates {config.updates_per_batch}: clipped {numbers['clip_fraction']:.4f} of all weight, KL "
+        f"{numbers['kl']:.6f}; in the first the ratio is 1 and the KL 0",
+        *idle(config),
+    ]
+
+
+def rewards_text(config: Args) -> str:
+    """The rewards in use, with their weights."""
+    if "." in config.rewards.partition(",")[0]:
+        return config.rewards
+    module = import_module(load_recipe(config.recipe).make_reward.__module__)
+    preset, weights = chosen_rewards(module.PRESETS, config.rewards)
+    return f"{preset} ({', '.join(f'{name} {weight:g}' for name, weight in vars(weights).items())})"
 
 
 def reward_rows(step: Step) -> list[list[str]]:
@@ -227,7 +253,7 @@ def reward_rows(step: Step) -> list[list[str]]:
     return rows
 
 
-TOKEN_HEADER = ["token", "p before", "p after", "ratio", "pull"]
+TOKEN_HEADER = ["token", "p before", "p after", "after / before", "pull"]
 
 
 def token_row(token: Token) -> list[str]:
@@ -251,6 +277,7 @@ def step_page(config: Args, step: Step, decode: Decode) -> str:
     template = (files("mtsql.extras") / "explain.html").read_text(encoding="utf-8")
     shown = {"config": config, "step": step, "decode": decode, "token_row": token_row}
     shown |= {"rewards": rewards_of([step.group])[0], "rows": reward_rows(step), "header": TOKEN_HEADER}
+    shown |= {"of_rewards": rewards_text(config), "sentences": step_sentences(config, step)}
     return Templates(autoescape=True).from_string(template).render(shown)
 
 

@@ -48,7 +48,8 @@ READING = (
 
 CORRECTED = {
     False: "Nothing is corrected for the number of differences.",
-    True: "The intervals of differences are widened for the number of differences in a table (Bonferroni).",
+    True: "The intervals of differences are widened for their number in a table (Bonferroni); of one seed "
+    "none is in bold.",
 }
 
 
@@ -219,7 +220,10 @@ def difference_table(suite: Suite, by_arm: ByArm) -> str:
         )
         if ex:
             shown = [with_interval(found, signed) for found in (ex, em)]
-            of_ex, of_em = (f"**{t}**" if found.sure else t for t, found in zip(shown, (ex, em), strict=True))
+            claimed = not suite.corrected or len(ex.by_seed) > 1  # a grid of one seed claims nothing
+            of_ex, of_em = (
+                f"**{t}**" if found.sure and claimed else t for t, found in zip(shown, (ex, em), strict=True)
+            )
             lines.append([what, f"`{better}` - `{worse}`", of_ex, seeds_text(ex, signed), of_em])
     return table(["difference", "arms", "EX", "EX of each seed", "EM"], lines)
 

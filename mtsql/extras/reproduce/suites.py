@@ -45,7 +45,7 @@ class Suite(NamedTuple):
     """All commands of a suite, and the pairs of arms whose difference its page shows."""
 
     title: str
-    config: str
+    config: str  # files with blanks between
     trained_on: Options  # the data of every training
     sets: Mapping[str, Options]  # name: the options of evaluate.py that ask it
     trainings: Mapping[str, Training]
@@ -70,7 +70,7 @@ def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> l
     that is "". A later --config takes the place of an earlier one.
     """
     parts: list[Part] = []
-    shared = ["--config", suite.config, "--seed", str(seed)]
+    shared = ["--config", *suite.config.split(), "--seed", str(seed)]
 
     def folder(policy: str) -> Path:
         return out / f"seed{0 if policy.partition('/')[0] in suite.once else seed}" / policy
