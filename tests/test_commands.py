@@ -218,3 +218,39 @@ def test_chains_run_beside_each_other_and_go_on(tmp_path):
     with pytest.raises(UserError, match=r"is of other options; give another --out"):
         ablate.run_chains([[part("a", "print(1)")]], 1)
     assert (tmp_path / "d" / "done").exists() and (tmp_path / "a" / "done").stat().st_mtime_ns == before
+
+
+def test_a_grid_is_made_into_a_page(work, tmp_path, monkeypatch, capsys):
+    given = [
+        "--vary",
+        "divide_by=group,none",
+        "--data",
+        str(work / "benchmark"),
+        "--model",
+        str(work / "imitation"),
+    ]
+    given += [
+        "--steps",
+        "1",
+        "--prompts-per-step",
+        "2",
+        "--samples-per-prompt",
+        "2",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    command = ["-m", "mtsql.extras.ablate", *given]
+    shown = run(*command, "--dry-run")
+    assert shown.count("to do  python train_grpo.py") == 2 and shown.count("to do  python evaluate.py") == 3
+    assert not (tmp_path / "o").exists()
+    run(*command, "--dialogues", "2")
+    page = (tmp_path / "o" / "ablation.md").read_text()
+    assert (
+        "| `start` | what all begin with |" in page
+        and "| divide_by | `divide_by=none` - `divide_by=group` |" in page
+    )
+    assert "of one seed none is in bold" in page and "**+" not in page.split("## dev")[1]
+    before = (tmp_path / "o" / "ablation.json").read_bytes()
+    run(*command, "--dialogues", "2")
+    assert (tmp_path / "o" / "ablation.json").read_bytes() == before
+    assert "of other options; give another --out" in run(*command, "--dialogues", "3", expect=2)

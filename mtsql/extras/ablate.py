@@ -54,8 +54,9 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", default="", help="what the trainings begin with [models/toy/seed0]")
     parser.add_argument("--split", default="", help="to evaluate on [test of the benchmark, else dev]")
     parser.add_argument("--jobs", type=int, default=0, help="cells at once [one a GPU, without: one a core]")
+    parser.add_argument("--dry-run", action="store_true", help="show the commands, and stop")
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the commands and what they cost, and stop"
+        "--cost", action="store_true", help="run one step of GRPO, say what all cost, and stop"
     )
     parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
     return parser.parse_known_args(argv)
