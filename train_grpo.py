@@ -150,7 +150,7 @@ def main(config: Args) -> int:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
         log, dev_log = (MetricsLog(out / f"{name}.csv", first) for name in ("metrics", "dev"))
         drop_later_records(out / "trajectories.jsonl", first)
-    stop, started = False, time.perf_counter()
+    stop, started = False, time.perf_counter() - 60 * (state or {}).get("minutes", 0)
     asked = set((state or {}).get("asked", ()))  # ids of the questions that were learned from
     bar = tqdm(range(first, config.steps), desc="GRPO", unit="step", disable=not processes.is_main)
     with finish_step_on_interrupt() as interrupted:
@@ -189,7 +189,7 @@ def main(config: Args) -> int:
             stop = any(processes.all_gather(bool(interrupted)))
             due = stop or step + 1 == config.steps or (step + 1) % config.save_every == 0
             if due and processes.is_main:
-                learned = {"asked": sorted(asked)}
+                learned = {"asked": sorted(asked), "minutes": row["minutes"]}
                 save_checkpoint(out, policy, task.tokens.tokenizer, optimizer, step + 1, learned)
             if stop:
                 break
@@ -251,7 +251,8 @@ def sample_groups(
     for attempt in range(config.resample_rounds + 1):
         order = question_order(config.seed, len(questions), wanted, level, step_in_level, attempt)
         missing = wanted - len(groups) + len(equal)
-        fresh = [i for i in order if i not in set(asked)][:missing]
+        known = set(asked)
+        fresh = [i for i in order if i not in known][:missing]
         groups += rollout_groups(config, task, reward, [questions[i] for i in fresh], step, len(asked))
         asked += fresh
         equal = [i for i, teaches in enumerate(informative_groups(rewards_of(groups))) if not teaches]
@@ -263,12 +264,12 @@ def sample_groups(
 
 
 def rollout_groups(
-    config: Args, task: Task, reward: RewardFunction, questions: Sequence[Example], step: int, before: int
+    config: Args, task: Task, reward: RewardFunction, questions: Sequence[Example], step: int, first: int
 ) -> list[list[Sample]]:
-    """A group of G rewarded samples of each question; the step has had `before` of them already."""
+    """A group of G rewarded samples of each question; their seeds depend on its number, from `first` on."""
     size, sampling = config.samples_per_prompt, make_sampling(config, task.environment, config.temperature)
     episodes, examples = [], []
-    for number, question in task.processes.share(list(enumerate(questions, start=before))):
+    for number, question in task.processes.share(list(enumerate(questions, start=first))):
         seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
         episodes += task.environment.episodes(question, seeds)
         examples += [question] * size
@@ -283,7 +284,7 @@ def rewards_of(groups: Sequence[Sequence[Sample]]) -> Tensor:
 
 
 def set_advantages(config: Args, groups: Sequence[Sequence[Sample]]) -> Tensor:
-    """A_i of every sample (section 3.3.3); which groups teach something, (questions,) bool."""
+    """Set A_i of every sample (section 3.3.3); gives which groups teach something, (questions,) bool."""
     rewards = rewards_of(groups)  # (questions, G)
     informative = informative_groups(rewards)  # (questions,)
     advantages = group_advantages(rewards, informative, config.divide_by)

@@ -4,7 +4,7 @@
     python bench/gpu_queue.py join runs/carry models/qwen2.5-coder-0.5b              # there, once all are
     python bench/gpu_queue.py run fine_tune --data DATA --out OUT --minutes 9        # there: one of JOBS
 
-QWEN.gguf is the file that `python -m mtsql.pretrained qwen2.5-coder-0.5b` pins. Its head and its embeddings
+QWEN.gguf is the file that `python -m mtsql pretrained qwen2.5-coder-0.5b` pins. Its head and its embeddings
 are the same weights quantised twice, so the embeddings stay behind: their bytes are zeros, which cost
 nothing packed.
 

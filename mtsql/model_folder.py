@@ -13,7 +13,7 @@ from mtsql.errors import UserError, loading
 from mtsql.files import recover_folder
 
 ADAPTER_FILE = "adapter_config.json"
-PACKAGED = ("qwen2.5-coder-0.5b", "smollm2-135m")  # what python -m mtsql.pretrained makes
+PACKAGED = ("qwen2.5-coder-0.5b", "smollm2-135m")  # what python -m mtsql pretrained makes
 LFS_POINTER = b"version https://git-lfs"
 WHAT_TO_GIVE = (
     "give a folder with config.json, weights and tokenizer, a PEFT adapter folder, "
@@ -56,7 +56,7 @@ def base_of_adapter(folder: Path) -> str:
 def _how_to_make(folder: str) -> str | None:
     """The command that makes a folder by the name of one of PACKAGED; None for another."""
     made = next((model for model in PACKAGED if Path(folder).name.startswith(model)), None)
-    return made and f"make it: python -m mtsql.pretrained {made} {folder}"
+    return made and f"make it: python -m mtsql pretrained {made} {folder}"
 
 
 def check_exists(name_or_path: str | Path) -> None:

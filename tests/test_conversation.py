@@ -319,5 +319,5 @@ def test_without_its_base_the_shipped_agent_names_the_command_that_makes_it(tmp_
     base = agent.with_name("smollm2-135m-instruct")
     assert out == (
         f"error: {agent} is an adapter of {base}, which is not there; "
-        f"make it: python -m mtsql.pretrained smollm2-135m {base}\n"
+        f"make it: python -m mtsql pretrained smollm2-135m {base}\n"
     )

@@ -1,6 +1,6 @@
 """Success counts for the curriculum of RL (MTSQL-R1, section 3.3.1).
 
-    python -m mtsql.extras.curriculum --config configs/toy.toml --model runs/sft/policy \\
+    python -m mtsql curriculum --config configs/toy.toml --model runs/sft/policy \\
         --data DATA --out OUT
 
 samples each training question 20 times and writes OUT/counts.jsonl, one line a question: how many of

@@ -1,8 +1,8 @@
 """Trajectories in the forms that other fine-tuning programs read.
 
-    python -m mtsql.extras.export runs/sft/trajectories.jsonl --format ids --out DATA.jsonl
-    python -m mtsql.extras.export runs/sft/chat.jsonl --format messages --out DATA.jsonl
-    python -m mtsql.extras.export runs/sft/chat.jsonl --format llamafactory --out FOLDER
+    python -m mtsql export runs/sft/trajectories.jsonl --format ids --out DATA.jsonl
+    python -m mtsql export runs/sft/chat.jsonl --format messages --out DATA.jsonl
+    python -m mtsql export runs/sft/chat.jsonl --format llamafactory --out FOLDER
 
 ids: `input_ids` and `labels` of each trajectory, -100 where the loss mask is 0; TRL's SFTTrainer keeps them
 as they are. messages: `messages` and `tools` alone; the other program's chat template makes the ids, which

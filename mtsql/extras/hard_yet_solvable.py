@@ -3,7 +3,7 @@
     python -m mtsql.extras.hard_yet_solvable --config configs/toy.toml --data DATA \\
         --counts runs/counts/counts.jsonl --out runs/chosen
 
-reads the success counts of `python -m mtsql.extras.curriculum` and writes OUT/counts.jsonl with the
+reads the success counts of `python -m mtsql curriculum` and writes OUT/counts.jsonl with the
 lines of the chosen questions, for `train_grpo.py --curriculum OUT/counts.jsonl --level-size 0`. First
 comes the balanced set, the lowest scores of Equation 13, then the exploration set, questions that no
 sample solved, extra-hard ones first. Ties are broken by the seed.
@@ -40,7 +40,7 @@ class SelectionConfig(Data):
 
     SECTION: ClassVar = "selection"
     drop_empty: bool = option(False, "choose no question whose gold SQL returns nothing (MTIR-SQL)")
-    counts: str = option(..., "counts.jsonl of python -m mtsql.extras.curriculum (paper: 6 samples)")
+    counts: str = option(..., "counts.jsonl of python -m mtsql curriculum (paper: 6 samples)")
     balanced: Count = option(700, "hard yet solvable questions (paper: 700)")
     exploration: Count = option(327, "questions that no sample solved (paper: 327)")
     sql_timeout: Seconds = option(5.0, "seconds before a query is stopped")

@@ -1,6 +1,6 @@
 """Merges a LoRA adapter into its base: an ordinary Hugging Face folder.
 
-python -m mtsql.extras.merge runs/sft/policy runs/sft/policy_merged
+python -m mtsql merge runs/sft/policy runs/sft/policy_merged
 """
 
 from __future__ import annotations

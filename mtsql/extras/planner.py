@@ -1,6 +1,6 @@
 """Will it fit? The memory that a run takes on a GPU, from shapes alone, and the largest sizes that do fit.
 
-    python -m mtsql.extras.planner --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
+    python -m mtsql plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
 
 It reads the options of train_grpo.py, with --stage sft those of train_sft.py. Of --model it needs the
 configuration and no weights: the model stands on PyTorch's meta device, which knows shapes alone. Weights,

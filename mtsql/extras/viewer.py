@@ -1,7 +1,7 @@
 """Shows trajectories with their loss mask in colour, in the terminal or as a page for a browser.
 
-    python -m mtsql.extras.viewer trajectories.jsonl [--index N] [--no-color]
-    python -m mtsql.extras.viewer trajectories.jsonl --html OUT.html [--beside OTHER.jsonl]
+    python -m mtsql view trajectories.jsonl [--index N] [--no-color]
+    python -m mtsql view trajectories.jsonl --html OUT.html [--beside OTHER.jsonl]
 
 In the terminal, what the model sampled, and is trained on, is green; what the environment said is yellow; the
 prompt is dim. Without colour, each segment's heading says the same.

@@ -1,6 +1,6 @@
 """The curriculum of RL (MTSQL-R1, section 3.3.1): success counts, and levels from easy to hard.
 
-`python -m mtsql.extras.curriculum` makes the counts.
+`python -m mtsql curriculum` makes the counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_counts(path: Path) -> list[SuccessCount]:
     counted before, with its number.
     """
     if not path.is_file():
-        raise UserError(f"{path} is not there; make it with python -m mtsql.extras.curriculum")
+        raise UserError(f"{path} is not there; make it with python -m mtsql curriculum")
     counts: dict[str, SuccessCount] = {}
     for number, record in load_json_lines(path):
         try:
@@ -44,8 +44,7 @@ def read_counts(path: Path) -> list[SuccessCount]:
                 raise TypeError
         except TypeError:
             raise UserError(
-                f"{path}, line {number}: not a success count; make the file with "
-                "python -m mtsql.extras.curriculum"
+                f"{path}, line {number}: not a success count; make the file with python -m mtsql curriculum"
             ) from None
         if count.example_id in counts:
             raise UserError(f"{path}, line {number}: question {count.example_id} is counted twice")
@@ -101,7 +100,8 @@ def question_order(
     """Indices of a step's questions among the `count` of its level; `step` counts within the level.
 
     Each epoch of a level goes through a new permutation, which depends on the seed, `per_step` questions a
-    step. A later `attempt` of a step gives all questions of the level, in an order of its own.
+    step; what is left at its end is not asked in it. A later `attempt` of a step gives all questions of the
+    level, in an order of its own.
     """
     if attempt:
         return np.random.default_rng((seed, level, step, attempt)).permutation(count).tolist()

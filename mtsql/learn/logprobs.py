@@ -107,8 +107,8 @@ def token_batch(
 ) -> TokenBatch:
     """A micro-batch in a layout: "shared" (one copy of each group's prompt), "packed", "flash" or "rows".
 
-    A packed batch is a shared-prompt batch of groups of one trajectory. One for flash-attn's variable-length
-    kernel has, instead of a `layout`, the borders between trajectories.
+    A packed batch is a shared-prompt batch of groups of one trajectory. "flash" is such a batch too, with
+    `borders` between trajectories for flash-attn's variable-length kernel in place of a `SharedPromptLayout`.
     """
     flat = [t for group in groups for t in group]
     if layout == "rows":
@@ -270,7 +270,7 @@ def _shared_prompt_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     for unsupported in ("sliding_window", "softcap"):
         if options.get(unsupported) is not None:
-            raise ValueError(f"the shared-prompt layout does not support {unsupported}; use row_batch")
+            raise ValueError(f"the shared-prompt layout does not support {unsupported}, which this model has")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (positions, any heads, dim)
     repeats = query.shape[1] // key.shape[1]
 

@@ -130,9 +130,11 @@ def importance_weights(old: Tensor, sampling_logprobs: Tensor, cap: float) -> Te
 def truncation_cap(cap: float, policy: PreTrainedModel | PeftModel) -> float:
     """--tis-cap, or for -1 the cap of Yao et al. (2025), 2, unless all is float32 on a CPU.
 
-    There sampler and trainer agree within 1e-4. In half precision, in 4 bits and on a GPU, whose kernels
-    differ between the two, single tokens are apart by tenths.
+    In float32 on a CPU sampler and trainer agree within 1e-4. In half precision, in 4 bits and on a GPU,
+    whose kernels differ between the two, single tokens are apart by tenths.
     """
     quantised = getattr(policy, "is_loaded_in_4bit", False)
     exact = policy.dtype == torch.float32 and not quantised and policy.device.type == "cpu"
-    return cap if cap >= 0 else 0.0 if exact else 2.0
+    if cap >= 0:
+        return cap
+    return 0.0 if exact else 2.0

@@ -1,6 +1,6 @@
 """The embedded benchmark: dialogues over generated databases, on disk exactly as SParC is.
 
-`python -m mtsql.toy.benchmark FOLDER` writes train.json, dev.json, test.json, test_themes.json, tables.json
+`python -m mtsql benchmark FOLDER` writes train.json, dev.json, test.json, test_themes.json, tables.json
 and database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). dev and test have new
 databases of the themes of train. A part of train and dev is about invented words, new in each database

@@ -1,15 +1,15 @@
 """Ask a database questions: a dialogue with a trained agent, in the terminal or in a browser.
 
-    python -m mtsql.extras.chat --database my.sqlite
-    python -m mtsql.extras.chat --database my.sqlite --config C --model runs/grpo/policy --port 8080
-    python -m mtsql.extras.chat --database my.sqlite --address URL --api-model NAME --tokenizer FOLDER
+    python -m mtsql chat --database my.sqlite
+    python -m mtsql chat --database my.sqlite --config C --model runs/grpo/policy --port 8080
+    python -m mtsql chat --database my.sqlite --address URL --api-model NAME --tokenizer FOLDER
 
 The agent reads the schema from the file itself, and its memory is its own earlier answers. Each step is
 shown as it comes: what it proposes, executes, sees, judges, recalls and corrects; then the SQL and its
 result. :help lists the commands. With --port the same is a page at 127.0.0.1.
 
 Without --model and --config it is the agent in models/smollm2-135m-sql with the settings that it was trained
-with, where its base is there (python -m mtsql.pretrained smollm2-135m models/smollm2-135m-instruct). It is
+with, where its base is there (python -m mtsql pretrained smollm2-135m models/smollm2-135m-instruct). It is
 small, and often wrong. The file is only read, by the executor of all of mtsql. Where a schema is too long
 for the prompt, the agent sees the tables that the question seems to be about, and that is said.
 """

@@ -14,7 +14,7 @@ from mtsql.sql.execute import ExecutionResult
 COMMANDS = """:schema            the database as the agent reads it
 :history           the dialogue so far
 :undo              forget the last question
-:save FILE.jsonl   the trajectories, for python -m mtsql.extras.viewer
+:save FILE.jsonl   the trajectories, for python -m mtsql view
 :quit              end (as does Ctrl-D)
 Ctrl-C stops an answer; behind an address it waits for the message on its way"""
 LABELS = {
