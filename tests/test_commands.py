@@ -250,6 +250,7 @@ def test_a_grid_is_made_into_a_page(work, tmp_path, monkeypatch, capsys):
         and "| divide_by | `divide_by=none` - `divide_by=group` |" in page
     )
     assert "of one seed none is in bold" in page and "**+" not in page.split("## dev")[1]
+    assert "## During RL" in page
     before = (tmp_path / "o" / "ablation.json").read_bytes()
     run(*command, "--dialogues", "2")
     assert (tmp_path / "o" / "ablation.json").read_bytes() == before

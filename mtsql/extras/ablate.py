@@ -296,7 +296,8 @@ def main(chosen: argparse.Namespace, rest: list[str]) -> None:
         except KeyboardInterrupt:
             print("\ninterrupted; the same command goes on from here", file=sys.stderr)
             sys.exit(130)
-    page = write_page(suite, f"mtsql ablate {' '.join(sys.argv[1:])}", chosen.out / "ablation.md")
+    words = " ".join(word for word in sys.argv[1:] if word != "--page")
+    page = write_page(suite, f"mtsql ablate {words}", chosen.out / "ablation.md")
     print(f"\n{page.read_text()}\n{page}")
 
 

@@ -16,7 +16,7 @@ from mtsql.errors import UserError
 from mtsql.files import reading_errors, write_atomically
 
 # Okabe and Ito's, which a colour-blind reader tells apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 PANELS = {
     "reward": "mean reward",
     "ex": "execution accuracy",

@@ -159,7 +159,8 @@ def curve(training: Path) -> list[list[float]]:
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
                 rows = [row for row in csv.DictReader(file) if None not in row.values() and row.get("ex")]
-            return [[int(row["step"]) + 1, round(100 * float(row["ex"]), 2)] for row in rows]
+            if rows:  # dev.csv is empty without --evaluate-every
+                return [[int(row["step"]) + 1, round(100 * float(row["ex"]), 2)] for row in rows]
     return []
 
 
@@ -277,7 +278,7 @@ def curve_figure(rows: Sequence[Row]) -> Figure | None:
             runs.setdefault(row["arm"], []).append(dict(map(tuple, row["curve"])))
     if not runs:
         return None
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4 + 0.1 * len(runs)), layout="constrained")
     axes = figure.subplots()
     for number, (arm, curves) in enumerate(runs.items()):
         colour = COLOURS[number % len(COLOURS)]
@@ -289,7 +290,7 @@ def curve_figure(rows: Sequence[Row]) -> Figure | None:
     axes.set_xlabel("step")
     axes.set_ylabel("EX, %")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
