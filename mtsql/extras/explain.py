@@ -201,7 +201,7 @@ def step_text(config: Args, step: Step, decode: Decode, colour: bool) -> str:
             lines += [paint(line, GREEN if own else YELLOW) for line in said]
     lines += title(f"2. Rewards and advantages: {rewards_text(config)}")
     lines += aligned(reward_rows(step))
-    spread = f"standard deviation {rewards.std():.4f}; divided by: {config.divide_by}"
+    spread = f"standard deviation {rewards.std():.4f} (n - 1); divided by: {config.divide_by}"
     lines += ["", f"   mean {rewards.mean():.4f}, {spread}"]
     lines += title("3. The clipped step")
     lines += [f"   {sentence}" for sentence in step_sentences(config, step)]
@@ -218,9 +218,10 @@ def step_text(config: Args, step: Step, decode: Decode, colour: bool) -> str:
 def step_sentences(config: Args, step: Step) -> list[str]:
     """What the step as a whole was, and which options did nothing in it."""
     numbers = step.statistics
-    zero = ": advantages add up to 0, their pulls do not" if config.aggregate == "trajectory" else ""
+    zero = ", minus the mean advantage; its gradient is not 0" if config.aggregate == "trajectory" else ""
     return [
         f"loss {step.loss:+.6f}{zero}",
+        "pull is weight x advantage; tokens share the model's weights, so that one may move against its pull",
         f"gradient norm {numbers['gradient_norm']:.4f}, learning rate {numbers['learning_rate']:.2g} in "
         f"warm-up, entropy {numbers['entropy']:.4f} nats a token",
         f"updates {config.updates_per_batch}: clipped {numbers['clip_fraction']:.4f} of all weight, KL "
