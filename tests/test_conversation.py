@@ -161,6 +161,8 @@ def test_commands_and_tables(tiny, tmp_path):
     assert "2 trajectories" in run_command(conversation, f":save {path}")
     assert [r["question"] for r in read_records(path)] == ["How many?", "And now?"]
     assert run_command(conversation, ":undo") == "forgotten: And now?"
+    assert conversation.answers and run_command(conversation, ":new") == "a new dialogue"
+    assert conversation.history == ()
     for wrong in (":what", ":save", f":save {tmp_path}", f":save {'n' * 300}"):
         with pytest.raises(UserError):
             run_command(conversation, wrong)

@@ -14,6 +14,7 @@ from mtsql.sql.execute import ExecutionResult
 COMMANDS = """:schema            the database as the agent reads it
 :history           the dialogue so far
 :undo              forget the last question
+:new               forget all of them, for a question that has nothing to do with them
 :save FILE.jsonl   the trajectories, for python -m mtsql view
 :quit              end (as does Ctrl-D)
 Ctrl-C stops an answer; behind an address it waits for the message on its way"""
@@ -73,6 +74,9 @@ def run_command(conversation: Conversation, line: str) -> str:
     if name == ":undo":
         question = conversation.undo()
         return "nothing was asked yet" if question is None else f"forgotten: {printable(question)}"
+    if name == ":new":
+        conversation.answers.clear()
+        return "a new dialogue"
     if name == ":save":
         if not argument.strip():
             raise UserError("say where: :save FILE.jsonl")
