@@ -79,11 +79,8 @@ from train_grpo import Args, check, clipped_step, idle, rewards_of, sample_group
 FEW = {"train": {"known": (12, 4)}}  # databases and dialogues in each
 DRAWS = 20  # of a question, until one has rewards that differ
 MARKS = {ord(CAPITAL): None, ord(GLUE): None}  # of the tiny tokenizer, which only a whole text is rid of
-MOVED, LEAST, SHOWN = (
-    8,
-    5e-4,
-    3,
-)  # tokens, by how much they moved, and of how many trajectories they are shown
+MOVED, LEAST = 8, 5e-4  # tokens shown of a trajectory, and the least change of p of one that is shown
+SHOWN = 3  # trajectories whose tokens are shown in the terminal
 GREEN, YELLOW, BOLD, RESET = (f"\033[{code}m" for code in (32, 33, 1, 0))
 
 
