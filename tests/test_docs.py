@@ -59,7 +59,8 @@ def options(script: Path) -> set[str]:
     if script.name == "evaluate.py":  # whose second form is there
         text += text_of(ROOT / "mtsql/extras/prediction_files.py")
     if script.name in ("explain.py", "ablate.py"):  # which hand on what they do not know
-        return options(ROOT / "train_grpo.py") | options(ROOT / "train_sft.py") | argparse_flags(text)
+        others = (options(ROOT / f"{name}.py") for name in ("train_grpo", "train_sft", "evaluate"))
+        return set().union(*others) | argparse_flags(text)
     found = argparse_flags(text) | {"--help"}
     for cls in re.findall(r"read_options\(([A-Z]\w+)", text):
         found |= {"--config"} | {"--" + name.replace("_", "-") for name in fields_of(cls, script)}
