@@ -85,8 +85,6 @@ import time
 from collections.abc import Sequence
 from statistics import fmean
 
-from tqdm import tqdm
-
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Trajectory
@@ -107,7 +105,6 @@ from mtsql.task import (
     begin_task,
     make_sampling,
     reward_function,
-    show,
 )
 
 
@@ -130,11 +127,9 @@ def main(config: Args) -> None:
 
     def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
         log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)
-        hidden = not task.processes.is_main
-        with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=hidden) as bar:
-            seed = trajectory_seed(config.seed, number)
-            sampling = make_sampling(config, task.environment, temperature, config.top_p)
-            return answer_split(config, task, dialogues, sampling, seed, show(bar), log)
+        title, seed = f"evaluate at temperature {temperature:g}", trajectory_seed(config.seed, number)
+        sampling = make_sampling(config, task.environment, temperature, config.top_p)
+        return answer_split(config, task, dialogues, sampling, seed, title, log)
 
     latency = None
     if config.latency_questions and task.processes.is_main:  # before any result is cached
@@ -205,7 +200,7 @@ def seconds_an_answer(config: Args, task: Task) -> float:
     sampling = make_sampling(config, task.environment, config.temperature, config.top_p)
 
     def play(episodes: Sequence[Episode]) -> object:
-        return task.play(episodes, sampling, 1)
+        return task.play(episodes, sampling, rows=1)
 
     for dialogue in task.dataset.dialogues[: config.dialogues or None]:
         if len(asked) >= config.latency_questions:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from filelock import FileLock
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import Environment, Episode, Limits
@@ -56,9 +55,8 @@ CHUNK = 16  # So many times --rows trajectories are sampled at a time, then hand
 # What answers do not depend on, so that an evaluation may go on with another value.
 FREE_TO_CHANGE = ("out", "rows", "concurrency", "latency_questions")
 
-Progress: TypeAlias = Callable[[int, int, dict[str, float]], None]  # episodes done, of how many, figures
-# Plays episodes to their ends: (episodes, sampling, so many at once or 0 for the option's number, progress).
-Play: TypeAlias = Callable[[Sequence[Episode], Sampling, int, Progress | None], object]
+# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "", so many at once).
+Play: TypeAlias = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,9 @@ def begin_task(config: Common, split: str, **how: Any) -> Task:
     policy = chosen_policy(config, tokens, **how)
 
     def play(
-        episodes: Sequence[Episode], sampling: Sampling, rows: int = 0, progress: Progress | None = None
+        episodes: Sequence[Episode], sampling: Sampling, title: str = "", rows: int = config.rows
     ) -> list[Trajectory]:
-        return rollout(policy, tokens, episodes, sampling, rows or config.rows, progress)
+        return rollout(policy, tokens, episodes, sampling, rows, title)
 
     return Task(**questions, policy=policy, play=play)
 
@@ -314,20 +312,18 @@ def sample_questions(
     """
     sampling = make_sampling(config, task.environment, config.temperature)
     size = max(1, CHUNK * config.rows // config.samples_per_question)
-    with tqdm(total=len(numbered), desc=title, unit="question", disable=not task.processes.is_main) as bar:
-        for start in range(0, len(numbered), size):
-            chunk, episodes = numbered[start : start + size], []
-            for number, example in chunk:
-                seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
-                episodes += task.environment.episodes(example, seeds)
-            episodes = [episode for episode in episodes if episode.trajectory.status is None]
-            progress = show(bar, config.samples_per_question, start, len(numbered))
-            waiting, trajectories = play_unanswered(episodes, log)
-            task.play(waiting, sampling, 0, progress)
-            of_question = groupby(trajectories, key=lambda t: t.example_id)
-            by_question = {name: list(group) for name, group in of_question}
-            yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
-            bar.n = start + len(chunk)
+    for start in range(0, len(numbered), size):
+        chunk, episodes = numbered[start : start + size], []
+        for number, example in chunk:
+            seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
+            episodes += task.environment.episodes(example, seeds)
+        episodes = [episode for episode in episodes if episode.trajectory.status is None]
+        waiting, trajectories = play_unanswered(episodes, log)
+        of_chunk = f"{title}, questions {start + 1} to {start + len(chunk)} of {len(numbered)}"
+        task.play(waiting, sampling, of_chunk * task.processes.is_main)
+        of_question = groupby(trajectories, key=lambda t: t.example_id)
+        by_question = {name: list(group) for name, group in of_question}
+        yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
 
 
 def answer_split(
@@ -336,7 +332,7 @@ def answer_split(
     dialogues: Sequence[Dialogue],
     sampling: Sampling,
     seed: int,
-    progress: Progress | None = None,
+    title: str = "",
     log: AnswerLog | None = None,
 ) -> list[tuple[Example, Trajectory]]:
     """One trajectory for each question of some dialogues, ordered by dialogue and turn.
@@ -345,7 +341,7 @@ def answer_split(
     """
 
     def play(episodes: Sequence[Episode]) -> object:
-        return task.play(episodes, sampling, 0, progress)
+        return task.play(episodes, sampling, title * task.processes.is_main)
 
     share = task.processes.share(dialogues)
     answered = answer_dialogues(play, task.environment, share, config.history, seed, log)
@@ -393,26 +389,6 @@ def answer_options(config: Common, split: str, task: Task) -> dict[str, Any]:
     files += [task.dataset.schemas[name].path for name in sorted(asked)]
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return options | task.about | {"files of --model and --data": versions}
-
-
-def show(bar: tqdm, samples: int = 1, start: int = 0, questions: int = 0) -> Progress:
-    """A rollout's `progress` that shows questions, tokens/s, use of the slots and interactions.
-
-    A question has so many `samples`; `start` of all `questions` (0: the rollout's own) were done before.
-    Of a server the requests are shown.
-    """
-
-    def progress(done: int, total: int, stats: dict[str, float]) -> None:
-        bar.total, bar.n = questions or total, start + done // samples
-        if "requests" in stats:
-            bar.set_postfix_str(f"{stats['requests']} requests")
-            return
-        bar.set_postfix_str(
-            f"{stats['tokens_per_second']:.0f} tokens/s, {stats['slots_in_use']:.0%} of slots in use, "
-            f"{stats['interactions']:.1f} interactions"
-        )
-
-    return progress
 
 
 def save_result(task: Task, folder: Path) -> None:
