@@ -104,9 +104,8 @@ from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import step_batches
-from mtsql.learn.checkpoint import resume, save_checkpoint
+from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
-from mtsql.learn.interrupt import INTERRUPTED, finish_step_on_interrupt
 from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.model import Reference
@@ -186,7 +185,7 @@ def main(config: Args) -> int:
                 scores = {"step": step, **dev_scores(config, dev)}
                 if processes.is_main:
                     dev_log.append(scores)
-            stop = any(processes.all_gather(bool(interrupted)))
+            stop = any(processes.all_gather(interrupted.is_set()))
             due = stop or step + 1 == config.steps or (step + 1) % config.save_every == 0
             if due and processes.is_main:
                 learned = {"asked": sorted(asked), "minutes": row["minutes"]}

@@ -86,6 +86,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
 import torch
 from tqdm import tqdm
@@ -94,8 +95,7 @@ from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.batches import alike, step_batches, training_order
-from mtsql.learn.checkpoint import resume, save_checkpoint
-from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
+from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
 from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
@@ -257,7 +257,7 @@ def fine_tune(
     progress: Progress,
     rng: random.Random,
     log: MetricsLog | None,
-    interrupted: Interruption,
+    interrupted: Event,
 ) -> bool:
     """S3 of Algorithm 1: --epochs passes over T, from the step of the round where `progress` is.
 
@@ -312,7 +312,7 @@ def fine_tune(
                 }
             )
         progress.step, progress.index = progress.step + 1, index + 1
-        stop = any(task.processes.all_gather(bool(interrupted)))
+        stop = any(task.processes.all_gather(interrupted.is_set()))
         if stop or progress.index % config.save_every == 0:
             save(task, optimizer, progress)
         if stop:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +35,6 @@ from mtsql.learn import logprobs as attention
 from mtsql.learn import loss as losses
 from mtsql.learn import model as learned
 from mtsql.learn.advantages import group_advantages, informative_groups
-from mtsql.learn.checkpoint import load_training_state, save_training_state
 from mtsql.learn.logprobs import (
     TokenBatch,
     _chunks,
@@ -725,33 +723,6 @@ def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):
             weights(load_policy(tmp_path / "saved")),
         )
     assert torch.allclose(start, base_logprobs)
-
-
-def test_a_training_state_brings_back_every_global_generator(tmp_path):
-    """test_resume.py has whole runs, killed and resumed."""
-
-    def drawn() -> list[float]:
-        return [random.random(), float(np.random.normal()), float(torch.rand(()))]
-
-    np.random.normal()  # so that one normal deviate is cached in the state to save
-    order = np.random.default_rng(7).bit_generator.state
-    save_training_state(tmp_path, {}, 2, {"order": order, "seen": ["a", "b"]})
-    expected = drawn()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(9)
-    assert load_training_state(tmp_path) == (2, {"order": order, "seen": ["a", "b"]}, {})
-    assert drawn() == expected
-
-
-def test_training_state_that_could_not_be_read_back_is_refused(tmp_path):
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    save_training_state(tmp_path, optimizer.state_dict(), 1, {})
-    with pytest.raises(ValueError, match="extra"):
-        save_training_state(tmp_path, optimizer.state_dict(), 2, {"path": Path("x")})
-    assert load_training_state(tmp_path)[:2] == (1, {})
-    assert [p.name for p in tmp_path.iterdir()] == ["training_state.pt"]
-    with pytest.raises(ValueError, match="nothing to resume"):
-        load_training_state(tmp_path / "none")
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

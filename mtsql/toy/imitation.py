@@ -32,8 +32,8 @@ from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.data.schema import read_json
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
-from mtsql.learn import checkpoint as checkpoints
 from mtsql.learn.batches import micro_batches
+from mtsql.learn.checkpoint import STATE_FILE, find_checkpoint, new_checkpoint
 from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import restore_policy, save_policy
@@ -232,12 +232,13 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
     optimizers, taken = make_optimizers(model), 0
     fixed = {f"--{n.replace('_', '-')}": str(v) for n, v in asdict(config).items() if n not in FREE}
     if checkpoint:
-        taken, before, states = checkpoints.load_training_state(checkpoint)
+        state = torch.load(checkpoint / STATE_FILE, weights_only=True)
+        taken, before = state["step"], state["fixed"]
         if changed := [f"{n} was {before[n]}, is now {v}" for n, v in fixed.items() if before[n] != v]:
             raise UserError(f"{out} goes on with the same options only: {'; '.join(changed)}")
         restore_policy(model, checkpoint / "policy", "float32")
         for i, optimizer in enumerate(optimizers):
-            optimizer.load_state_dict(states[str(i)])
+            optimizer.load_state_dict(state["optimizers"][i])
     groups_of_steps = training_groups(config, dataset, ChatTokens(tokenizer))
     steps = config.copying_steps + config.answer_steps + config.agent_steps
     bar = tqdm(groups_of_steps, desc="imitation", total=steps, unit="step", mininterval=5.0)
@@ -247,10 +248,10 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
         loss = take_step(model, optimizers, rate_at(config, step), phase, groups)
         bar.set_postfix_str(f"{phase}, loss {loss:.3f}", refresh=False)
         if (step + 1) % SAVE_EVERY == 0:
-            with checkpoints.new_checkpoint(out, step + 1, keep=1) as folder:
+            with new_checkpoint(out, step + 1) as folder:
                 save_policy(model, tokenizer, folder / "policy")
-                states = {str(i): optimizer.state_dict() for i, optimizer in enumerate(optimizers)}
-                checkpoints.save_training_state(folder, states, step + 1, fixed)
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                torch.save({"step": step + 1, "fixed": fixed, "optimizers": states}, folder / STATE_FILE)
     with folder_atomically(out) as whole:
         save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)
@@ -265,9 +266,9 @@ def main(config: ImitationConfig) -> None:
     out = Path(config.out)
     if config.hidden < 1 or config.hidden % 96 or config.layers < 2:
         raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
-    refuse_filled(out, ["run.json.minutes", checkpoints.CHECKPOINTS])
+    refuse_filled(out, ["run.json.minutes", "checkpoints"])
     with hold_folder(out):
-        imitate(config, checkpoints.find_checkpoint(out, config.resume))
+        imitate(config, find_checkpoint(out, config.resume))
 
 
 if __name__ == "__main__":
