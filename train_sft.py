@@ -94,9 +94,9 @@ from tqdm import tqdm
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.batches import alike, step_batches, training_order
+from mtsql.learn.batches import alike, micro_batches, training_order
 from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
-from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
+from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
@@ -265,7 +265,7 @@ def fine_tune(
     """
     task.policy.train()
     parameters = stepped_parameters(optimizer)
-    layout = layout_of(task.policy, shared=config.databases_per_step > 0)
+    shared = shares_prompts(task.policy)
     databases, size = None, 1
     if config.databases_per_step:
         databases = {e.id: e.db_id for e in examples(task.dataset.dialogues)}
@@ -278,16 +278,14 @@ def fine_tune(
         start = index * config.trajectories_per_step
         batch = order[start : start + config.trajectories_per_step]
         denominator = max(1, sum(t.trained_length for t in batch))
-        groups = alike(batch)
-        if config.databases_per_step:  # each process gets a part of every group
-            groups = [part for group in groups for part in task.processes.split(group)]
+        groups = [part for group in alike(batch) for part in task.processes.split(group)]
         sums: Counter[str] = Counter()
-        for part in step_batches(groups, layout, config.micro_batch_positions, task.processes):
-            inputs = token_batch(part.groups, layout, task.policy.device)
+        for part in micro_batches(task.processes.share(groups), config.micro_batch_positions, shared):
+            inputs = token_batch(task.policy, part)
             logprobs, entropy = token_logprobs(task.policy, inputs)  # (tokens,) both
             loss = sft_loss(logprobs, denominator)
             if not torch.isfinite(loss):
-                raise_not_finite(task, progress.step, part.trajectories)
+                raise_not_finite(task, progress.step, part)
             loss.backward()
             sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         task.processes.sum_gradients(parameters)

@@ -397,9 +397,9 @@ def save_result(task: Task, folder: Path) -> None:
         save_policy(task.policy, task.tokens.tokenizer, folder)
 
 
-def raise_not_finite(task: Task, step: int, trajectories: Sequence[Trajectory]) -> None:
+def raise_not_finite(task: Task, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
     """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
-    path = task.out / "not_finite.jsonl"
+    path, trajectories = task.out / "not_finite.jsonl", [t for group in groups for t in group]
     lines = [json.dumps(trajectory_record(t, task.tokens.tokenizer.decode)) + "\n" for t in trajectories]
     write_atomically(path, "".join(lines))
     raise UserError(f"step {step}: the loss is not finite; its trajectories are in {path}")

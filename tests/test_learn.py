@@ -39,10 +39,10 @@ from mtsql.learn.logprobs import (
     TokenBatch,
     _chunks,
     _HeadLogprobs,
-    layout_of,
+    packed_batch,
     row_batch,
     shared_prompt_batch,
-    token_batch,
+    shares_prompts,
     token_logprobs,
 )
 from mtsql.learn.loss import loss_denominator, sft_loss, truncation_cap
@@ -57,8 +57,8 @@ VOCABULARY = 61
 LAYOUTS = {
     "shared": shared_prompt_batch,
     "rows": lambda groups: row_batch(flatten(groups)),
-    "packed for flash-attn": lambda groups: token_batch(groups, "flash"),
-    "packed one by one": lambda groups: token_batch(groups, "packed"),
+    "packed for flash-attn": lambda groups: packed_batch(flatten(groups)),
+    "one by one": lambda groups: shared_prompt_batch([[t] for t in flatten(groups)]),
 }
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -201,7 +201,7 @@ def test_trajectories_that_share_nothing_take_plain_causal_attention(monkeypatch
         return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    token_logprobs(model, LAYOUTS["packed one by one"](make_groups()))
+    token_logprobs(model, LAYOUTS["one by one"](make_groups()))
     assert calls and set(calls) == {(True, True)}
     token_logprobs(model, LAYOUTS["shared"](make_groups()))
     assert (False, False) in calls  # responses to one prompt see it and themselves alone
@@ -559,9 +559,9 @@ def test_flash_attention_and_its_layout_where_it_can_run_else_sdpa(monkeypatch):
     model, cases = make_model("qwen3"), [("bfloat16", "cuda"), ("float32", "cuda"), ("bfloat16", "cpu")]
     monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: True)
     assert [attention_for(*case) for case in cases] == ["flash_attention_2", "sdpa", "sdpa"]
-    assert [layout_of(model), layout_of(model, shared=False)] == ["shared", "packed"]
+    assert shares_prompts(model)
     model.config._attn_implementation = "flash_attention_2"
-    assert layout_of(model) == "flash"
+    assert not shares_prompts(model)
     monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: False)
     assert attention_for("bfloat16", "cuda") == "sdpa"
 

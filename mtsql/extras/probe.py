@@ -56,7 +56,7 @@ from mtsql.data.schema import Schema
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import KINDS
 from mtsql.files import load_json_lines, write_atomically
-from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
+from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.sql.normal import normal_form
 from mtsql.task import Task, begin_task
@@ -133,7 +133,7 @@ def probe(task: Task, failure: Failure) -> dict[str, float] | None:
             segments = [Segment.given("prompt", given), Segment.sampled([token], [0.0])]
             group.append(Trajectory(failure.example.id, 0, segments))
             names.append(f"{what}_{name}")
-    batch = token_batch([group], layout_of(task.policy), task.policy.device)
+    batch = token_batch(task.policy, [group])
     logprobs, _ = token_logprobs(task.policy, batch)  # (4,)
     found = dict(zip(names, logprobs.exp().tolist(), strict=True))
     return found | {"gap": found["gold_seen"] - found["gold_blind"]}

@@ -34,7 +34,7 @@ from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import STATE_FILE, find_checkpoint, new_checkpoint
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import restore_policy, save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
@@ -211,9 +211,11 @@ def take_step(model: PreTrainedModel, optimizers: Sequence, rate: float, phase: 
         set_learning_rate(optimizer, peak * rate)
         optimizer.zero_grad()
     total = 0.0
-    for micro_batch in micro_batches(groups, "shared", MICRO_BATCH_POSITIONS):
-        layout = "rows" if phase == "copying" else "shared"  # random tokens share no prompt
-        logprobs, _ = token_logprobs(model, token_batch(micro_batch, layout, model.device))
+    for micro_batch in micro_batches(groups, MICRO_BATCH_POSITIONS):
+        flat = [t for group in micro_batch for t in group]
+        copying = phase == "copying"  # random tokens share no prompt
+        batch = row_batch(flat, model.device) if copying else shared_prompt_batch(micro_batch, model.device)
+        logprobs, _ = token_logprobs(model, batch)
         loss = sft_loss(logprobs, trained_tokens)
         loss.backward()
         total += loss.item()
