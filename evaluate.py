@@ -123,7 +123,7 @@ def main(config: Args) -> None:
     else:
         task = begin_task(config, config.split)
     dialogues = task.dataset.dialogues[: config.dialogues or None]
-    options = answer_options(config, config.split, task)
+    options = answer_options(config, task)
 
     def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
         log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)

@@ -92,8 +92,8 @@ class Data:
 
     data: Paths = option(..., "folders in the format of SParC, CoSQL, ..., or .json files of dialogues")
     out: str = option(..., "run folder to write")
-    tables: Paths = option((), "tables.json, one for all --data or one each, if not beside them")
-    databases: Paths = option((), "folders of <db_id>/<db_id>.sqlite, one for all or one each, likewise")
+    tables: str = option("", "tables.json of all --data, if not beside them")
+    databases: str = option("", "folder of <db_id>/<db_id>.sqlite for all of them, likewise")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
     held_out: Count = option(0, "databases of train that make the split held_out and are not trained on")
     for_rl: Count = option(0, "further databases of train that GRPO alone trains on")

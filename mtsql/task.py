@@ -22,7 +22,7 @@ from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
-from mtsql.config import Agent, Common, Data, Paths, Rewarded, Training
+from mtsql.config import Agent, Common, Data, Rewarded, Training
 from mtsql.data.datasets import (
     Dataset,
     Dialogue,
@@ -159,25 +159,6 @@ def find_split(data: str, split: str) -> Path:
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
-def split_files(config: Data, split: str, index: int) -> tuple[list[Path], Path, Path]:
-    """Of source `index`: the files of its dialogues, that of its tables, the folder of its databases.
-
-    Raises UserError as `load_split` does for what is not there.
-    """
-    source = config.data[index]
-    path = find_split(source, "train" if split in ("held_out", "rl") else split)
-    tables = _of_source(config.tables, index, config, "--tables") or beside(path, "tables.json")
-    databases = _of_source(config.databases, index, config, "--databases")
-    databases = databases or beside(path, "database", "databases")
-    if not tables.is_file():
-        raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
-    if not databases.is_dir():
-        raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
-    others = path.with_name("train_others.json")
-    joined = path.name == "train_spider.json" and others.is_file() and Path(source).is_dir()
-    return [path, others] if joined else [path], tables, databases
-
-
 def load_split(config: Data, split: str) -> Dataset:
     """The dialogues of a split from all sources of --data, with their schemas.
 
@@ -187,10 +168,18 @@ def load_split(config: Data, split: str) -> Dataset:
     Raises UserError if that leaves one empty, and where tables or databases are not there.
     """
     parts: list[Dataset] = []
-    for i in range(len(config.data)):
-        (path, *further), tables, databases = split_files(config, split, i)
+    for source in config.data:
+        path = find_split(source, "train" if split in ("held_out", "rl") else split)
+        tables = Path(config.tables or beside(path, "tables.json"))
+        databases = Path(config.databases or beside(path, "database", "databases"))
+        if not tables.is_file():
+            raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
+        if not databases.is_dir():
+            raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
+        others = path.with_name("train_others.json")
+        further = [others] * (path.name == "train_spider.json" and others.is_file() and Path(source).is_dir())
         if further:
-            print(f"{path.parent}: {path.name} and {further[0].name} together")
+            print(f"{path.parent}: {path.name} and {others.name} together")
         first = sum(len(part.dialogues) + part.missing.total() for part in parts)
         parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
     dataset = join_datasets(parts)
@@ -208,13 +197,6 @@ def load_split(config: Data, split: str) -> Dataset:
         chosen = {"held_out": names[:first], "rl": names[first:last], "train": names[last:]}[split]
         dataset = replace(dataset, dialogues=tuple(d for d in dataset.dialogues if d.db_id in chosen))
     return dataset
-
-
-def _of_source(given: Paths, index: int, config: Data, flag: str) -> Path | None:
-    """What the option `flag` says of source `index`, None if nothing; UserError for a wrong number."""
-    if len(given) not in (0, 1, len(config.data)):
-        raise UserError(f"{flag} should be one for all or one each of the {len(config.data)} --data")
-    return Path(given[index % len(given)]) if given else None
 
 
 def _scrambled(name: str) -> str:
@@ -374,21 +356,19 @@ def dev_scores(config: Training, dev: Task) -> dict[str, float]:
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 
 
-def answer_options(config: Common, split: str, task: Task) -> dict[str, Any]:
-    """What answers to `split` depend on: options, the files of policy and data, and how a server is asked.
+def answer_options(config: Common, task: Task) -> dict[str, Any]:
+    """What answers depend on: options, questions, the files of policy and databases, how a server is asked.
 
     An interrupted evaluation goes on only if all of it is the same (`mtsql.report.answer_log`).
     """
     options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
-    folder = Path(config.model)
-    files = sorted(folder.glob("*")) if config.model and folder.is_dir() else []
-    for index in range(len(config.data)):
-        dialogues, tables, _ = split_files(config, split, index)
-        files += [*dialogues, tables]
-    asked = {dialogue.db_id for dialogue in task.dataset.dialogues}
-    files += [task.dataset.schemas[name].path for name in sorted(asked)]
+    dialogues, schemas = task.dataset.dialogues, task.dataset.schemas
+    asked = [schemas[name] for name in sorted({dialogue.db_id for dialogue in dialogues})]
+    files = sorted(Path(config.model).glob("*")) if config.model and Path(config.model).is_dir() else []
+    files += [schema.path for schema in asked]
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return options | task.about | {"files of --model and --data": versions}
+    questions = hashlib.sha256(repr((dialogues, [schema.tables for schema in asked])).encode()).hexdigest()
+    return options | task.about | {"files of --model and --data": versions, "questions": questions}
 
 
 def save_result(task: Task, folder: Path) -> None:

@@ -124,7 +124,6 @@ def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
 
 
 def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
-    """The folder of --data stays as it was when a file in it is written anew."""
     folder = shutil.copytree(tiny.folder, tmp_path / "data")
     database = folder / "database" / "music" / "music.sqlite"
     turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
@@ -134,16 +133,21 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
 
     def options() -> dict:
         task = SimpleNamespace(dataset=load_split(config, "dev"), about={})
-        return answer_options(config, "dev", task)
+        return answer_options(config, task)
 
     log, before = tmp_path / "answers.jsonl", options()
     AnswerLog(log, before)
     assert AnswerLog(log, options()).answers == {}
-    for path in (folder / "dev.json", folder / "tables.json", database):
-        path.write_bytes(path.read_bytes())
+    for path, old, new in (
+        (folder / "dev.json", b"How many", b"Count"),
+        (folder / "tables.json", b"singer", b"singers"),
+        (database, b"", b""),
+    ):
+        path.write_bytes(path.read_bytes().replace(old, new))
         os.utime(path, (0, len(path.name)))  # a clock may be too coarse
         assert options() != before, path
-        with pytest.raises(UserError, match="differs in files of --model and --data"):
+        what = "files of --model and --data" if path is database else "questions"
+        with pytest.raises(UserError, match=f"differs in {what}"):
             AnswerLog(log, options())
         before = options()
         log.unlink()

@@ -67,7 +67,7 @@ def main(config: Args) -> None:
         raise UserError("mtsql.extras.collect runs in one process; a server answers many questions at once")
     asked = examples(task.dataset.dialogues, config.history)
     asked = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
-    log = AnswerLog(kept, answer_options(config, "train", task))
+    log = AnswerLog(kept, answer_options(config, task))
     numbered = list(enumerate(asked))
     sampled = list(sample_questions(config, task, numbered, (config.seed,), "collect", log))
     played = [(trajectory, example) for example, trajectories in sampled for trajectory in trajectories]
