@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
-FREE_TO_CHANGE = ("out", "rows", "concurrency", "latency_questions")
+FREE_TO_CHANGE = ("out", "rows", "concurrency")
 
-# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "", so many at once).
+# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "").
 Play: TypeAlias = Callable[..., object]
 
 
@@ -83,10 +83,8 @@ def begin_task(config: Common, split: str, **how: Any) -> Task:
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     policy = chosen_policy(config, tokens, **how)
 
-    def play(
-        episodes: Sequence[Episode], sampling: Sampling, title: str = "", rows: int = config.rows
-    ) -> list[Trajectory]:
-        return rollout(policy, tokens, episodes, sampling, rows, title)
+    def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> list[Trajectory]:
+        return rollout(policy, tokens, episodes, sampling, config.rows, title)
 
     return Task(**questions, policy=policy, play=play)
 

@@ -115,10 +115,9 @@ def test_recipe_end_to_end(work):
         assert (work / "grpo" / name).is_file()
     out = run(
         "evaluate.py", *TOY, *data, "--model", work / "grpo" / "policy", "--out", work / "eval",
-        "--split", "test", "--history", "predicted", "--latency-questions", 2,
+        "--split", "test", "--history", "predicted",
     )  # fmt: skip
     for part in (
-        "latency, one at a time",
         "ability: calls EXECUTE",
         "error: schema_linking",
         "EX %",

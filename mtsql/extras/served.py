@@ -345,12 +345,10 @@ def begin_answers(config: Common, split: str) -> Task:
     questions = begin_questions(config, split, config.tokenizer)
     served = served_policy(config, questions["tokens"])
 
-    def play(
-        episodes: Sequence[Episode], sampling: Sampling, title: str = "", rows: int = config.concurrency
-    ) -> object:
+    def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> object:
         refused = served.costs.refused
         try:
-            return play_served(served, episodes, sampling, rows, title, skip_refused=True)
+            return play_served(served, episodes, sampling, config.concurrency, title, skip_refused=True)
         except ServerError as error:
             raise UserError(f"{error}; what was answered is kept, and the same command goes on") from None
         finally:
