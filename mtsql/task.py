@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from filelock import FileLock
-from transformers import PreTrainedModel
 
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
@@ -38,7 +37,7 @@ from mtsql.files import hold_folder, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
-from mtsql.model_folder import load_tokenizer
+from mtsql.model_folder import Policy, load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
@@ -47,9 +46,6 @@ from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, print_left_out, scorable
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
@@ -70,7 +66,7 @@ class Task:
     dataset: Dataset
     environment: Environment
     scorer: Scorer  # over the environment's databases, sharing its executor and cache
-    policy: PreTrainedModel | PeftModel | None  # None for one behind an address
+    policy: Policy | None  # None for one behind an address
     play: Play
     about: dict[str, Any] = field(default_factory=dict)  # what else the answers depend on
     costs: Any = None  # what a policy behind an address took
@@ -116,7 +112,7 @@ def task_over(config: Common, tokens: ChatTokens, dataset: Dataset) -> dict[str,
     return {"dataset": dataset, "environment": environment, "scorer": scorer}
 
 
-def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
+def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> Policy:
     """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
     options = {"dtype": config.dtype, "quantise": config.quantise, **how}
     policy = load_policy(config.model, device=pick_device(), **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,15 +14,12 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError, loading
 from mtsql.learn.selection import Embedder, micro_batches_of
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
+from mtsql.model_folder import Policy
 
 LONGEST_TEXT = 8192  # tokens, as on Qwen3-Embedding's card; the rest of a text is cut off
 
 
-def text_embedder(folder: str, policy: PreTrainedModel | PeftModel, tokens: ChatTokens) -> Embedder:
+def text_embedder(folder: str, policy: Policy, tokens: ChatTokens) -> Embedder:
     """A function from n trajectories to the L2-normalised embeddings of all text after the prompt, (n, d)
     float32, by the Qwen3-Embedding model in `folder`, on the policy's device and in its dtype.
 

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.logprobs import row_batch
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
+from mtsql.model_folder import Policy
 
 SHORT = 2  # most tool interactions of a trajectory that is kept for a simple question
 LONG = 2  # fewest of one that is kept for a hard question
@@ -93,7 +90,7 @@ def _distances(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequence[Trajectory]) -> np.ndarray:
+def embed_with_policy(policy: Policy, trajectories: Sequence[Trajectory]) -> np.ndarray:
     """The policy's last hidden states, averaged over the tokens that it wrote, (n, d) float32.
 
     Each trajectory needs at least one, and has its embedding whatever the others are.
