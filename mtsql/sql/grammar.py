@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from mtsql.data.names import folded
@@ -275,18 +275,13 @@ class _Reader:
                 return self.query()
             if '"' in (self.ahead or ""):
                 return self.take()
-            return self.number_or_column(start, tables)
-
-    def number_or_column(self, start: int, tables: list[str]) -> float | tuple:
-        """A number, else a column; all words up to a clause, comma, AND or ")" go with the column."""
-        try:
-            number = float(self.ahead or "")
-        except ValueError:
-            while self.ahead not in VALUE_ENDS:
+            with suppress(ValueError):
+                number = float(self.ahead or "")
+                self.at += 1
+                return number
+            while self.ahead not in VALUE_ENDS:  # all words up to there go with the column
                 self.at += 1
             return replace(self, words=self.words[start : self.at], at=0).column_unit(tables)
-        self.at += 1
-        return number
 
     def value_unit(self, tables: list[str]) -> tuple:
         operator, right = NO_OPERATOR, None

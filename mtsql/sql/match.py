@@ -6,15 +6,13 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TypeAlias
 
 from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
-from mtsql.sql.structure import SqlParseError, SqlSchema, cached
+from mtsql.sql.structure import SqlParseError, SqlSchema
 
 LIKE = COMPARISONS.index("like")
-Reading: TypeAlias = Callable[[str], dict]
 COMPONENTS = (
     "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
     "IUEN", "keywords",
@@ -51,7 +49,7 @@ def exact_set_match(
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse.
     """
-    return _exact(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys, keep_limit)))
+    return _exact(*_both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys, keep_limit)))
 
 
 def partial_f1(
@@ -62,7 +60,7 @@ def partial_f1(
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    equal = _equal_components(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
+    equal = _equal_components(*_both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys)))
     return {name: float(same) for name, same in equal.items()}
 
 
@@ -74,15 +72,15 @@ def partial_sizes(
     The official table takes the accuracy over all questions with the component in the prediction, the
     recall over all questions with it in the gold query. Raises SqlParseError as `partial_f1`.
     """
-    gold, pred = map(_components, _both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
-    sizes = {name: (len(pred[name]), len(gold[name])) for name in COMPONENTS}
+    both = _both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys))
+    gold, pred = map(_components, both)
+    sizes = {name: (pred[name].total(), gold[name].total()) for name in COMPONENTS}
     # The official code swaps the two here, and counts one element where both agree, even on none.
-    same_connectors = _same_items(gold["and/or"], pred["and/or"])
-    sizes["and/or"] = (1, 1) if same_connectors else sizes["and/or"][::-1]
+    sizes["and/or"] = (1, 1) if gold["and/or"] == pred["and/or"] else sizes["and/or"][::-1]
     return sizes
 
 
-def _both(gold_sql: str, pred_sql: str | None, read: Reading) -> tuple[dict, dict]:
+def _both(gold_sql: str, pred_sql: str | None, read: Callable[[str], dict]) -> tuple[dict, dict]:
     """The two as they are read; an empty query for a prediction that is missing or does not parse."""
     gold, pred = read(gold_sql), EMPTY
     if pred_sql is not None:
@@ -91,24 +89,14 @@ def _both(gold_sql: str, pred_sql: str | None, read: Reading) -> tuple[dict, dic
     return gold, pred
 
 
-def _reader(
-    schema: SqlSchema, foreign_keys: dict[str, str], keep_limit: bool = False
-) -> Callable[[str], dict]:
-    keys = tuple(foreign_keys.items())
-    return lambda sql: _normalised(sql, schema, keys, keep_limit)
-
-
-@cached
-def _normalised(
-    sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], keep_limit: bool = False
-) -> dict:
+def _read(sql: str, schema: SqlSchema, foreign_keys: dict[str, str], keep_limit: bool = False) -> dict:
     """The structure of `sql` without values and DISTINCT, foreign keys replaced by their representatives.
 
     Only keys of tables in the outermost FROM are replaced.
     """
     structure = parse_sql(sql, schema, keep_limit)
     tables = {unit for kind, unit in structure["from"]["table_units"] if kind == "table_unit"}
-    renamed = {column: key for column, key in foreign_keys if column.partition(".")[0] + "__" in tables}
+    renamed = {c: key for c, key in foreign_keys.items() if c.partition(".")[0] + "__" in tables}
     return _normalise(structure, renamed)
 
 
@@ -149,38 +137,29 @@ def _normalise(sql: dict, renamed: dict[str, str] | None) -> dict:
 
 
 def _exact(gold: dict, pred: dict) -> bool:
-    tables, others = (sql["from"]["table_units"] for sql in (gold, pred))
-    return all(_equal_components(gold, pred).values()) and _same_items(tables, others)
+    tables, others = (_multiset(sql["from"]["table_units"]) for sql in (gold, pred))
+    return tables == others and all(_equal_components(gold, pred).values())
 
 
 def _equal_components(gold: dict, pred: dict) -> dict[str, bool]:
     ours, theirs = _components(gold), _components(pred)
-    equal = {name: _same_items(ours[name], theirs[name]) for name in COMPONENTS}
+    equal = {name: ours[name] == theirs[name] for name in COMPONENTS}
     equal["IUEN"] = all(
         _exact(gold[o], pred[o]) if gold[o] and pred[o] else gold[o] is pred[o] for o in SET_OPERATORS
     )
     return equal
 
 
-def _same_items(gold: list, pred: list) -> bool:
-    """Equality as multisets."""
-    return Counter(map(_frozen, gold)) == Counter(map(_frozen, pred))
+def _multiset(items: Iterable[object]) -> Counter[str]:
+    """How often each item is there; items hold lists and dicts, so their texts stand for them."""
+    return Counter(map(repr, items))
 
 
-def _frozen(item: object) -> object:
-    """An item that may hold lists and dicts as one that is equal and hashable where the item is equal."""
-    if isinstance(item, dict):
-        return frozenset((key, _frozen(value)) for key, value in item.items())
-    if isinstance(item, list | tuple):
-        return type(item), *map(_frozen, item)
-    return item
-
-
-def _components(sql: dict) -> dict[str, list]:
+def _components(sql: dict) -> dict[str, Counter[str]]:
     """The elements of each of COMPONENTS in a normalised structure."""
-    selected, conditions, connectors = sql["select"][1], sql["where"][::2], sql["where"][1::2]
+    selected, conditions = sql["select"][1], sql["where"][::2]
     grouped = [column for _, column, _ in sql["groupBy"]]
-    return {
+    found = {
         "select": selected,
         "select(no AGG)": [unit for _, unit in selected],
         "where": conditions,
@@ -188,10 +167,12 @@ def _components(sql: dict) -> dict[str, list]:
         "group(no Having)": [column.rpartition(".")[2] for column in grouped],
         "group": [(grouped, sql["having"])] if grouped else [],
         "order": [(sql["orderBy"], sql["limit"] is None)] if sql["orderBy"] else [],
-        "and/or": list({_frozen(connector): connector for connector in connectors}.values()),
+        "and/or": sql["where"][1::2],
         "IUEN": [operator for operator in SET_OPERATORS if sql[operator]],
-        "keywords": sorted(_keywords(sql)),
+        "keywords": _keywords(sql),
     }
+    counted = {name: _multiset(items) for name, items in found.items()}
+    return counted | {"and/or": Counter(set(counted["and/or"]))}
 
 
 def _keywords(sql: dict) -> set[str]:
