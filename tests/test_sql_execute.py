@@ -120,10 +120,9 @@ def test_a_table_of_an_absent_module_is_left_out(database):
 def test_a_locked_database_is_an_error_of_the_moment(database):
     executor, query = Executor(timeout_seconds=0.5), "SELECT count(*) FROM singer"
     other = sqlite3.connect(database, isolation_level=None)
-    executor.execute(database, query + " -- opens it")
     other.execute("BEGIN EXCLUSIVE")
     locked = executor.execute(database, query)
-    assert (locked.status, locked.message) == ("error", "database is locked")
+    assert locked.status == "error" and "database is locked" in locked.message
     other.execute("ROLLBACK")
     other.close()
     assert executor.execute(database, query).ok

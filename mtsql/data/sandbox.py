@@ -66,12 +66,13 @@ def file_version(path: str | Path) -> FileVersion:
     return (os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, *log)
 
 
-def read_only_uri(path: Path) -> str:
+def read_only_uri(name: str | Path) -> str:
     """The URI that opens a SQLite file for reading.
 
     A file in WAL mode needs others beside it, even to be read. Where none can be made, and nothing waits to
     be written into the file, it is opened as one that does not change.
     """
+    path = Path(name)
     uri, waiting = path.absolute().as_uri() + "?mode=ro", path.with_name(f"{path.name}-wal")
     if os.access(path.absolute().parent, os.W_OK):  # opening it here would drop the locks of our own process
         return uri
@@ -80,11 +81,6 @@ def read_only_uri(path: Path) -> str:
         if in_wal_mode and not (waiting.exists() and waiting.stat().st_size):
             return uri + "&immutable=1"
     return uri
-
-
-@lru_cache(maxsize=1_000)
-def _uri(version: FileVersion) -> str:
-    return read_only_uri(Path(version[0]))
 
 
 class Worker:
@@ -163,7 +159,7 @@ def run_sql(version: FileVersion, sql: str, seconds: float, max_rows: int, max_b
         try:
             if seconds <= 0:
                 raise TimeoutError(0.0)
-            return ExecutionResult(*_ask(seconds, version, _uri(version), sql, max_rows, max_bytes))
+            return ExecutionResult(*_ask(seconds, read_only_uri(version[0]), sql, max_rows, max_bytes))
         except TimeoutError as timeout:
             how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
             return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
