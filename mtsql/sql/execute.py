@@ -112,7 +112,7 @@ class Executor:
         result = self._cache.get((version, sql))
         too_few = result is not None and result.truncated and len(result.rows) < max_rows
         if result is None or (too_few and result.bytes <= max_bytes):
-            result = run_sql(version, sql, self.timeout_seconds, max_rows, max_bytes)
+            result = run_sql(db_path, sql, self.timeout_seconds, max_rows, max_bytes)
             if not result.message.startswith(OF_THE_MOMENT):
                 self._cache.put((version, sql), result)
         if len(result.rows) > max_rows:  # it was run with a higher limit
