@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from sqlglot import exp
 
-from mtsql.sql.structure import SqlParseError, SqlSchema, cached
+from mtsql.sql.structure import MAX_KEPT, SqlParseError, SqlSchema
 from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unreadable_if_it_fails
 
 CLAUSES = ("SELECT", "WHERE", "JOIN", "GROUP", "ORDER")
@@ -36,7 +37,7 @@ def _f1(gold: Counter, pred: Counter) -> float:
     return 2 * (gold & pred).total() / (gold.total() + pred.total())
 
 
-@cached
+@lru_cache(maxsize=MAX_KEPT)
 def _elements(sql: str, schema: SqlSchema) -> dict[str, Counter]:
     found: dict[str, Counter] = {clause: Counter() for clause in CLAUSES}
     with unreadable_if_it_fails():

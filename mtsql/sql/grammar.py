@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mtsql.data.names import folded
-from mtsql.sql.structure import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema, cached, column_id
+from mtsql.sql.structure import MAX_CHARACTERS, MAX_KEPT, TOO_LONG, SqlParseError, SqlSchema, column_id
 
 AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
 UNIT_OPERATORS = ("none", "-", "+", "*", "/")
@@ -62,7 +63,7 @@ def split_words(sql: str) -> list[str]:
     return words
 
 
-@cached
+@lru_cache(maxsize=MAX_KEPT)
 def parse_sql(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
     """The Spider structure of `sql`; it may be a cached one, so callers must not change it.
 
