@@ -29,7 +29,6 @@ from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
 SHARED = ROOT.parent / "shared" / "data"
 QUESTIONS, TURNS = 25, 110
-DIALOGUES = {"sparc": "sparc/dev.json", "cosql": "cosql/cosql_train.json"}
 FIRST_THOUGHT = "The question names what to select; I run the query to see whether the result looks right."
 SECOND_THOUGHT = "The result has the columns that were asked for, and nothing else."
 MARK = "\ue000"
@@ -150,9 +149,8 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
         assert before == rendered_again(environment, example, messages, observation.text)
 
 
-@pytest.mark.parametrize("dataset", DIALOGUES)
-def test_a_good_agent_is_paid_and_exported_on_dialogues(dataset, tokenizer):
-    files = {"data": DIALOGUES[dataset], "tables": f"{dataset}/tables.json", "databases": "database"}
+def test_a_good_agent_is_paid_and_exported_on_dialogues(tokenizer):
+    files = {"data": "cosql/cosql_train.json", "tables": "cosql/tables.json", "databases": "database"}
     words = [f"--{name}={SHARED / path}" for name, path in files.items()]
     config = read_options(EvaluateArgs, "", [*words, "--model=", "--out=", "--allow-missing"])
     split = load_split(config, "dev")
@@ -174,9 +172,7 @@ def test_a_good_agent_is_paid_and_exported_on_dialogues(dataset, tokenizer):
         assert record["messages"][-1]["content"].endswith(f"<answer_sql>{example.gold_sql}</answer_sql>")
 
 
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory, tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("random")
+def make_random_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
@@ -188,7 +184,8 @@ def random_model(tmp_path_factory, tokenizer) -> Path:
     return folder
 
 
-def test_a_random_model_is_played_by_every_recipe(random_model, tmp_path, monkeypatch, capsys):
+def test_a_random_model_is_played_by_every_recipe(tokenizer, tmp_path, capsys):
+    random_model = make_random_model(tmp_path / "random", tokenizer)
     for file in ("spider/dev.json", "sparc/tables.json"):
         rows = [row for row in json.loads((SHARED / file).read_text()) if row["db_id"] == "concert_singer"]
         (tmp_path / Path(file).name).write_text(json.dumps(rows))
