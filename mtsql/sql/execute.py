@@ -99,13 +99,9 @@ class Executor:
         return result.rows if result.ok and not result.truncated else None
 
     def _first(self, db_path: str | Path, statements: Sequence[str], *limits: int) -> ExecutionResult:
-        failed = None
-        for sql in statements:
-            result = self._execute(db_path, sql, *limits)
-            if result.ok:
-                return result
-            failed = failed or result
-        return failed
+        results = (self._execute(db_path, sql, *limits) for sql in statements)
+        first = next(results)
+        return first if first.ok else next((result for result in results if result.ok), first)
 
     def _execute(self, db_path: str | Path, sql: str, max_rows: int, max_bytes: int) -> ExecutionResult:
         version = file_version(db_path)

@@ -44,9 +44,6 @@ def query_tree(sql: str) -> exp.Query:
         tree = _BoundedParser(dialect=SQLite()).parse(sqlglot.tokenize(text, read="sqlite"), text)[0]
         if not isinstance(tree, exp.Query):
             raise SqlParseError("not a query")
-        for name in tree.find_all(exp.Identifier):
-            if name.quoted and text[name.meta.get("start", 0)] != '"':
-                name.set("quoted", False)  # it can be no text
     return tree
 
 
