@@ -8,7 +8,7 @@ import pytest
 
 from mtsql.sql.clauses import clause_f1
 from mtsql.sql.grammar import parse_sql
-from mtsql.sql.match import exact_set_match, partial_f1, partial_sizes, string_match
+from mtsql.sql.match import exact_set_match, partial_match, string_match
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 from mtsql.sql.text import official_prediction
 
@@ -157,7 +157,7 @@ SIBLING = "SELECT name FROM singer WHERE singer_id IN (SELECT {} FROM concert)"
 def test_exact_set_match_is_true(schema, gold, pred):
     assert exact_set_match(gold, pred, schema, KEYS)
     assert exact_set_match(pred, gold, schema, KEYS)
-    assert set(partial_f1(gold, pred, schema, KEYS).values()) == {1.0}
+    assert {part.f1 for part in partial_match(gold, pred, schema, KEYS).values()} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_exact_set_match_is_false(schema, gold, pred):
 
 
 def test_an_unparseable_gold_query_is_an_error(schema):
-    for judge in (exact_set_match, partial_f1):
+    for judge in (exact_set_match, partial_match):
         with pytest.raises(SqlParseError):
             judge("SELECT", None, schema, KEYS)
     with pytest.raises(SqlParseError):
@@ -185,8 +185,8 @@ def test_an_unparseable_gold_query_is_an_error(schema):
 
 
 def test_partial_f1_of_a_missing_prediction_is_that_of_an_empty_query(schema):
-    scores = partial_f1("SELECT name FROM singer", None, schema, KEYS)
-    assert [name for name, score in scores.items() if score == 0] == ["select", "select(no AGG)"]
+    found = partial_match(NAMES, None, schema, KEYS)
+    assert [name for name, part in found.items() if not part.f1] == ["select", "select(no AGG)"]
 
 
 def test_a_condition_without_a_connector_is_counted_among_the_connectors(schema):
@@ -196,16 +196,15 @@ def test_a_condition_without_a_connector_is_counted_among_the_connectors(schema)
         "SELECT name FROM singer WHERE age = 1 age IN (SELECT age FROM singer)",
     )
     assert not exact_set_match(gold, pred, schema, KEYS)
-    assert partial_sizes(gold, pred, schema, KEYS)["and/or"] == (0, 1)
-    assert partial_sizes(gold, gold, schema, KEYS)["and/or"] == (1, 1)
+    assert partial_match(gold, pred, schema, KEYS)["and/or"] == (0.0, 0, 1)
+    assert partial_match(gold, gold, schema, KEYS)["and/or"] == (1.0, 1, 1)
 
 
 def test_partial_f1_names_the_wrong_components(schema):
     gold = "SELECT max(age) FROM singer WHERE age > 1 AND name = 'a'"
     pred = "SELECT min(age) FROM singer WHERE age < 1 OR name = 'a'"
-    scores = partial_f1(gold, pred, schema, KEYS)
-    wrong = {name for name, score in scores.items() if score == 0}
-    assert wrong == {"select", "where", "and/or", "keywords"}
+    found = partial_match(gold, pred, schema, KEYS)
+    assert {name for name, part in found.items() if not part.f1} == {"select", "where", "and/or", "keywords"}
 
 
 def test_string_match():
@@ -334,7 +333,7 @@ def test_the_official_grammar_takes_no_square_time():
         gold, pred = (clause.format(joint.join(order)) for order in (names, reversed(names)))
         start = time.process_time()
         assert exact_set_match(gold, pred, wide, {})
-        assert set(partial_f1(gold, pred, wide, {}).values()) == {1.0}
+        assert {part.f1 for part in partial_match(gold, pred, wide, {}).values()} == {1.0}
         assert time.process_time() - start < 2
     with pytest.raises(SqlParseError, match="longer than 100000 characters"):
         parse_sql("SELECT c1 FROM w" + " " * 100_000, wide)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import NamedTuple
 
 from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
 from mtsql.sql.structure import SqlParseError, SqlSchema
@@ -26,6 +27,18 @@ EMPTY = {
     "orderBy": [],
     **dict.fromkeys(("limit", *SET_OPERATORS)),
 }
+
+
+class Component(NamedTuple):
+    """What the official table counts of one component: its F1, 0.0 or 1.0, and its elements on both sides.
+
+    The table takes the accuracy over all questions with the component in the prediction, the recall over all
+    questions with it in the gold query.
+    """
+
+    f1: float
+    in_pred: int
+    in_gold: int
 
 
 def string_match(gold: str, pred: str | None) -> bool:
@@ -52,32 +65,24 @@ def exact_set_match(
     return _exact(*_both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys, keep_limit)))
 
 
-def partial_f1(
+def partial_match(
     gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
-) -> dict[str, float]:
-    """The F1 of each of COMPONENTS; for one question it is 0.0 or 1.0.
+) -> dict[str, Component]:
+    """The partial match of each of COMPONENTS.
 
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    equal = _equal_components(*_both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys)))
-    return {name: float(same) for name, same in equal.items()}
-
-
-def partial_sizes(
-    gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
-) -> dict[str, tuple[int, int]]:
-    """(elements in the prediction, elements in the gold query) of each of COMPONENTS.
-
-    The official table takes the accuracy over all questions with the component in the prediction, the
-    recall over all questions with it in the gold query. Raises SqlParseError as `partial_f1`.
-    """
-    both = _both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys))
-    gold, pred = map(_components, both)
-    sizes = {name: (pred[name].total(), gold[name].total()) for name in COMPONENTS}
-    # The official code swaps the two here, and counts one element where both agree, even on none.
-    sizes["and/or"] = (1, 1) if gold["and/or"] == pred["and/or"] else sizes["and/or"][::-1]
-    return sizes
+    gold, pred = _both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys))
+    ours, theirs = _components(gold), _components(pred)
+    found = {
+        name: Component(float(same), theirs[name].total(), ours[name].total())
+        for name, same in _equal_components(gold, pred).items()
+    }
+    # The official code swaps the two sides here, and counts one element where both agree, even on none.
+    same, in_pred, in_gold = found["and/or"]
+    found["and/or"] = Component(same, 1, 1) if same else Component(same, in_gold, in_pred)
+    return found
 
 
 def _both(gold_sql: str, pred_sql: str | None, read: Callable[[str], dict]) -> tuple[dict, dict]:

@@ -8,14 +8,9 @@ from itertools import islice, product
 
 from mtsql.data.names import folded
 
-PIECE = re.compile(
-    r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)
-    | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .""",
-    re.VERBOSE | re.DOTALL,
-)
-SPLIT_OPERATOR = re.compile(
-    r"""('(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)) | ([<>!])[ ]=""", re.VERBOSE
-)
+QUOTED = r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)"""
+PIECE = re.compile(rf"{QUOTED} | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .", re.VERBOSE | re.DOTALL)
+SPLIT_OPERATOR = re.compile(rf"({QUOTED}) | ([<>!])[ ]=", re.VERBOSE)
 VALUE = re.compile(
     r"""'(?:''|[^'])*' | "(?:""|[^"])*" | (?<![\w\].)])-?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.])""", re.VERBOSE
 )
