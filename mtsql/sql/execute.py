@@ -202,13 +202,11 @@ def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_
 
 def _same_cells(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:
     """The official quick check of sorted rows, which tells 1 from 1.0 where that changes the sorting."""
-    gold = [_sorted_row(row) for row in gold_rows]
-    pred = [_sorted_row(row) for row in pred_rows]
+    gold, pred = (
+        [tuple(sorted(row, key=lambda cell: str(cell) + str(type(cell)))) for row in rows]
+        for rows in (gold_rows, pred_rows)
+    )
     return gold == pred if order_matters else set(gold) == set(pred)
-
-
-def _sorted_row(row: tuple) -> tuple:
-    return tuple(sorted(row, key=lambda cell: str(cell) + str(type(cell))))
 
 
 def _columns_match(gold: list[tuple], pred: list[tuple]) -> bool:

@@ -21,10 +21,7 @@ COMPONENTS = (
 EMPTY = {
     "select": (None, []),
     "from": {"table_units": [], "conds": []},
-    "where": [],
-    "groupBy": [],
-    "having": [],
-    "orderBy": [],
+    **{clause: [] for clause in ("where", "groupBy", "having", "orderBy")},
     **dict.fromkeys(("limit", *SET_OPERATORS)),
 }
 

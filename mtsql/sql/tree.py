@@ -19,6 +19,7 @@ MAX_JOINED = 64  # by SQLite
 MAX_STEPS = 5_000  # of sqlglot from token to token, many times what a gold query takes
 
 Meanings: TypeAlias = Mapping[str, exp.Expression]  # a column's name -> what it stands for
+Named: TypeAlias = Mapping[str, list[str]]  # the queries of WITH that can be read, with their columns
 
 
 def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
@@ -171,13 +172,8 @@ class _Names:
         self.schema, self.copied = schema, 0
         self.scopes: dict[int, _Scope] = {}  # by the id of their query
 
-    def resolve(
-        self, query: exp.Query, outer: _Scope | None, named: Mapping[str, list[str]]
-    ) -> _Scope | None:
-        """Replaces every name in a query by what it stands for; the scope of its first SELECT.
-
-        `named` are the queries of WITH around it, with their columns.
-        """
+    def resolve(self, query: exp.Query, outer: _Scope | None, named: Named) -> _Scope:
+        """Replaces every name in a query by what it stands for; the scope of its first SELECT."""
         if id(query) in self.scopes:
             return self.scopes[id(query)]
         for cte in query.ctes:
@@ -204,7 +200,7 @@ class _Names:
         self.replace(columns, scope)
         return scope
 
-    def read_sources(self, select: exp.Select, scope: _Scope, named: Mapping[str, list[str]]) -> None:
+    def read_sources(self, select: exp.Select, scope: _Scope, named: Named) -> None:
         """Gives a scope the tables and sub-queries of its FROM."""
         for index, source in enumerate(sources(select)):
             if isinstance(source, exp.Table) and source.name:  # a function that gives rows has none
