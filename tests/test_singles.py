@@ -152,7 +152,7 @@ def test_other_layouts(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "holds an empty list"),
+        ([], "holds no dialogue or question"),
         ([SPIDER, "text"], "item 1 should be an object with named fields, not str"),
         ([SPIDER, {}], "item 1 has none of the fields .* its fields are none"),
         ([{"db_id": "music", "question": "?"}], r"item 0 has none .* SQL \(BIRD\).* are db_id, question$"),
@@ -190,7 +190,7 @@ def test_missing_databases_are_skipped_on_request_and_ids_stay(tiny, tmp_path):
     assert dataset.missing.total() == 1 and [d.id for d in dataset.dialogues] == ["00001"]
     assert dataset.dialogues[0].turns[0].knowledge == ""
     data.write_text(json.dumps([SPIDER | {"db_id": "gone"}]))
-    with pytest.raises(UserError, match="no dialogue whose database"):
+    with pytest.raises(UserError, match="no dialogue or question whose database"):
         load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
 
 

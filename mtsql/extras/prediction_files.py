@@ -26,7 +26,7 @@ from mtsql.errors import UserError, loading
 from mtsql.files import load_json, load_json_lines, reading_errors, write_atomically
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
-from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_f1, partial_sizes, string_match
+from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_match, string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 from mtsql.sql.structure import SqlParseError
 from mtsql.sql.text import official_prediction, with_gold_values
@@ -158,7 +158,9 @@ def _score(pair: dict, scorer: Scorer, rules: Rules) -> dict:
         if matched:
             compared = (gold, predicted, scorer.schemas[name], scorer.foreign_keys[name])
             item["em"] = int(exact_set_match(*compared))
-            item["partial_f1"], item["partial_sizes"] = partial_f1(*compared), partial_sizes(*compared)
+            found = partial_match(*compared)
+            item["partial_f1"] = {name: part.f1 for name, part in found.items()}
+            item["partial_sizes"] = {name: part[1:] for name, part in found.items()}
     except SqlParseError:
         item["status"] = "gold unreadable"
         item["em"] = 0 if matched else None
