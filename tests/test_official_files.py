@@ -103,12 +103,12 @@ def test_options_of_the_official_tool(files):
     assert plugged.returncode == 0 and "EXACT" not in plugged.stdout
     items = json.loads((files / "out.json").read_text())["per_item"]
     assert [item["ex"] for item in items] == [1, 1, 1, 1, 0]
-    assert items[0]["em"] is None and "em_string" not in items[0]
+    assert "em" not in items[0] and "em_string" not in items[0]
     assert evaluate_files(files, "--keep-distinct", "--json", "out.json").returncode == 0
     items = json.loads((files / "out.json").read_text())["per_item"]
     assert [item["ex"] for item in items] == [1, 0, 0, 1, 0]
     assert evaluate_files(files, "--etype", "match", "--json", "out.json").returncode == 0
-    assert json.loads((files / "out.json").read_text())["per_item"][0]["ex"] is None
+    assert "ex" not in json.loads((files / "out.json").read_text())["per_item"][0]
 
 
 def test_every_database_of_a_test_suite_must_agree(files):
@@ -195,7 +195,7 @@ def test_wrong_files_end_with_one_sentence_and_write_nothing(files):
     fails("bad.json: expected databases with Spider's fields", "--tables", "bad.json")
     fails("unrecognized arguments: --plug", "--plug")
     for seconds in ("nan", "-1.0", "0.0", "inf"):
-        wrong = f"--sql-timeout should be at least 0.01 and finite, not {seconds}"
+        wrong = f"--sql-timeout: should be at least 0.01 and finite, not {seconds}"
         fails(wrong, f"--sql-timeout={seconds}")
     run = evaluate(files, "--gold", "gold.txt", "--pred", "pred.txt", "--databases", "database")
     assert run.returncode == 2 and "give --tables" in run.stderr
@@ -233,7 +233,10 @@ def test_comparison_of_two_evaluations(files):
     run = evaluate(files, "--compare", "a.json", "c.json")
     assert run.returncode == 2 and "compare the same questions" in run.stderr
     run = evaluate(files, "--compare", "a.json", "pred.txt")
-    assert run.returncode == 2 and "is no evaluation" in run.stderr
+    assert run.returncode == 2 and "is not valid JSON" in run.stderr
+    (files / "c.json").write_text('{"per_item": [{"turn": 0}]}')
+    run = evaluate(files, "--compare", "a.json", "c.json")
+    assert run.returncode == 2 and "c.json is no evaluation" in run.stderr
 
 
 def test_gold_values_fill_every_slot():
