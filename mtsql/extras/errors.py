@@ -14,8 +14,9 @@ queries. The borders are drawn so that one slip is one kind:
 - join_path: other tables joined, or joined on other columns or by LEFT, though no differing element needs it.
 - other: none of these, or SQL that cannot be read though SQLite runs it.
 
-What EX or a join makes equal tells two queries apart only if nothing else does: DISTINCT, count(x) and
-count(*), '5' and 5, a key and the key it is joined on, a condition stated once or twice.
+What EX or a join makes equal is no difference: count(x) and count(*), '5' and 5, a key and the key it is
+joined on, a condition stated once or twice. DISTINCT is one (aggregation) only if nothing else is. USING and
+NATURAL are not read as joins on a column.
 """
 
 from __future__ import annotations
@@ -43,12 +44,8 @@ from mtsql.sql.tree import canonical_tree, unreadable_if_it_fails
 
 ERRORS = ("execution", "constraint", "schema_linking", "aggregation", "join_path", "other")
 DETAIL = re.compile(r"'(?:''|[^'])*'|\d+(\.\d+)?| DESC\b")  # values and directions
-WHOLE_CLAUSES = {
-    "operators": "aggregation",
-    "distinct": "aggregation",
-    "or": "constraint",
-    "limit": "constraint",
-}
+WHOLE_CLAUSES = {"operators": "aggregation", "or": "constraint", "limit": "constraint"}
+OWN_KIND = {"conditions": {"constraint"}, "group": {"aggregation"}, "order": {"aggregation"}}
 
 
 def add_errors(records: Sequence[dict], scorer: Scorer) -> dict[str, dict[str, float]]:
@@ -75,30 +72,32 @@ def error_kinds(gold: str, predicted: str | None, schema: SqlSchema, executes: b
     try:
         with unreadable_if_it_fails():
             trees = canonical_tree(gold, schema), canonical_tree(predicted, schema)
-            kinds = _differences(trees, schema, strict=False) or _differences(trees, schema, strict=True)
+            kinds = _differences(trees)
+            distinct = [len(list(tree.find_all(exp.Distinct))) for tree in trees]
+            if not kinds and distinct[0] != distinct[1]:
+                kinds = {"aggregation"}
     except SqlParseError:
         kinds = set()
     return tuple(kind for kind in ERRORS if kind in kinds) or ("other",)
 
 
-def _differences(trees: tuple[exp.Query, exp.Query], schema: SqlSchema, strict: bool) -> set[str]:
-    """The kinds that gold and prediction show; `strict` tells apart what EX or a join makes equal."""
-    same = _same_columns(trees, schema, strict)
-    whole = [read_clauses(tree, schema, same, strict) for tree in trees]
-    nested = [Counter(e.text for e in _elements(reading) if e.nested) for reading in whole]
-    same_form = nested[0] == nested[1] and whole[0]["operators"] == whole[1]["operators"]
-    # What a sub-query holds that the other query lacks is looked for there, but need not be found.
-    main = whole if same_form else [read_clauses(t, schema, same, strict, main_only=True) for t in trees]
-    lost = {clause: main[0][clause] - whole[1][clause] for clause in CLAUSES}
-    added = {clause: main[1][clause] - whole[0][clause] for clause in CLAUSES}
-    forms = [_forms(*readings) for readings in zip(main, whole, strict=True)]
+def _differences(trees: tuple[exp.Query, exp.Query]) -> set[str]:
+    """The kinds that gold and prediction show."""
+    same = _same_columns(trees)
+    gold, pred = readings = [read_clauses(tree, same) for tree in trees]
+    lost = {clause: gold[clause] - pred[clause] for clause in CLAUSES}
+    added = {clause: pred[clause] - gold[clause] for clause in CLAUSES}
+    nested = [Counter(e.text for e in _elements(reading) if e.nested) for reading in readings]
+    same_form = nested[0] == nested[1] and gold["operators"] == pred["operators"]
+    forms = [_forms(reading) for reading in readings]
     exchanged = _exchanged(forms[0] - forms[1], forms[1] - forms[0])
     kinds = set()
     if any(side["tables"] and not _needed(side, same) for side in (lost, added)):
-        alone = all(reading["tables"].total() == 1 for reading in main)
+        alone = all(reading["tables"].total() == 1 for reading in readings)
         kinds.add("schema_linking" if alone else "join_path")
-    if same_form and whole[0]["tables"] == whole[1]["tables"] and _joined_otherwise(*whole):
-        kinds.add("join_path")
+    joined = [(column_classes(reading["joins"]), reading["sides"]) for reading in readings]
+    if same_form and gold["tables"] == pred["tables"] and joined[0] != joined[1]:
+        kinds.add("join_path")  # on other columns, or by LEFT in one query only
     if not same_form:
         lost["or"] = added["or"] = lost["inner"] = added["inner"] = Counter()
     if exchanged:
@@ -114,14 +113,13 @@ def _differences(trees: tuple[exp.Query, exp.Query], schema: SqlSchema, strict: 
     return kinds or ({"aggregation"} if nesting else set())
 
 
-def _same_columns(trees: tuple[exp.Query, exp.Query], schema: SqlSchema, strict: bool) -> dict[str, str]:
-    """Columns -> the ones they are taken for: outputs of WITH, and keys joined in either query."""
-    readings = [read_clauses(tree, schema, {}, strict) for tree in trees]
+def _same_columns(trees: tuple[exp.Query, exp.Query]) -> dict[str, str]:
+    """Columns -> the ones they are taken for: keys joined in either query."""
+    readings = [read_clauses(tree, {}) for tree in trees]
     keys = {pair for reading in readings for pair in reading["joins"]}
-    across = (pair for pair in keys if table_of(pair[0]) != table_of(pair[1]))
-    same = {} if strict else column_classes(across)
-    outputs = [output for tree in trees for output in with_outputs(tree)]
-    same |= {name: same.get(column, column) for name, column in outputs}
+    same = column_classes(pair for pair in keys if table_of(pair[0]) != table_of(pair[1]))
+    for name, column in (output for tree in trees for output in with_outputs(tree).items()):
+        same[name] = same.get(column, column)
     if any(reading["tables"].total() == 1 for reading in readings):
         same[".*"] = "*"  # of one table, t.* is *
     return same
@@ -131,12 +129,12 @@ def _elements(reading: Reading) -> list[Element]:
     return [element for clause in ELEMENTS for element in reading[clause].elements()]
 
 
-def _forms(main: Reading, whole: Reading) -> Counter:
+def _forms(reading: Reading) -> Counter:
     """How often a query uses each form that can say what another one says."""
-    nested = [e.text.startswith("(NOT") for e in _elements(whole) if e.nested]
-    counts = {clause: main[clause].total() for clause in ("operators", "from", "limit", "joins")}
-    counts["having"] = sum(bool(e.aggregates) for e in main["conditions"])
-    counts["extreme"] = sum(bool({"max", "min"} & set(e.aggregates)) for e in main["select"])
+    nested = [e.text.startswith("(NOT") for e in _elements(reading) if e.nested]
+    counts = {clause: reading[clause].total() for clause in ("operators", "from", "limit", "joins")}
+    counts["having"] = sum(bool(e.aggregates) for e in reading["conditions"])
+    counts["extreme"] = sum(bool({"max", "min"} & set(e.aggregates)) for e in reading["select"])
     return Counter({**counts, "excluding": sum(nested), "nested": len(nested) - sum(nested)})
 
 
@@ -156,13 +154,8 @@ def _needed(side: Reading, same: dict[str, str]) -> bool:
     elements = _elements(side)
     columns = {column for e in elements for column in e.columns}
     columns |= {column for column, first in same.items() if first in columns}
-    counts = any("count" in name for e in elements for name in e.aggregates)
+    counts = any("count" in e.aggregates for e in elements)
     return counts or any(table_of(column) in side["tables"] for column in columns)
-
-
-def _joined_otherwise(gold: Reading, pred: Reading) -> bool:
-    """Whether the same tables are joined on other columns, or by LEFT in one query only."""
-    return column_classes(gold["joins"]) != column_classes(pred["joins"]) or gold["sides"] != pred["sides"]
 
 
 def _drop_followers(side: Reading, other: Reading) -> None:
@@ -177,32 +170,17 @@ def _drop_followers(side: Reading, other: Reading) -> None:
 
 def _element_kinds(clause: str, lost: list[Element], added: list[Element]) -> set[str]:
     """The kinds of error in one clause; elements that differ in their columns only are paired first."""
+    own = OWN_KIND.get(clause, set())
     kinds = {"schema_linking"} if _pair(lost, added, lambda e: e.text) else set()
-    if clause in ("select", "inner"):
-        return kinds | _selected_kinds(lost, added)
-    own = "constraint" if clause == "conditions" else "aggregation"
     if _pair(lost, added, lambda e: e.frame):
-        kinds.add("aggregation")
+        kinds |= {"aggregation"}
     if _pair(lost, added, lambda e: e.columns):
-        kinds.add(own)
+        kinds |= own
     if _pair(lost, added, lambda e: DETAIL.sub("", e.text)):
-        kinds |= {own, "schema_linking"}
-    return kinds | ({own} if lost or added else set())
-
-
-def _selected_kinds(lost: list[Element], added: list[Element]) -> set[str]:
-    """Selected items: an aggregate for a column is aggregation alone, as is count(*) that is missing."""
-    if not (lost and added):
-        return {"aggregation" if e.aggregates else "schema_linking" for e in lost + added}
-    aggregates, columns = (
-        [Counter(name for e in items for name in getattr(e, field)) for items in (lost, added)]
-        for field in ("aggregates", "columns")
-    )
-    drift = aggregates[0] != aggregates[1]
-    kinds = {"aggregation"} if drift else set()
-    if columns[0] != columns[1] and (not drift or (all(aggregates) and all(columns))):
-        kinds.add("schema_linking")
-    return kinds
+        kinds |= own | {"schema_linking"}
+    if clause in OWN_KIND:
+        return kinds | (own if lost or added else set())
+    return kinds | {"aggregation" if e.aggregates else "schema_linking" for e in lost + added}
 
 
 def _pair(lost: list[Element], added: list[Element], key: Callable[[Element], object]) -> bool:

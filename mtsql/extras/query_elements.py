@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from sqlglot import exp
 
 from mtsql.data.names import folded
-from mtsql.sql.structure import SqlSchema
 from mtsql.sql.tree import clause_items, first_select, join_condition, sources, swap
 
 ELEMENTS = ("select", "inner", "conditions", "group", "order")  # inner: what sub-queries select
-CLAUSES = (*ELEMENTS, "or", "limit", "operators", "from", "distinct", "tables", "joins", "sides")
+CLAUSES = (*ELEMENTS, "or", "limit", "operators", "from", "tables", "joins", "sides")
 OR = exp.var("or")
 NUMBER = re.compile(r"\d+(\.\d+)?")
 
@@ -32,32 +31,24 @@ class Element(NamedTuple):
 Reading: TypeAlias = dict[str, Counter]  # clause -> what it holds: elements, texts, or pairs of columns
 
 
-def read_clauses(
-    tree: exp.Query, schema: SqlSchema, same: dict[str, str], strict: bool, main_only: bool = False
-) -> Reading:
+def read_clauses(tree: exp.Query, same: dict[str, str]) -> Reading:
     """What the clauses of a canonical tree hold, sub-queries included.
 
     An item counts as often as in the one query that holds it most. `same` maps columns to the ones that
-    they are taken for. `strict` adds up over the queries instead, and keeps DISTINCT, what count() counts,
-    and quotes around numbers. `main_only` leaves out the later parts of set operations and the sub-queries
-    inside expressions.
+    they are taken for.
     """
     found: Reading = {clause: Counter() for clause in CLAUSES}
     first = first_select(tree)
     names = {folded(cte.alias) for cte in tree.find_all(exp.CTE)}
     for query in tree.find_all(exp.Query):
-        main = _is_main(query)
-        if main_only and not main:
-            continue
-        for clause, items in _clauses(query, schema, strict).items():
+        for clause, items in _clauses(query).items():
             if clause == "select" and query is not first:
-                if main:
+                if _is_main(query):
                     continue  # what a sub-query in FROM selects stands where its names are used
                 clause = "inner"
             if clause in ELEMENTS:
-                items = [_element(item, same, strict) for item in items]
-            held = Counter(item for item in items if clause != "tables" or item not in names)
-            found[clause] = found[clause] + held if strict else found[clause] | held
+                items = [_element(item, same) for item in items]
+            found[clause] |= Counter(item for item in items if clause != "tables" or item not in names)
     return found
 
 
@@ -72,7 +63,7 @@ def _is_main(query: exp.Expression) -> bool:
     return True
 
 
-def _clauses(query: exp.Query, schema: SqlSchema, strict: bool) -> dict[str, list]:
+def _clauses(query: exp.Query) -> dict[str, list]:
     """The clauses of one query, its sub-queries left aside."""
     held: dict[str, list] = {clause: [] for clause in CLAUSES}
     if isinstance(query, exp.SetOperation):
@@ -80,50 +71,32 @@ def _clauses(query: exp.Query, schema: SqlSchema, strict: bool) -> dict[str, lis
     elif isinstance(query, exp.Subquery):
         held["from"] = ["query"] * isinstance(query.parent, exp.From | exp.Join)
     else:
-        _read_select(query, schema, strict, held)
+        _read_select(query, held)
     held["order"] = [_ordinal(item, query) for item in clause_items(query, "order")]
     cut = [query.args[name].sql("sqlite").strip() for name in ("limit", "offset") if query.args.get(name)]
     held["limit"] = [" ".join(cut)] if cut else []
     return held
 
 
-def _read_select(select: exp.Select, schema: SqlSchema, strict: bool, held: dict[str, list]) -> None:
+def _read_select(select: exp.Select, held: dict[str, list]) -> None:
     """Adds the clauses that only SELECT has; comparing columns of two tables is joining, even in WHERE."""
-    tables = [source.name for source in sources(select) if isinstance(source, exp.Table)]
     joins = select.args.get("joins") or []
     held["select"] = select.expressions
-    held["distinct"] = ["distinct"] if strict and select.args.get("distinct") else []
-    held["tables"] = tables
-    held["joins"] = _shared_columns(select, schema)
+    held["tables"] = [source.name for source in sources(select) if isinstance(source, exp.Table)]
     held["sides"] = [join.side for join in joins if join.side]
-    ons = [condition for join in joins for condition in join_condition(join)]
-    wheres = clause_items(select, "where") + clause_items(select, "having")
-    for position, place in enumerate(ons + wheres):
-        for condition in _split(place):
-            pair = _compared_columns(condition)
-            if condition is OR:
-                held["sides" if position < len(ons) else "or"].append("or")
-            elif not pair or (position >= len(ons) and table_of(pair[0]) == table_of(pair[1])):
-                held["conditions"].append(condition)
-            elif isinstance(condition, exp.EQ):
-                held["joins"].append(pair)
-            else:
-                held["sides"].append(f"{pair} {condition.key}")
     held["group"] = [_ordinal(item, select) for item in clause_items(select, "group")]
-
-
-def _shared_columns(select: exp.Select, schema: SqlSchema) -> list[tuple[str, str]]:
-    """The pairs of columns that USING and NATURAL join on."""
-    pairs, earlier = [], [source.name for source in sources(select)[:1]]
-    for join in select.args.get("joins") or []:
-        own = schema.tables.get(join.this.name, ())
-        using = [folded(name.name) for name in join.args.get("using") or []]
-        for column in own if join.method == "NATURAL" else using:
-            left = [table for table in earlier if column in schema.tables.get(table, ())]
-            if left and column in own:
-                pairs.append(tuple(sorted((f"{left[0]}.{column}", f"{join.this.name}.{column}"))))
-        earlier.append(join.this.name)
-    return pairs
+    places = [condition for join in joins for condition in join_condition(join)]
+    places += clause_items(select, "where") + clause_items(select, "having")
+    for condition in (part for place in places for part in _split(place)):
+        pair = _compared_columns(condition)
+        if condition is OR:
+            held["or"].append("or")
+        elif not pair or table_of(pair[0]) == table_of(pair[1]):
+            held["conditions"].append(condition)
+        elif isinstance(condition, exp.EQ):
+            held["joins"].append(pair)
+        else:
+            held["sides"].append(f"{pair} {condition.key}")
 
 
 def _compared_columns(condition: exp.Expression) -> tuple[str, ...]:
@@ -161,7 +134,7 @@ def _ordinal(item: exp.Expression, query: exp.Query) -> exp.Expression:
     return item
 
 
-def _element(node: exp.Expression, same: dict[str, str], strict: bool) -> Element:
+def _element(node: exp.Expression, same: dict[str, str]) -> Element:
     root = exp.Paren(this=node.copy())  # so that the node itself can be replaced
     if isinstance(node, exp.Ordered):
         root.this.set("nulls_first", None)
@@ -170,13 +143,10 @@ def _element(node: exp.Expression, same: dict[str, str], strict: bool) -> Elemen
     while (query := root.find(exp.Query)) is not None:
         swap(query, exp.var("query"))
         nested = True
-    if not strict:
-        for count in root.find_all(exp.Count):
-            count.set("this", exp.Star())
-        for distinct in [d for d in root.find_all(exp.Distinct) if d.expressions]:
-            distinct.replace(distinct.expressions[0])
-        for value in root.find_all(exp.Literal):
-            value.set("is_string", value.is_string and not NUMBER.fullmatch(value.name))
+    for count in root.find_all(exp.Count):
+        count.set("this", exp.Star())
+    for value in root.find_all(exp.Literal):
+        value.set("is_string", value.is_string and not NUMBER.fullmatch(value.name))
     columns = []
     for column in list(root.find_all(exp.Column, bfs=False)):
         columns.append(same.get(_column(column), _column(column)))
@@ -185,11 +155,10 @@ def _element(node: exp.Expression, same: dict[str, str], strict: bool) -> Elemen
         columns.append("*")
         root.set("this", exp.var("_"))
     aggregates = list(root.find_all(exp.AggFunc))
-    names = [a.key + " distinct" * isinstance(a.this, exp.Distinct) for a in aggregates]
-    text = root.sql(dialect="sqlite")
+    names, text = tuple(aggregate.key for aggregate in aggregates), root.sql(dialect="sqlite")
     for aggregate in aggregates:
         swap(aggregate, exp.var("_"))
-    return Element(text, root.sql(dialect="sqlite"), tuple(columns), tuple(names), nested)
+    return Element(text, root.sql(dialect="sqlite"), tuple(columns), names, nested)
 
 
 def column_classes(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -203,12 +172,15 @@ def column_classes(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return first
 
 
-def with_outputs(tree: exp.Query) -> Iterator[tuple[str, str]]:
-    """(name in use, column) of every plain column that a query of WITH selects."""
-    for cte in tree.find_all(exp.CTE):
-        for item in cte.this.selects if isinstance(cte.this, exp.Query) else []:
-            if isinstance(item, exp.Column):
-                yield f"{folded(cte.alias)}.{item.name}", _column(item)
+def with_outputs(tree: exp.Query) -> dict[str, str]:
+    """Name in use -> column, of every plain column that a query of WITH selects."""
+    return {
+        f"{folded(cte.alias)}.{item.name}": _column(item)
+        for cte in tree.find_all(exp.CTE)
+        if isinstance(cte.this, exp.Query)
+        for item in cte.this.selects
+        if isinstance(item, exp.Column)
+    }
 
 
 def _column(column: exp.Column) -> str:
