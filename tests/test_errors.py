@@ -90,11 +90,7 @@ PAIRS = [  # gold, prediction, kinds
         "SELECT S.name FROM label AS L, singer S WHERE L.id = S.label_id AND S.age = '5'",
         "constraint",
     ),
-    (
-        f"SELECT T2.id {LABELS} BETWEEN 1 AND 2",
-        f"SELECT T1.label_id {LABELS} >= 1 AND age <= 3",
-        "constraint",
-    ),
+    (f"SELECT T2.id {LABELS} BETWEEN 1 AND 2", f"SELECT label_id {LABELS} >= 1 AND age <= 3", "constraint"),
     (BY_COUNTRY, "SELECT country AS c, count(id) AS n FROM singer GROUP BY 1 ORDER BY n", "aggregation"),
     (
         where("age = 1 OR age = 2"),
@@ -119,35 +115,26 @@ def test_pairs_by_hand(gold, predicted, kinds):
 
 
 def test_execution_stands_alone():
-    assert error_kinds(JOINED, None, SCHEMA, False) == ("execution",)
     assert error_kinds(JOINED, None, SCHEMA, True) == ("execution",)
-    assert error_kinds(JOINED, "SELECT name FROM singer", SCHEMA, False) == ("execution",)
+    assert error_kinds(JOINED, NAMES, SCHEMA, False) == ("execution",)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_unreadable_or_odd_sql_never_raises():
+    odd = [
         "",
         "\0",
-        "DROP TABLE singer",
-        "WITH x AS (VALUES (1)) SELECT * FROM x",
         "SELECT " * 3000,
         "SELECT (" + "(" * 3000 + "1" + ")" * 3000 + ")",
-        "SELECT name FROM singer WHERE " + " AND ".join(["age = 1"] * 400),
+        where(" AND ".join(["age = 1"] * 400)),
         "SELECT * FROM singer NATURAL JOIN (SELECT 1) JOIN nothing USING (id)",
         "SELECT count(*) FROM singer" + " JOIN label" * 50,
         "x" * 200_000,
-    ],
-)
-def test_unreadable_or_odd_sql_never_raises(text):
-    for gold, predicted in ((JOINED, text), (text, JOINED), (text, text)):
-        kinds = error_kinds(gold, predicted, SCHEMA, True)
-        assert kinds and set(kinds) <= set(ERRORS) - {"execution"}
-
-
-def test_hostile_statements_never_raise():
-    for sql in {sql for _, sql, _ in STATEMENTS if len(sql) < 5_000}:
-        assert set(error_kinds(JOINED, sql, SCHEMA, True)) <= set(ERRORS)
+        *{sql for _, sql, _ in STATEMENTS if len(sql) < 5_000},
+    ]
+    for text in odd:
+        for gold, predicted in ((JOINED, text), (text, JOINED)):
+            kinds = error_kinds(gold, predicted, SCHEMA, True)
+            assert kinds and set(kinds) <= set(ERRORS) - {"execution"}
 
 
 WORDS = sorted({word for pair in PAIRS for query in pair[:2] for word in query.split()} | set("(),;'*.[]`"))
@@ -156,15 +143,12 @@ WORDS = sorted({word for pair in PAIRS for query in pair[:2] for word in query.s
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(PAIRS),
-    st.one_of(
-        st.lists(st.sampled_from(WORDS), max_size=25).map(lambda words: "SELECT " + " ".join(words)),
-        st.builds(
-            lambda pair, at, length, new: pair[1][:at] + new + pair[1][at + length :],
-            st.sampled_from(PAIRS),
-            st.integers(0, 120),
-            st.integers(0, 20),
-            st.sampled_from(WORDS),
-        ),
+    st.builds(
+        lambda pair, at, length, new: pair[1][:at] + " ".join(new) + pair[1][at + length :],
+        st.sampled_from(PAIRS),
+        st.integers(0, 120),
+        st.integers(0, 20),
+        st.lists(st.sampled_from(WORDS), max_size=10),
     ),
 )
 def test_fuzzed_sql_never_raises(pair, sql):
@@ -190,14 +174,10 @@ def test_wrong_predictions_of_other_systems():
 
 def test_shares_of_an_evaluation_by_hand(tiny):
     """A right answer, a wrong one, one that does not run, and a question whose gold SQL does not run."""
-    record = {"db_id": "music", "gold": GOLD, "predicted": GOLD, "ex": 1, "gold_problem": None}
-    other = GOLD.replace("france", "italy")
-    records = [
-        record,
-        record | {"predicted": other, "ex": 0},
-        record | {"predicted": "SELECT x", "ex": 0},
-        record | {"ex": 0, "gold_problem": "no such table"},
-    ]
+    right = {"db_id": "music", "gold": GOLD, "predicted": GOLD, "ex": 1, "gold_problem": None}
+    wrong = right | {"predicted": GOLD.replace("france", "italy"), "ex": 0}
+    failing = right | {"predicted": "SELECT x", "ex": 0}
+    records = [right, wrong, failing, right | {"ex": 0, "gold_problem": "no such table"}]
     shares = add_errors(records, Scorer({"music": tiny.schema}, tiny.executor))["errors"]
     assert [r["errors"] for r in records] == [[], ["constraint"], ["execution"], []]
     assert shares == dict.fromkeys(ERRORS, 0.0) | {"constraint": 0.25, "execution": 0.25}
