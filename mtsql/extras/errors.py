@@ -131,22 +131,17 @@ def _elements(reading: Reading) -> list[Element]:
 
 def _forms(reading: Reading) -> Counter:
     """How often a query uses each form that can say what another one says."""
-    nested = [e.text.startswith("(NOT") for e in _elements(reading) if e.nested]
     counts = {clause: reading[clause].total() for clause in ("operators", "from", "limit", "joins")}
+    counts["nested"] = sum(e.nested for e in _elements(reading))
     counts["having"] = sum(bool(e.aggregates) for e in reading["conditions"])
     counts["extreme"] = sum(bool({"max", "min"} & set(e.aggregates)) for e in reading["select"])
-    return Counter({**counts, "excluding": sum(nested), "nested": len(nested) - sum(nested)})
+    return Counter(counts)
 
 
 def _exchanged(lost: Counter, added: Counter) -> bool:
-    """Whether a sub-query stands in for another form (NOT IN only for EXCEPT), or LIMIT for max or min."""
+    """Whether a sub-query stands in for another form, or LIMIT for max or min."""
     pairs = ((lost, added), (added, lost))
-    return any(
-        ("nested" in one and other.keys() - {"excluding"})
-        or ("excluding" in one and "operators" in other)
-        or ("limit" in one and "extreme" in other)
-        for one, other in pairs
-    )
+    return any(("nested" in one and other) or ("limit" in one and "extreme" in other) for one, other in pairs)
 
 
 def _needed(side: Reading, same: dict[str, str]) -> bool:
