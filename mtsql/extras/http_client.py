@@ -69,11 +69,9 @@ class Server:
         url, pauses, patience = self.address.rstrip("/") + path, iter(self.pauses), self.patience
         while True:
             try:
-                return read(self._ask(url, content))
+                return self._try(url, content, read)
             except ServerError as error:
                 problem = error
-            except UNREADABLE as error:
-                problem = ServerError(f"its answer cannot be read: {error}", 200)
             passes = problem.status in MAY_PASS or problem.status >= 500
             pause = problem.pause or next(pauses, None)
             if not passes or pause is None or pause > patience or self.stopped.wait(pause):
@@ -82,20 +80,29 @@ class Server:
         shown = str(problem).replace(self.key, "***") if self.key else str(problem)
         raise ServerError(f"{url} gave no answer ({shown[:300]})", problem.status)
 
-    def _ask(self, url: str, content: dict[str, Any]) -> dict[str, Any]:
-        """The object in one answer, {} for anything else. Raises ServerError for none."""
+    def _try(self, url: str, content: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
+        """What `read` finds in one answer; raises ServerError if none comes, or none can be read."""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(url, json.dumps(content).encode(), headers)
         try:
-            return within(self.timeout, lambda: _exchange(request, self.timeout))
+            status, pause, body = within(self.timeout, lambda: _exchange(request, self.timeout))
         except TimeoutError:
             raise ServerError(f"none within {self.timeout:g} s", 408) from None
         except urllib.error.URLError as error:
             raise ServerError(f"{error.reason}") from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{error or type(error).__name__}", 502) from None
+        said = " ".join(body[:2_000].decode(errors="replace").split())
+        if not 200 <= status < 300:
+            raise ServerError(f"HTTP {status}, {said}", status, _pause(pause))
+        try:
+            return read(read_object(body))
+        except UNREADABLE as error:
+            raise ServerError(
+                f"one that cannot be read, {type(error).__name__}: {error}: {said}", 200
+            ) from None
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
@@ -107,14 +114,10 @@ class _AnyStatus(urllib.request.HTTPErrorProcessor):
     https_response = http_response
 
 
-def _exchange(request: urllib.request.Request, timeout: float) -> dict[str, Any]:
-    """The object in an answer. Raises ServerError for a status that says that it is none."""
+def _exchange(request: urllib.request.Request, timeout: float) -> tuple[int, str | None, bytes]:
+    """Status, Retry-After and body of one answer."""
     with urllib.request.build_opener(_AnyStatus).open(request, timeout=timeout) as response:
-        status, body = response.status, response.read(MAX_ANSWER_BYTES)
-        if 200 <= status < 300:
-            return read_object(body)
-        said = " ".join(body[:2_000].decode(errors="replace").split())
-        raise ServerError(f"HTTP {status}, {said}", status, _pause(response.headers.get("Retry-After")))
+        return response.status, response.headers.get("Retry-After"), response.read(MAX_ANSWER_BYTES)
 
 
 def _pause(value: str | None) -> float | None:

@@ -24,7 +24,7 @@ from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import Common, Served, idle_options
+from mtsql.config import Common, Served
 from mtsql.errors import UserError, printable
 from mtsql.extras.http_client import UNREADABLE, Server, ServerError, read_key
 from mtsql.task import Task, begin_questions, begin_task
@@ -165,8 +165,12 @@ class ChatTurns:
 
     def read(self, choice: dict[str, Any], limit: int) -> Message:
         """The message in an answer; raises one of UNREADABLE."""
-        said, text = _message(choice)
-        text, stop = self._put_back_stop(text, choice.get("finish_reason"))
+        said, text = _message(choice["message"])
+        stop, string = Stop.END_OF_TURN, self._stop_string(text)
+        if choice.get("finish_reason") == "length":
+            stop = Stop.LIMIT
+        elif string:
+            text, stop = text + string, Stop.STOP_STRING
         ids = self.episode.tokens.message_ids(text)
         if stop is Stop.STOP_STRING:
             ids = ids[:-1]  # the end of turn was not sampled
@@ -175,55 +179,42 @@ class ChatTurns:
         self.said.append(said)
         return ids, [0.0] * len(ids), stop, [0] * len(ids)
 
-    def _put_back_stop(self, text: str, reason: str | None) -> tuple[str, Stop]:
-        """A message with the stop string that the server took off, and why it is over."""
-        if reason == "length":
-            return text, Stop.LIMIT
+    def _stop_string(self, text: str) -> str:
+        """What the server took off the end of a message, "" where that ends without one."""
         parse = self.episode.recipe.parse
-        if parse(text).problem is not None:
-            for string in self.stop_strings:
-                if parse(text + string).problem is None:
-                    return text + string, Stop.STOP_STRING
-        return text, Stop.END_OF_TURN
+        if parse(text).problem is None:
+            return ""
+        return next((string for string in self.stop_strings if parse(text + string).problem is None), "")
 
 
 def _first_choice(answer: dict[str, Any]) -> dict[str, Any]:
-    try:
-        choice = dict(answer["choices"][0])
-    except (LookupError, TypeError, ValueError):
-        raise ValueError(f"it holds no choices[0], but {json.dumps(answer)}") from None
+    choice = answer["choices"][0]
     if choice.get("error") or choice.get("finish_reason") == "error":
-        raise ValueError(f"it broke off: {choice.get('error')}")
+        raise ValueError("it broke off")
     return choice
 
 
 def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
     """Ids, log-probabilities and loss mask of a choice; a token without log-probability is not learned."""
-    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-    logprobs = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    if not isinstance(ids, list) or not isinstance(logprobs, list) or not 0 < len(ids) == len(logprobs):
-        raise ValueError("it holds no token ids with log-probabilities; use --protocol chat")
-    if any(type(i) is not int or not 0 <= i < SEEDS for i in ids):
-        raise ValueError("its token_ids are not all ids; use --protocol chat")
+    ids, logprobs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+    all_ids = all(type(i) is int and 0 <= i < SEEDS for i in ids)
+    if not all_ids or not 0 < len(ids) == len(logprobs):
+        raise ValueError("no token ids with log-probabilities are there; use --protocol chat")
     known = [type(value) in (int, float) and math.isfinite(value) for value in logprobs]
     values = [float(value) if ok else 0.0 for value, ok in zip(logprobs, known, strict=True)]
     return ids, values, list(map(int, known))
 
 
-def _message(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A server's message as it is sent back, and as text, its thoughts first."""
-    try:
-        said = {name: choice["message"][name] for name in FIELDS if choice["message"].get(name)}
-        said = {"role": "assistant", "content": None} | said
-        if "tool_calls" in said:
-            said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
-            # Servers leave the line break before a call in the text, and chat templates write another one.
-            if isinstance(said["content"], str):
-                said["content"] = said["content"].removesuffix("\n")
-        text = message_text(said, _readable_call)
-        return said, text.encode(errors="replace").decode()  # half a surrogate pair is no text
-    except UNREADABLE:
-        raise ValueError("it holds no message that can be read") from None
+def _message(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A server's message as it is sent back, and as text, its thoughts first; raises one of UNREADABLE."""
+    said = {"role": "assistant", "content": None} | {name: given[name] for name in FIELDS if given.get(name)}
+    if "tool_calls" in said:
+        said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
+        # Servers leave the line break before a call in the text, and chat templates write another one.
+        if isinstance(said["content"], str):
+            said["content"] = said["content"].removesuffix("\n")
+    text = message_text(said, _readable_call)
+    return said, text.encode(errors="replace").decode()  # half a surrogate pair is no text
 
 
 def _plain_call(number: int, call: dict[str, Any]) -> dict[str, Any]:
@@ -342,8 +333,6 @@ def begin_answers(config: Common, split: str) -> Task:
     Raises UserError unless one of the two is given, and for an address that is none or does not answer.
     """
     check_policy(config)
-    for sentence in idle_policy(config):
-        print(sentence)
     if config.model:
         return begin_task(config, split)
     questions = begin_questions(config, split, config.tokenizer)
@@ -367,14 +356,6 @@ def check_policy(config: Served) -> None:
         raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
     if config.address and not (config.api_model and config.tokenizer):
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
-
-
-def idle_policy(config: Common) -> list[str]:
-    """A sentence for each option that does nothing: of an address beside --model, or the other way round."""
-    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "own_temperature")
-    of_model = ("dtype", "quantise", "rows")
-    why, names = ("--model is here", of_address) if config.model else ("--address is the policy", of_model)
-    return idle_options(config, dict.fromkeys(names, why))
 
 
 def served_policy(config: Served, tokens: ChatTokens) -> ServedPolicy:
