@@ -223,7 +223,7 @@ def test_comparison_of_two_evaluations(files):
     assert "+40.0" in compare(files / "out.json", files / "a.json")
     shorter = json.dumps({"per_item": first["per_item"][1:]})
     for content, problem in (
-        (shorter, "compare the same questions"),
+        (shorter, "do not hold the same questions"),
         ('{"per_item": [{"turn": 0}]}', "c.json is no evaluation"),
         (PRED, "is not valid JSON"),
     ):

@@ -293,11 +293,9 @@ def compare(a: Path, b: Path) -> str:
     Raises UserError unless both hold the same questions.
     """
     ours, theirs = read_items(a), read_items(b)
-    if len(ours) != len(theirs):
-        raise UserError(f"{a} holds {len(ours)} questions and {b} {len(theirs)}; compare the same questions")
-    for number, (x, y) in enumerate(zip(ours, theirs, strict=True), start=1):
-        if any(x[key] != y[key] for key in ("interaction", "turn", "gold")):
-            raise UserError(f"question {number} is not the same in {a} and {b}")
+    asked = [[(item["interaction"], item["turn"], item["gold"]) for item in side] for side in (ours, theirs)]
+    if asked[0] != asked[1]:
+        raise UserError(f"{a} and {b} do not hold the same questions, so they cannot be compared")
     lines = [f"A = {a}", f"B = {b}"]
     lines.append(f"{len(ours)} questions in {len(grouped(ours, 'interaction'))} interactions")
     lines.append(f"{'':20}{'A %':>8}{'B %':>8}{'A - B':>9}{'95 % interval':>18}{'McNemar p':>12}")

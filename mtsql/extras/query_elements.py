@@ -43,24 +43,13 @@ def read_clauses(tree: exp.Query, same: dict[str, str]) -> Reading:
     for query in tree.find_all(exp.Query):
         for clause, items in _clauses(query).items():
             if clause == "select" and query is not first:
-                if _is_main(query):
+                if query.find_ancestor(exp.From, exp.Join, exp.CTE) is not None:
                     continue  # what a sub-query in FROM selects stands where its names are used
                 clause = "inner"
             if clause in ELEMENTS:
                 items = [_element(item, same) for item in items]
             found[clause] |= Counter(item for item in items if clause != "tables" or item not in names)
     return found
-
-
-def _is_main(query: exp.Expression) -> bool:
-    """Whether a query is the whole, the first part of a set operation, or in FROM or WITH of such a one."""
-    while query.parent is not None:
-        parent = query.parent
-        inside = isinstance(parent, exp.From | exp.Join | exp.With | exp.CTE | exp.Query)
-        if not inside or (query.arg_key in ("expression", "expressions") and isinstance(parent, exp.Query)):
-            return False
-        query = parent
-    return True
 
 
 def _clauses(query: exp.Query) -> dict[str, list]:
@@ -174,13 +163,8 @@ def column_classes(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def with_outputs(tree: exp.Query) -> dict[str, str]:
     """Name in use -> column, of every plain column that a query of WITH selects."""
-    return {
-        f"{folded(cte.alias)}.{item.name}": _column(item)
-        for cte in tree.find_all(exp.CTE)
-        if isinstance(cte.this, exp.Query)
-        for item in cte.this.selects
-        if isinstance(item, exp.Column)
-    }
+    items = ((folded(cte.alias), item) for cte in tree.find_all(exp.CTE) for item in cte.this.selects)
+    return {f"{name}.{item.name}": _column(item) for name, item in items if isinstance(item, exp.Column)}
 
 
 def _column(column: exp.Column) -> str:
