@@ -423,17 +423,13 @@ def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
 
 
 def test_a_server_without_token_ids_is_asked_by_chat(tiny, serve):
-    no_ids = {"choices": [{"text": "x"}]}
-    for answer in (no_ids, (404, {})):
-        server, _ = serve(in_turn(answer))
-        assert find_protocol(server, "any", tiny.tokens) == "chat"
-    busy, _ = serve(in_turn((429, {})))
-    for server in (busy, Server("http://127.0.0.1:9/v1", pauses=())):  # which says nothing
+    no_ids, missing, busy = (serve(in_turn(reply))[0] for reply in (said("x"), (404, {}), (429, {})))
+    assert {find_protocol(server, "any", tiny.tokens) for server in (no_ids, missing)} == {"chat"}
+    for server in (busy, Server("http://127.0.0.1:9/v1", pauses=())):  # where nothing is
         with pytest.raises(ServerError, match="gave no answer"):
             find_protocol(server, "any", tiny.tokens)
-    server, _ = serve(in_turn(no_ids))
     with pytest.raises(ServerError, match="use --protocol chat"):
-        play_served(policy_of(server, "tokens"), [make_episode(tiny)], GREEDY, 1)
+        play_served(policy_of(no_ids, "tokens"), [make_episode(tiny)], GREEDY, 1)
 
 
 def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_path):
