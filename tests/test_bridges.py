@@ -395,7 +395,7 @@ def test_transformers_serve_gives_the_ids_of_the_policy_in_process(options, task
     server = Server(address, pauses=())
     protocol = find_protocol(server, options["model"], task.tokens)
     assert protocol == "chat"
-    served = ServedPolicy(server, options["model"], protocol, task.tokens)
+    served = ServedPolicy(server, options["model"], protocol)
     sampling = Sampling(GREEDY, task.sampling.max_turn_tokens)
     compared = [
         t for t in played(task, policy, 24) if t.status is not Status.MALFORMED_CALL and t.interactions < 2
