@@ -154,7 +154,7 @@ def test_tags_that_a_base_never_trained_are_text(tiny, tmp_path):
     tiny.tokens.tokenizer.save_pretrained(tmp_path)
     tokenizer, tags = load_tokenizer(tmp_path), ["<tool_call>", "</tool_call>"]
     tokenizer.add_tokens(tags, special_tokens=False)
-    model = tiny_qwen3(tokenizer, hidden=96, layers=1, seed=0)
+    model = tiny_qwen3(tokenizer, hidden=96, layers=2, seed=0)
     rows, places = model.get_input_embeddings().weight.data, tokenizer.convert_tokens_to_ids(tags)
     assert with_readable_tags(model, tokenizer) is tokenizer  # their rows differ: they are trained
     rows[places] = rows[3].clone()
