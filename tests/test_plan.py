@@ -172,7 +172,7 @@ def test_command_says_whether_it_fits_and_what_would(tiny, monkeypatch, capsys, 
 def test_an_adapter_whose_base_is_beside_it_is_planned(tiny, tmp_path):
     Qwen3Config(**TINY).save_pretrained(tmp_path / "base")
     lora = LoraConfig(r=4, target_modules="all-linear", base_model_name_or_path="../base")
-    lora.save_pretrained(tmp_path / "adapter")  # as mtsql.extras.ship writes it
+    lora.save_pretrained(tmp_path / "adapter")  # as mtsql.extras.merge --base writes it
     config = replace(tiny, lora_rank=0, model=str(tmp_path / "adapter"))
     assert planner.state_bytes(planner.build_model(config), config)["adapters"] == 4 * ADAPTERS
 
