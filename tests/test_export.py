@@ -76,7 +76,7 @@ def test_what_a_form_cannot_say_is_refused(exported):
     _, export, folder = exported
     assert "line 2: not all of it is to be learned" in export("chat.jsonl", "messages", "m.jsonl", 2)[1]
     assert not (folder / "m.jsonl").exists()
-    assert "is no file" in export("none.jsonl", "messages", "m.jsonl", 2)[1]
+    assert "does not exist" in export("none.jsonl", "messages", "m.jsonl", 2)[1]
     assert "not a conversation" in export("trajectories.jsonl", "llamafactory", "m", 2)[1]
     assert not (folder / "m").exists()
     assert f"{folder} is a folder; name a file" in export("trajectories.jsonl", "ids", ".", 2)[1]

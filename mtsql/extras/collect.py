@@ -65,30 +65,26 @@ def main(config: Args) -> None:
     task = begin_answers(config, "train")
     if task.processes.count > 1:
         raise UserError("mtsql.extras.collect runs in one process; a server answers many questions at once")
-    asked = examples(task.dataset.dialogues, config.history)
-    asked = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
+    asked = draw_questions(examples(task.dataset.dialogues, config.history), config.questions, config.seed)
+    numbered = list(enumerate(scorable(asked, task.scorer)))
     log = AnswerLog(kept, answer_options(config, "train", task))
-    numbered = list(enumerate(asked))
-    sampled = list(sample_questions(config, task, numbered, (config.seed,), "collect", log))
-    played = [(trajectory, example) for example, trajectories in sampled for trajectory in trajectories]
-    answered = [pair for pair in played if pair[0].status is Status.ANSWERED]
-    right = sum(task.scorer.ex(e.db_id, e.gold_sql, t.answer_sql) for t, e in answered)
+    played, right, lines = 0, 0, []
+    for example, trajectories in sample_questions(config, task, numbered, (config.seed,), "collect", log):
+        played += len(trajectories)
+        for trajectory in trajectories:
+            if trajectory.status is Status.ANSWERED:
+                right += task.scorer.ex(example.db_id, example.gold_sql, trajectory.answer_sql)
+                record = chat_record(trajectory, example, task.environment)
+                for message in record["messages"]:  # all is to be learned, though a server's ids are not ours
+                    message.pop("weight", None)
+                    message.pop("unlearned", None)
+                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     save_config(config, task.out)
-    records = (chat_record(*pair, task.environment) for pair in answered)
-    lines = (json.dumps(to_be_learned(record), ensure_ascii=False) + "\n" for record in records)
     write_atomically(path, "".join(lines))
     kept.unlink()
-    counts = f"{len(answered):,} of {len(played):,} trajectories have an answer, {right:,} a right one (EX)"
-    print(f"{counts}: {path}")
+    print(f"{len(lines):,} of {played:,} trajectories have an answer, {right:,} a right one (EX): {path}")
     if task.costs:
         print(f"the server took {task.costs.sentence()}")
-
-
-def to_be_learned(record: dict) -> dict:
-    """The conversation without what says that a message is not learned: a server's ids are not our own."""
-    marks = ("weight", "unlearned")
-    messages = [{k: v for k, v in m.items() if k not in marks} for m in record["messages"]]
-    return record | {"messages": messages}
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@
 ids: `input_ids` and `labels` of each trajectory, -100 where the loss mask is 0; TRL's SFTTrainer keeps them
 as they are. messages: `messages` and `tools` alone; the other program's chat template makes the ids, which
 are ours only if it keeps thoughts and adds none. Calls and thoughts that stand apart in a message become a
-part of its text. llamafactory: LLaMA-Factory's sharegpt form in
-FOLDER/mtsql.jsonl with its dataset_info.json; train with mask_history off, since every message of the
-assistant is learned.
+part of its text. llamafactory: LLaMA-Factory's sharegpt form in FOLDER/mtsql.jsonl with its
+dataset_info.json; train with mask_history off, since every message of the assistant is learned.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ def with_ids(record: dict[str, Any]) -> dict[str, list[int]]:
 
 def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a chat.jsonl. Raises UserError for a missing file or a line that is no conversation."""
-    if not path.is_file():
-        raise UserError(f"{path} is no file; give a run's chat.jsonl")
     for number, record in load_json_lines(path):
         try:
             messages = [{"role": m["role"], "content": message_text(m)} for m in record["messages"]]
@@ -77,12 +74,7 @@ def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
                 f"{path}, line {number}: not all of it is to be learned, which only --format ids can say; "
                 "give trajectories.jsonl"
             )
-        yield {"messages": messages, "tools": record.get("tools")}
-
-
-def for_llamafactory(record: dict[str, Any]) -> dict[str, Any]:
-    """A conversation with its tools as text."""
-    return {"messages": record["messages"], "tools": json.dumps(record["tools"]) if record["tools"] else ""}
+        yield {"messages": messages} | ({"tools": record["tools"]} if record.get("tools") else {})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -93,16 +85,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("path", type=Path, help="trajectories.jsonl for ids, else chat.jsonl")
     parser.add_argument("--format", choices=("ids", "messages", "llamafactory"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="file to write; for llamafactory a folder")
-    arguments = parser.parse_args(argv)
-    if arguments.format == "ids":
-        rows = [with_ids(record) for record in read_records(arguments.path)]
+    chosen = parser.parse_args(argv)
+    if chosen.format == "ids":
+        rows = [with_ids(record) for record in read_records(chosen.path)]
     else:
-        rows = list(read_conversations(arguments.path))
-    if arguments.format == "messages":
-        rows = [row if row["tools"] else {"messages": row["messages"]} for row in rows]
-    out = arguments.out
-    if arguments.format == "llamafactory":
-        rows = [for_llamafactory(row) for row in rows]
+        rows = list(read_conversations(chosen.path))
+    out = chosen.out
+    if chosen.format == "llamafactory":
+        rows = [row | {"tools": json.dumps(row["tools"]) if "tools" in row else ""} for row in rows]
         if (out / "dataset_info.json").exists():
             raise UserError(f"{out} has a dataset_info.json already; give a folder of its own")
         write_atomically(out / "dataset_info.json", json.dumps(DATASET_INFO, indent=1))
