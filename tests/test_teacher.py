@@ -9,14 +9,11 @@ from pathlib import Path
 from time import process_time
 
 import pytest
-from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, environment_of, make_episode, say
+from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, run, say
 
-import train_sft
 from mtsql.agent.env import Environment, Limits
-from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.extras.teacher import (
     Outcome,
@@ -28,7 +25,6 @@ from mtsql.extras.teacher import (
     read_teacher,
     replay_line,
 )
-from mtsql.learn.model import save_policy
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
@@ -38,8 +34,6 @@ from mtsql.recipes.rewards import is_right
 from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
-from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
-from train_sft import Args as SftArgs
 
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
 CHECKED = verdict(EXEC_SQL, True) + "\n"
@@ -155,12 +149,10 @@ def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path)
     environment = replace(environment_of(tiny), recipe=StoppingRecipe(PromptOptions(True, 40)))
     line = line_of(CALL + MADE_UP, CHECKED + final_answer(GOLD), example_id="00000/1")
     (replay,) = replays_of(tiny, tmp_path, line, environment=environment)
-    assert replay.outcome is Outcome.KEPT
-    call, answer = (s for s in replay.trajectory.segments if s.role == "model")
+    call, observation, answer = replay.trajectory.segments[1:]
     ends = tiny.tokens.end_of_turn_ids
     assert call.ids[-1] not in ends and answer.ids[-1] in ends and all(call.loss_mask + answer.loss_mask)
     assert tiny.tokens.decode(call.ids) == CALL
-    observation = replay.trajectory.segments[2]
     assert observation.ids[0] in ends and not any(observation.loss_mask)
 
 
@@ -186,9 +178,6 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
         ],
         Outcome.UNFINISHED: [line_of(CALL, **name), line_of(*[CALL] * 5, **name)],
         Outcome.TOO_LONG: [line_of("Hm. " * 500 + CALL, right[1], **name)],
-        Outcome.NOTHING: [
-            line_of(*({"role": "assistant", "content": text, "weight": 0} for text in right), **name)
-        ],
         Outcome.UNKNOWN: [
             {"messages": [{"role": "user", "content": "Who?"}, *line_of(*right)["messages"]]},
             line_of(*right, db_id="concerts"),
@@ -264,52 +253,37 @@ def test_of_too_many_the_easy_ones_are_left_out(tiny):
     assert len({tuple(map(id, drawn(3, seed))) for seed in range(9)}) > 1
 
 
-def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
-    data, model = tmp_path / "benchmark", tmp_path / "model"
+def test_train_sft_learns_from_a_teachers_file(tmp_path):
+    data = tmp_path / "benchmark"
     splits = {"train": {"known": (2, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
     toy.write_benchmark(data, seed=0, splits=splits)
     dataset = load_dataset(data / "train.json", data / "tables.json", data / "database")
     asked = examples(dataset.dialogues)
-    tokens = ChatTokens(train_tokenizer([q.question + q.gold_sql for q in asked], 300))
-    save_policy(tiny_qwen3(tokens.tokenizer, hidden=96, layers=2, seed=0), tokens.tokenizer, model)
-    lines = []
+    lines = [line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id)]
     for question in asked[:4]:
         memory = tool_call(MEMORY_RETRIEVE, question.gold_sql)
         checked = [CHECKED + memory, verdict(MEMORY_RETRIEVE, True)] if question.history else [CHECKED]
         said = [tool_call(EXEC_SQL, question.gold_sql), *checked]
         said[-1] += final_answer(question.gold_sql)
         lines.append(line_of(*said, example_id=question.id, db_id=question.db_id))
-    lines.append(line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id))
-    teacher = tmp_path / "teacher.jsonl"
+    teacher, out = tmp_path / "teacher.jsonl", tmp_path / "out"
     teacher.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.chdir(ROOT)
-    base = [
-        *TOY, "--data", data, "--model", model, "--questions", 0, "--max-prompt-tokens", 2000,
-        "--max-response-tokens", 2000, "--max-tool-tokens", 1000, "--max-turn-tokens", 600,
-    ]  # fmt: skip
-
-    def train(*options):
-        config = read_options(SftArgs, "", [str(option) for option in (*base, *options)])
-        user_errors(train_sft.main, config)
-
-    out = tmp_path / "out"
-    train("--targets", "teacher", "--teacher", teacher, "--teacher-kept", 3, "--out", out)
+    base = ["train_sft.py", *TOY, "--data", data, "--model", "models/toy/seed0"]
+    base += ["--questions", 0, "--epochs", 1]
+    taught = [*base, "--targets", "teacher", "--teacher"]
+    printed = run(*taught, teacher, "--teacher-kept", 3, "--out", out)
     kept = [json.loads(line) for line in (out / "trajectories.jsonl").open()]
     assert len(kept) == 3 and {t["example_id"] for t in kept} <= {q.id for q in asked[:4]}
     (coverage,) = json.loads((out / "coverage.json").read_text())
     assert (coverage["sampled"], coverage["right"], coverage["trajectories"]) == (5, 4, 3)
-    printed = capsys.readouterr().out
     assert "not in the recipe's format" in printed and (out / "policy").is_dir()
 
-    named = ["--targets", "teacher", "--teacher"]
     teacher.write_text("nothing\n")
-    for options, problem in (
-        (named[:2], "go together"),
-        (["--teacher", teacher], "go together"),
-        ([*named, teacher, "--rounds", 2], "needs --rounds 1"),
-        ([*named, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there"),
-        ([*named, teacher], "can be kept: the counts above say why"),
+    for words, problem in (
+        (taught[:-1], "go together"),
+        ([*base, "--teacher", teacher], "go together"),
+        ([*taught, teacher, "--rounds", 2], "needs --rounds 1"),
+        ([*taught, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there"),
+        ([*taught, teacher], "can be kept: the counts above say why"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            train("--out", tmp_path / "none", *options)
-        assert stop.value.code == 2 and problem in capsys.readouterr().err
+        assert problem in run(*words, "--out", tmp_path / "none", expect=2)

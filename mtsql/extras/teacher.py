@@ -46,29 +46,24 @@ class Outcome(StrEnum):
     FORMAT = "not in the recipe's format or off its protocol"
     UNFINISHED = "without an answer"
     TOO_LONG = "beyond a token limit"
-    NOTHING = "with nothing that is to be learned"
     UNKNOWN = "question not in play"
     UNREADABLE = "unreadable line"
 
 
 @dataclass(frozen=True)
 class TeacherLine:
-    """One conversation: the question and the teacher's messages."""
+    """One conversation: the question, and the teacher's messages with what of each is not to be learned."""
 
     example_id: str | None
     db_id: str | None
+    tool_set: str | None  # of TOOL_SETS, where it is another than the run's
     asked: str  # the first message of the user
-    messages: tuple[str, ...]
-    unlearned: tuple[str, ...]  # of each of `messages`, what of it is not to be learned
-    tool_set: str | None = None  # of TOOL_SETS, where it is another than the run's
+    messages: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of one line.
-
-    `question` is None where none was found, `trajectory` is None where it is not kept.
-    """
+    """What became of one line, its question where one was found, its trajectory where it is kept."""
 
     outcome: Outcome
     question: Example | None = None
@@ -88,22 +83,19 @@ def read_teacher(path: Path) -> list[TeacherLine | None]:
 def _read_line(item: Any) -> TeacherLine | None:
     try:
         asked = next(message_text(m) for m in item["messages"] if m["role"] == "user")
-        said, unlearned = [], []
+        messages = []
         for message in item["messages"]:
             text = message_text(message)
             if message["role"] == "assistant":
                 part = text if message.get("weight") == 0 else message.get("unlearned")
-                unlearned.append(part if isinstance(part, str) else "")
-                said.append(text)
-        "".join((asked, *said)).encode()  # arguments are JSON in JSON: half of a character again
+                messages.append((text, part if isinstance(part, str) else ""))
+        "".join((asked, *(text for text, _ in messages))).encode()  # arguments may hold half of a character
     except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
         return None
     names = (item.get(name) for name in ("example_id", "db_id", "tool_set"))
     example_id, db_id, tool_set = (name if isinstance(name, str) else None for name in names)
-    if not said:
-        return None
     tool_set = tool_set if tool_set in TOOL_SETS else None
-    return TeacherLine(example_id, db_id, asked, tuple(said), tuple(unlearned), tool_set)
+    return TeacherLine(example_id, db_id, tool_set, asked, messages) if messages else None
 
 
 def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Example | None]:
@@ -154,13 +146,13 @@ def replay_line(
         return Replay(Outcome.UNKNOWN)
     if line.tool_set is not None:
         environment = replace(environment, tools=make_tools(line.tool_set))
-    messages = [message_of(text, environment.recipe) for text in line.messages]
     added = environment.tokens.tokenizer.added_tokens_decoder.values()
     framing = [token.content for token in added if token.special]  # control tokens around messages
-    if any(token in text for token in framing for text, _ in messages):
-        return Replay(Outcome.FORMAT, question)
     (episode,) = environment.episodes(question, [0])
-    for (text, stop), unlearned in zip(messages, line.unlearned, strict=True):
+    for written, unlearned in line.messages:
+        text, stop = message_of(written, environment.recipe)
+        if any(token in text for token in framing):
+            return Replay(Outcome.FORMAT, question)
         say(episode, text, stop, unlearned)
     trajectory = episode.trajectory
     if trajectory.status is Status.OUT_OF_TOKENS:
@@ -171,8 +163,6 @@ def replay_line(
         outcome = Outcome.FORMAT
     elif not right(trajectory, question):
         outcome = Outcome.WRONG
-    elif not any(trajectory.loss_mask):
-        outcome = Outcome.NOTHING
     else:
         return Replay(Outcome.KEPT, question, trajectory)
     return Replay(outcome, question)
@@ -247,12 +237,12 @@ def taught_answers(
     replays = task.processes.gather(replays)
     if task.processes.is_main:
         print(format_replays(replays))
-    chosen = prefer_harder(replays, config.teacher_kept, task.scorer, random.Random(config.seed))
-    learned = set(map(id, chosen))
-    return task.processes.share(
-        [
-            Collected(r.question.id, 1, r.outcome is Outcome.KEPT, [r.trajectory] if id(r) in learned else [])
-            for r in replays
-            if r.question is not None
-        ]
+    learned = set(
+        map(id, prefer_harder(replays, config.teacher_kept, task.scorer, random.Random(config.seed)))
     )
+    found = [
+        Collected(r.question.id, 1, r.outcome is Outcome.KEPT, [r.trajectory] if id(r) in learned else [])
+        for r in replays
+        if r.question
+    ]
+    return task.processes.share(found)
