@@ -48,33 +48,28 @@ def actions(trajectory: Trajectory) -> list[str]:
     ]
 
 
-def unlearned(tiny, trajectory: Trajectory) -> list[str]:
-    """What of each message has loss mask 0."""
-    parts = [
-        [i for i, bit in zip(s.ids, s.loss_mask, strict=True) if not bit]
-        for s in trajectory.segments
-        if s.role == "model"
-    ]
-    return [tiny.tokens.decode(ids).strip() for ids in parts]
+def learned(trajectory: Trajectory) -> list[set[int]]:
+    """The loss mask of each message."""
+    return [set(s.loss_mask) for s in trajectory.segments if s.role == "model"]
 
 
 def test_gold_sql_passes_both_checks(tiny):
     example = make_episode(tiny, history=True).example
     shown = play(environment_of(tiny), example)
     assert actions(shown) == ["propose", "execute", "e_verify pass", "m_verify pass", "finalize"]
-    assert shown.off_protocol == 0 and shown.answer_sql == GOLD and unlearned(tiny, shown) == ["", "", ""]
+    assert shown.off_protocol == 0 and shown.answer_sql == GOLD and learned(shown) == [{1}] * 3
     alone = play(environment_of(tiny), make_episode(tiny).example)  # no memory to ask
     assert actions(alone) == ["propose", "execute", "e_verify pass", "finalize"]
 
 
-@pytest.mark.parametrize("learned", [False, True])
-def test_what_fails_is_repaired_and_learned_only_if_the_prompt_tells_it(learned, tiny):
+@pytest.mark.parametrize("told", [False, True])
+def test_what_fails_is_repaired_and_learned_only_if_the_prompt_tells_it(told, tiny):
     example = make_episode(tiny, history=True).example
     wrong = "SELECT nme FROM singer"
-    shown = play(environment_of(tiny), example, Mistake(wrong, (example, tiny.schema), learned))
+    shown = play(environment_of(tiny), example, Mistake(wrong, (example, tiny.schema), told))
     assert actions(shown)[1:4] == ["execute", "e_verify no_pass", "self_correct"]
     assert shown.answer_sql == GOLD and shown.status is Status.ANSWERED and shown.off_protocol == 0
-    assert unlearned(tiny, shown) == ["" if learned else wrong, "", "", ""]
+    assert learned(shown) == [{int(told)}, {1}, {1}, {1}]
 
 
 def test_what_does_not_fit_is_no_demonstration(tiny):

@@ -116,7 +116,7 @@ def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(exported):
             texts = [m["content"] for m in rows[0]["messages"]]
             assert texts[1] == f"<think>\nDraft.\n</think>\n\n{tool_call(EXEC_SQL, GOLD)}"
             assert texts[3] == f"<think>\nDone.\n</think>\n\n{final_answer(GOLD)}"
-            assert read_teacher(folder / "chat.jsonl")[0].messages == [(texts[1], ""), (texts[3], "")]
+            assert read_teacher(folder / "chat.jsonl")[0].messages == [(texts[1], True), (texts[3], True)]
     for wrong in ({"role": "assistant"}, {"role": "assistant", "content": [{"type": "image"}]}):
         (folder / "chat.jsonl").write_text(json.dumps({"messages": [asked, wrong]}) + "\n")
         assert "line 1: not a conversation" in export("chat.jsonl", "messages", "wrong", 2)[1]

@@ -102,20 +102,14 @@ def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp
 def test_a_message_of_weight_0_is_played_but_not_learned(tiny, tmp_path):
     mistake = {"role": "assistant", "content": "Draft it.\n" + tool_call(EXEC_SQL, "SELECT nme FROM singer")}
     repaired = verdict(EXEC_SQL, False) + "\n" + tool_call(EXEC_SQL, GOLD)
-    part = {"unlearned": "SELECT nme FROM singer"}
-    further = (repaired, CHECKED + final_answer(GOLD))
-    lines = [line_of(mistake | how, *further) for how in ({}, {"weight": 0}, part)]
-    plain, marked, partly = (r.trajectory for r in replays_of(tiny, tmp_path, *lines))
+    lines = [line_of(mistake | how, repaired, CHECKED + final_answer(GOLD)) for how in ({}, {"weight": 0})]
+    plain, marked = (r.trajectory for r in replays_of(tiny, tmp_path, *lines))
     assert marked.ids == plain.ids and len(marked.observations) == 2
     first = plain.segments[1]
     assert marked.segments[1] == replace(first, loss_mask=(0,) * len(first.ids))
     assert marked.segments[2:] == plain.segments[2:] and sum(marked.loss_mask) > 0
-    assert partly.ids == plain.ids and partly.segments[2:] == plain.segments[2:]
-    left_out = [i for i, bit in zip(first.ids, partly.segments[1].loss_mask, strict=True) if not bit]
-    assert tiny.tokens.decode(left_out).strip() == part["unlearned"]
-    for told in (marked, partly):
-        (again,) = replays_of(tiny, tmp_path, chat_record(told, ASKED, environment_of(tiny)))
-        assert again.trajectory.segments == told.segments
+    (again,) = replays_of(tiny, tmp_path, chat_record(marked, ASKED, environment_of(tiny)))
+    assert again.trajectory.segments == marked.segments
 
 
 def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):

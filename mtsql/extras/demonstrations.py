@@ -13,7 +13,6 @@ loss mask 0: the policy learns to run, to judge and to repair, not to fail.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
@@ -42,8 +41,8 @@ COMPARED = re.compile(r"(?:\b(t\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
 class Mistake:
     """A query that fails, and what the prompt shows, so that it looks right.
 
-    `learned` says that the prompt tells it, so that it has loss mask 1. `look` is a query that shows what
-    there is, to be run before the repair.
+    `learned` says that the prompt tells it, so that its message has loss mask 1. `look` is a query that shows
+    what there is, to be run before the repair.
     """
 
     wrong: str
@@ -85,8 +84,7 @@ def play(environment: Environment, example: Example, mistake: Mistake | None = N
     recipe, gold = episode.recipe, normal_form(example.gold_sql, episode.schema)
     said = ""  # the verdict on what came back
     if mistake:
-        written = json.dumps(mistake.wrong, ensure_ascii=False)[1:-1]  # as it stands in a call
-        say(episode, said + recipe.call(mistake.wrong), unlearned="" if mistake.learned else written)
+        say(episode, recipe.call(mistake.wrong), learned=mistake.learned)
         said = verdict(EXEC_SQL, False) + "\n"
     if mistake and mistake.look:
         say(episode, said + recipe.call(mistake.look))
@@ -101,23 +99,19 @@ def play(environment: Environment, example: Example, mistake: Mistake | None = N
     return episode.trajectory if finished else None
 
 
-def say(episode: Episode, text: str, stop: Stop = Stop.END_OF_TURN, unlearned: str = "") -> None:
+def say(episode: Episode, text: str, stop: Stop = Stop.END_OF_TURN, learned: bool = True) -> None:
     """Give an episode a message as if the policy had sampled it, within its limits; nothing if it is over.
 
-    The loss mask is 1 on all tokens, an end of turn included, but for those of `unlearned`, a part of the
-    message or all of it.
+    The loss mask is `learned` on all tokens, an end of turn included.
     """
     if episode.trajectory.status is not None:
         return
-    ids, loss_mask = episode.tokens.message_ids(text), None
+    ids = episode.tokens.message_ids(text)
     if stop is Stop.STOP_STRING:
         ids = ids[:-1]
     if len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens()):
         stop = Stop.LIMIT
-    elif unlearned:
-        part = unlearned in text and unlearned != text
-        loss_mask = episode.tokens.loss_mask_without(ids, unlearned) if part else [0] * len(ids)
-    episode.step(ids, [0.0] * len(ids), stop, loss_mask)
+    episode.step(ids, [0.0] * len(ids), stop, [int(learned)] * len(ids))
 
 
 class Question:

@@ -69,7 +69,7 @@ def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
                 raise KeyError("content")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path}, line {number}: not a conversation with messages") from None
-        if any(m.get("weight") == 0 or "unlearned" in m for m in record["messages"]):
+        if any(m.get("weight") == 0 for m in record["messages"]):
             raise UserError(
                 f"{path}, line {number}: not all of it is to be learned, which only --format ids can say; "
                 "give trajectories.jsonl"

@@ -3,7 +3,7 @@
 A teacher's file holds one conversation a line, a JSON object as mtsql.report.records and other programs write
 it: `messages` with `role` and `content` (and perhaps `tool_calls`), `example_id` or `db_id` where known, and
 `tool_set` if the conversation has other tools than the run. An assistant's message with `weight` 0 is played
-but not learned, one with a text `unlearned` is learned but for that part of it.
+but not learned.
 Only the assistant's messages are used. They are played again in our own environment, so that prompt,
 observations, token ids and loss mask are ours, and no observation in the file is ever learned.
 """
@@ -52,13 +52,13 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class TeacherLine:
-    """One conversation: the question, and the teacher's messages with what of each is not to be learned."""
+    """One conversation: the question, and the teacher's messages, each with whether it is to be learned."""
 
     example_id: str | None
     db_id: str | None
     tool_set: str | None  # of TOOL_SETS, where it is another than the run's
     asked: str  # the first message of the user
-    messages: list[tuple[str, str]]
+    messages: list[tuple[str, bool]]
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ def _read_line(item: Any) -> TeacherLine | None:
         for message in item["messages"]:
             text = message_text(message)
             if message["role"] == "assistant":
-                part = text if message.get("weight") == 0 else message.get("unlearned")
-                messages.append((text, part if isinstance(part, str) else ""))
+                messages.append((text, message.get("weight") != 0))
         "".join((asked, *(text for text, _ in messages))).encode()  # arguments may hold half of a character
     except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
         return None
@@ -149,11 +148,11 @@ def replay_line(
     added = environment.tokens.tokenizer.added_tokens_decoder.values()
     framing = [token.content for token in added if token.special]  # control tokens around messages
     (episode,) = environment.episodes(question, [0])
-    for written, unlearned in line.messages:
+    for written, learned in line.messages:
         text, stop = message_of(written, environment.recipe)
         if any(token in text for token in framing):
             return Replay(Outcome.FORMAT, question)
-        say(episode, text, stop, unlearned)
+        say(episode, text, stop, learned)
     trajectory = episode.trajectory
     if trajectory.status is Status.OUT_OF_TOKENS:
         outcome = Outcome.TOO_LONG
