@@ -152,8 +152,7 @@ OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circl
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 SECTIONS = (
-    "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
-    "probe", "bridge", "selection",
+    "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "probe", "bridge", "selection",
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from mtsql.model_folder import load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
-from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.execute import Executor
@@ -305,12 +305,11 @@ def sample_questions(
     numbered: Sequence[tuple[int, Example]],
     seed: tuple[int, ...],
     title: str,
-    log: AnswerLog | None = None,
 ) -> Iterator[tuple[Example, list[Trajectory]]]:
     """Each question with --samples-per-question trajectories, none if its prompt is too long.
 
     A trajectory's seed comes from `seed`, the question's number and the sample's. Questions come a chunk at
-    a time, so that only what the caller keeps stays in memory. What `log` holds is not played again.
+    a time, so that only what the caller keeps stays in memory.
     """
     sampling = make_sampling(config, task.environment, config.temperature)
     size = max(1, CHUNK * config.rows // config.samples_per_question)
@@ -322,9 +321,8 @@ def sample_questions(
                 episodes += task.environment.episodes(example, seeds)
             episodes = [episode for episode in episodes if episode.trajectory.status is None]
             progress = show(bar, config.samples_per_question, start, len(numbered))
-            waiting, trajectories = play_unanswered(episodes, log)
-            task.play(waiting, sampling, 0, progress)
-            of_question = groupby(trajectories, key=lambda t: t.example_id)
+            task.play(episodes, sampling, 0, progress)
+            of_question = groupby((e.trajectory for e in episodes), key=lambda t: t.example_id)
             by_question = {name: list(group) for name, group in of_question}
             yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
             bar.n = start + len(chunk)

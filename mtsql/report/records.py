@@ -107,7 +107,8 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
     as it was sampled; other programs put the model's chat template around it. For Qwen3's that gives back
     the trajectory's text, with three exceptions: where observations are messages of the user (SkyRL-SQL,
     SQL-Trail), the template drops the thoughts of all messages before the last; a last message without
-    thinking gets an empty <think> block; and text of a database that reads like a control token, which is plain text here, becomes one.
+    thinking gets an empty <think> block; and text of a database that reads like a control token, which is
+    plain text here, becomes one.
     None for a trajectory with another prompt than the question's: a demonstration over a stale schema.
     """
     had = {tool.name: tool for tool in TOOLS if tool.name in trajectory.tools}
