@@ -239,11 +239,11 @@ import torch
 from mtsql.config import user_errors
 from mtsql.extras.bridges import trl
 
-def save_model(trainer, folder, save=trl.GRPOTrainer.save_model):
-    torch.save(list(trainer.model.parameters()), f"{folder}_{trainer.args.process_index}.pt")
-    save(trainer, folder)
+def train(trainer, train=trl.GRPOTrainer.train, **how):
+    train(trainer, **how)
+    torch.save(list(trainer.model.parameters()), f"{trainer.args.output_dir}_{trainer.args.process_index}.pt")
 
-trl.GRPOTrainer.save_model = save_model
+trl.GRPOTrainer.train = train
 user_errors(trl.main)
 """
 
@@ -257,7 +257,7 @@ def test_trl_trains_two_processes_as_one(line, model, tmp_path, monkeypatch):
     own = ["--max_steps", 3, "--per_device_train_batch_size", 8, "--num_generations", 4]
     out = run(*processes, *line.split(), "--", *own)
     assert out.count("'rewards/ex/mean'") == 3
-    one, other = (torch.load(tmp_path / "out" / f"policy_{i}.pt", weights_only=False) for i in range(2))
+    one, other = (torch.load(tmp_path / f"out_{i}.pt", weights_only=False) for i in range(2))
     before, after = load_policy(model), load_policy(tmp_path / "out" / "policy")
     assert all(map(torch.equal, one, other)) and all(map(torch.equal, one, after.parameters()))
     assert not all(map(torch.equal, one, before.parameters()))

@@ -203,26 +203,21 @@ def other_value(question: Question, rng: random.Random) -> Mistake | None:
     if not compared:
         return None
     alias, column, value = rng.choice(compared)
-    table = question.table_of.get(alias) or next(iter(re.findall(r"\bFROM (\w+)", gold)), None)
-    asked = re.search(rf"\b{re.escape(value)}\b", example.question, re.IGNORECASE)
-    if asked is None:  # 'F' where the question says female
-        forms = [w for w in re.findall(r"\w+", example.question) if w.lower().startswith(value.lower())]
-    elif asked[0] == value:
-        forms = [form for form in (value.lower(), value.upper(), value.title()) if form != value]
-    else:
-        forms = [asked[0]]
-    if not forms or table is None:
+    table = question.table_of.get(alias) or re.search(r"\bFROM (\w+)", gold)[1]
+    said = re.search(rf"\b{re.escape(value)}\b", example.question, re.IGNORECASE)
+    forms = {value.lower(), value.upper(), value.title()} - {value}
+    if said is None or not forms:
         return None
-    form = rng.choice(forms)
+    form = said[0] if said[0] != value else rng.choice(sorted(forms))
     wrong, look = gold.replace(f"'{value}'", f"'{form}'"), f"SELECT DISTINCT {column} FROM {table}"
-    outcomes = [outcome_of(question.execute(sql)) for sql in (wrong, gold)]
     seen = environment.recipe.observe_execution(
         example.question, look, question.execute(look), False, environment.limits.max_interactions
     )
+    outcomes = [outcome_of(question.execute(sql)) for sql in (wrong, gold)]
     if outcomes != ["null", "ok"] or value not in seen:
         return None
-    said = example.question.replace(asked[0], form) if asked else example.question
-    return Mistake(wrong, (replace(example, question=said), question.schema), look=look)
+    asked = replace(example, question=example.question.replace(said[0], form))
+    return Mistake(wrong, (asked, question.schema), look=look)
 
 
 KINDS: dict[str, Callable[[Question, random.Random], Mistake | None]] = {
