@@ -121,8 +121,8 @@ class Question:
         self.environment, self.schema = environment, environment.schemas[example.db_id]
         self.example = in_normal_form(example, self.schema)
         self.gold = normal_form(example.gold_sql, self.schema)
-        self.table_of = {alias: table for table, alias in ALIASED.findall(self.gold)}
         self.columns = columns_of(self.schema)
+        self.table_of = {alias: t for t, alias in ALIASED.findall(self.gold) if t in self.columns}
 
     def execute(self, sql: str) -> ExecutionResult:
         """What a query gives in the question's database."""
@@ -174,7 +174,8 @@ def moved_column(question: Question, rng: random.Random) -> Mistake | None:
         (alias, column, other)
         for alias, column in sorted(set(QUALIFIED.findall(gold)))
         for other in table_of
-        if column not in keys and alias in table_of and column not in question.columns[table_of[other]]
+        if alias in table_of and column in set(question.columns[table_of[alias]]) - keys
+        if column not in question.columns[table_of[other]]
     ]
     if not pairs:
         return None
@@ -203,10 +204,10 @@ def other_value(question: Question, rng: random.Random) -> Mistake | None:
     if not compared:
         return None
     alias, column, value = rng.choice(compared)
-    table = question.table_of.get(alias) or re.search(r"\bFROM (\w+)", gold)[1]
+    table = question.table_of.get(alias) or next(iter(re.findall(r"\bFROM (\w+)", gold)), None)
     said = re.search(rf"\b{re.escape(value)}\b", example.question, re.IGNORECASE)
     forms = {value.lower(), value.upper(), value.title()} - {value}
-    if said is None or not forms:
+    if table is None or said is None or not forms:
         return None
     form = said[0] if said[0] != value else rng.choice(sorted(forms))
     wrong, look = gold.replace(f"'{value}'", f"'{form}'"), f"SELECT DISTINCT {column} FROM {table}"
