@@ -92,19 +92,14 @@ def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOT
     return play
 
 
-def reward(reward: list[float], **_: Any) -> list[float]:
-    """The reward, as the rollout found it."""
-    return reward
+def earned(name: str) -> Callable[..., list[float]]:
+    """A reward function of TRL's: what the rollout found as `name`."""
 
+    def read(**fields: Any) -> list[float]:
+        return fields[name]
 
-def ex(ex: list[float], **_: Any) -> list[float]:
-    """Execution accuracy, logged with weight 0."""
-    return ex
-
-
-def em(em: list[float], **_: Any) -> list[float]:
-    """Exact match, logged with weight 0."""
-    return em
+    read.__name__ = name  # under which TRL logs it
+    return read
 
 
 def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
@@ -122,7 +117,7 @@ def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
     if given.use_vllm:
         limit = {"max_tokens": task.sampling.max_turn_tokens}
         given.generation_kwargs = (given.generation_kwargs or {}) | limit | task.message_options()
-    given.reward_weights = [1.0, 0.0, 0.0]
+    given.reward_weights = [1.0, 0.0, 0.0]  # EX and EM are only logged
     new_adapter = get_peft_config(model)
     is_adapter = (Path(config.model) / ADAPTER_FILE).is_file()
     if new_adapter and is_adapter:
@@ -131,7 +126,7 @@ def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
     dtype = config.dtype if new_adapter or is_adapter else "float32"
     return GRPOTrainer(
         load_policy(config.model, dtype, given.device, quantise=config.quantise),
-        [reward, ex, em],
+        [earned(name) for name in ("reward", "ex", "em")],
         given,
         Dataset.from_list([{"prompt": name} for name in task.playable()]),
         processing_class=task.tokens.tokenizer,
