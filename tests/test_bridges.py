@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -103,12 +102,8 @@ def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(ta
         assert task.rewards(episode.trajectory) == task.rewards(trajectory)
 
 
-def test_threads_that_ask_at_once_load_once(tiny, tmp_path, monkeypatch):
-    folder = shutil.copytree(tiny.folder, tmp_path / "data")
-    turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
-    (folder / "train.json").write_text(json.dumps([{"database_id": "music", "interaction": turns}]))
-    tiny.tokens.tokenizer.save_pretrained(tmp_path / "model")
-    loaded = []
+def test_threads_that_ask_at_once_load_once(line, monkeypatch):
+    loaded, config = [], read_line(f"{line} --seed 7")  # which no other test has loaded
 
     def load_slowly(name: str) -> PreTrainedTokenizerBase:
         loaded.append(name)
@@ -116,7 +111,6 @@ def test_threads_that_ask_at_once_load_once(tiny, tmp_path, monkeypatch):
         return load_tokenizer(name)
 
     monkeypatch.setattr("mtsql.extras.bridges.task.load_tokenizer", load_slowly)
-    config = read_line(f"--data {folder} --model {tmp_path}/model")
     with ThreadPoolExecutor(8) as pool:
         tasks = list(pool.map(load_task, [config] * 8))
     assert len(loaded) == 1 and all(task is tasks[0] for task in tasks)
