@@ -12,7 +12,7 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
 five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the parts of the recipe's reward,
-the mean and deviation of turns, the length of thoughts (SQL-Trail, A.8), and latency.
+the mean and deviation of turns, and the length of thoughts (SQL-Trail, A.8).
 --sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
 of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). Of a model that
 takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 4.
@@ -70,7 +70,6 @@ class Args(Served, Common):
         0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
     )
     concurrency: Positive = option(8, "questions that --address is asked at once")
-    latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
@@ -82,13 +81,8 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     OPTIONS = read_options(Args, __doc__)
 
 import json
-import time
-from collections.abc import Sequence
 from statistics import fmean
 
-from tqdm import tqdm
-
-from mtsql.agent.env import Episode
 from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
@@ -97,7 +91,7 @@ from mtsql.extras.errors import add_errors
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
 from mtsql.report.answer_log import AnswerLog
-from mtsql.report.evaluation import answer_dialogues, score_records
+from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.records import chat_record, question_record
 from mtsql.report.voting import add_votes, format_votes
@@ -108,7 +102,6 @@ from mtsql.task import (
     begin_task,
     make_sampling,
     reward_function,
-    show,
 )
 
 
@@ -127,19 +120,14 @@ def main(config: Args) -> None:
     else:
         task = begin_task(config, config.split)
     dialogues = task.dataset.dialogues[: config.dialogues or None]
-    options = answer_options(config, config.split, task)
+    options = answer_options(config, task)
 
     def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
         log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)
-        hidden = not task.processes.is_main
-        with tqdm(desc=f"evaluate at temperature {temperature:g}", disable=hidden) as bar:
-            seed = trajectory_seed(config.seed, number)
-            sampling = make_sampling(config, task.environment, temperature, config.top_p)
-            return answer_split(config, task, dialogues, sampling, seed, show(bar), log)
+        title, seed = f"evaluate at temperature {temperature:g}", trajectory_seed(config.seed, number)
+        sampling = make_sampling(config, task.environment, temperature, config.top_p)
+        return answer_split(config, task, dialogues, sampling, seed, title, log)
 
-    latency = None
-    if config.latency_questions and task.processes.is_main:  # before any result is cached
-        latency = seconds_an_answer(config, task)
     answered = answer(config.temperature, 0)
     samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
     leave_processes(task.processes)
@@ -152,8 +140,6 @@ def main(config: Args) -> None:
     sampled = [score_records(pairs, task.scorer, verifies) for pairs in samples]
     summary = summarise(records)
     summary |= add_errors(records, task.scorer)
-    if latency is not None:
-        summary["latency_seconds"] = latency
     if sampled:
         summary |= add_sampled(records, sampled)
     if len(sampled) > 1 and config.history != "predicted":
@@ -204,21 +190,6 @@ def write_evaluation(
     write_atomically(task.out / "summary.json", json.dumps(summary, indent=1))
     for log in task.out.glob(".answers_*.jsonl"):
         log.unlink()
-
-
-def seconds_an_answer(config: Args, task: Task) -> float:
-    """Mean latency of --latency-questions, answered one at a time (whole dialogues)."""
-    started, asked = time.perf_counter(), []
-    sampling = make_sampling(config, task.environment, config.temperature, config.top_p)
-
-    def play(episodes: Sequence[Episode]) -> object:
-        return task.play(episodes, sampling, 1)
-
-    for dialogue in task.dataset.dialogues[: config.dialogues or None]:
-        if len(asked) >= config.latency_questions:
-            break
-        asked += answer_dialogues(play, task.environment, [dialogue], config.history, 0)
-    return (time.perf_counter() - started) / len(asked)
 
 
 def add_sampled(records: list[dict], sampled: list[list[dict]]) -> dict:

@@ -103,11 +103,10 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.advantages import group_advantages, informative_groups
-from mtsql.learn.batches import step_batches
-from mtsql.learn.checkpoint import resume, save_checkpoint
+from mtsql.learn.batches import micro_batches
+from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
-from mtsql.learn.interrupt import INTERRUPTED, finish_step_on_interrupt
-from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
+from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.model import Reference
 from mtsql.learn.optimizer import optimizer_step, stepped_parameters, warmup_rate
@@ -186,7 +185,7 @@ def main(config: Args) -> int:
                 scores = {"step": step, **dev_scores(config, dev)}
                 if processes.is_main:
                     dev_log.append(scores)
-            stop = any(processes.all_gather(bool(interrupted)))
+            stop = any(processes.all_gather(interrupted.is_set()))
             due = stop or step + 1 == config.steps or (step + 1) % config.save_every == 0
             if due and processes.is_main:
                 learned = {"asked": sorted(asked), "minutes": row["minutes"]}
@@ -315,30 +314,31 @@ def clipped_step(
     # In the forward pass are groups that teach something, or all where there is a KL.
     trained = [g for g, teaches in zip(counted, informative, strict=True) if g and (teaches or reference)]
     trained.sort(key=lambda group: sum(len(t.ids) for t in group))
-    layout = layout_of(task.policy)
-    parts = step_batches(trained, layout, config.micro_batch_positions, task.processes)
+    share, shared = task.processes.share(trained), shares_prompts(task.policy)
+    parts = micro_batches(share, config.micro_batch_positions, shared)
+    old_logprobs: list[Tensor | None] = [None] * len(parts)  # (tokens,) each, before the first update
     parameters, rate = stepped_parameters(optimizer), warmup_rate(config.learning_rate, step)
     task.policy.train()
     sums: Counter[str] = Counter()  # updated, never added: + would drop what is negative
     gaps, norm = [], 0.0
     for update in range(config.updates_per_batch):
-        for part in parts:
-            batch = token_batch(part.groups, layout, task.policy.device)
+        for number, part in enumerate(parts):
+            batch = token_batch(task.policy, part)
             logprobs, entropy = token_logprobs(task.policy, batch, config.temperature)  # (tokens,) both
             reference_logprobs = None
             if reference:
                 with torch.no_grad(), reference.policy() as frozen:
                     reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
             loss, statistics = grpo_loss(
-                logprobs, batch, denominator, config, part.old_logprobs, reference_logprobs
+                logprobs, batch, denominator, config, old_logprobs[number], reference_logprobs
             )
             if not torch.isfinite(loss):
-                raise_not_finite(task, step, part.trajectories)
+                raise_not_finite(task, step, part)
             loss.backward()
             sums.update({name: value / config.updates_per_batch for name, value in statistics.items()})
             if update == 0:
-                part.old_logprobs = logprobs.detach()  # none until now: a ratio of 1
-                gaps.append((part.old_logprobs - batch.sampling_logprobs).abs().cpu())  # (tokens,)
+                old_logprobs[number] = logprobs.detach()  # none until now: a ratio of 1
+                gaps.append((logprobs.detach() - batch.sampling_logprobs).abs().cpu())  # (tokens,)
                 sums.update({"entropy": entropy.sum().item(), "trained_tokens": len(entropy)})
         if trained:
             task.processes.sum_gradients(parameters)

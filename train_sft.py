@@ -85,7 +85,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from threading import Event
 
 import torch
 from tqdm import tqdm
@@ -93,14 +95,13 @@ from tqdm import tqdm
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.batches import alike, step_batches, training_order
-from mtsql.learn.checkpoint import resume, save_checkpoint
-from mtsql.learn.interrupt import INTERRUPTED, Interruption, finish_step_on_interrupt
-from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
+from mtsql.learn.batches import alike, micro_batches, training_order
+from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
+from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
-from mtsql.learn.selection import Embedder, make_embedder, select_trajectories
+from mtsql.learn.selection import Embedder, embed_with_policy, select_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog, format_coverage
@@ -125,7 +126,11 @@ def main(config: Args) -> int:
     processes, out = task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     optimizer, first, state = resume(config, out, task.policy, processes)
-    embed = make_embedder(task.policy, task.tokens, config.embedding)
+    embed: Embedder = partial(embed_with_policy, task.policy)
+    if config.embedding:
+        from mtsql.extras.embedding import text_embedder
+
+        embed = text_embedder(config.embedding, task.policy, task.tokens)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
     if config.targets == "teacher":  # each of whose lines is accounted for, so that none is left out before
@@ -257,7 +262,7 @@ def fine_tune(
     progress: Progress,
     rng: random.Random,
     log: MetricsLog | None,
-    interrupted: Interruption,
+    interrupted: Event,
 ) -> bool:
     """S3 of Algorithm 1: --epochs passes over T, from the step of the round where `progress` is.
 
@@ -265,7 +270,7 @@ def fine_tune(
     """
     task.policy.train()
     parameters = stepped_parameters(optimizer)
-    layout = layout_of(task.policy, shared=config.databases_per_step > 0)
+    shared = shares_prompts(task.policy)
     databases, size = None, 1
     if config.databases_per_step:
         databases = {e.id: e.db_id for e in examples(task.dataset.dialogues)}
@@ -278,16 +283,14 @@ def fine_tune(
         start = index * config.trajectories_per_step
         batch = order[start : start + config.trajectories_per_step]
         denominator = max(1, sum(t.trained_length for t in batch))
-        groups = alike(batch)
-        if config.databases_per_step:  # each process gets a part of every group
-            groups = [part for group in groups for part in task.processes.split(group)]
+        groups = [part for group in alike(batch) for part in task.processes.split(group)]
         sums: Counter[str] = Counter()
-        for part in step_batches(groups, layout, config.micro_batch_positions, task.processes):
-            inputs = token_batch(part.groups, layout, task.policy.device)
+        for part in micro_batches(task.processes.share(groups), config.micro_batch_positions, shared):
+            inputs = token_batch(task.policy, part)
             logprobs, entropy = token_logprobs(task.policy, inputs)  # (tokens,) both
             loss = sft_loss(logprobs, denominator)
             if not torch.isfinite(loss):
-                raise_not_finite(task, progress.step, part.trajectories)
+                raise_not_finite(task, progress.step, part)
             loss.backward()
             sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         task.processes.sum_gradients(parameters)
@@ -312,7 +315,7 @@ def fine_tune(
                 }
             )
         progress.step, progress.index = progress.step + 1, index + 1
-        stop = any(task.processes.all_gather(bool(interrupted)))
+        stop = any(task.processes.all_gather(interrupted.is_set()))
         if stop or progress.index % config.save_every == 0:
             save(task, optimizer, progress)
         if stop:

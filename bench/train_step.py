@@ -120,8 +120,7 @@ class Step:
         if layout == "plain":
             rows = self.work.plain_rows
             return [self.flat[i : i + rows] for i in range(0, len(self.flat), rows)]
-        layout = "shared" if layout == "shared_prompt" else layout
-        return micro_batches(self.groups, layout, self.work.positions[self.task])
+        return micro_batches(self.groups, self.work.positions[self.task], layout == "shared_prompt")
 
     def batch(self, layout: str, part: list) -> TokenBatch:
         """A micro-batch of ours as tensors."""

@@ -19,8 +19,8 @@ import select
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import (
     Annotated,
@@ -34,7 +34,7 @@ from typing import (
 )
 
 from mtsql.errors import MissingDatabase, UserError, printable
-from mtsql.files import shipped, write_atomically
+from mtsql.files import reading_errors, shipped, write_atomically
 from mtsql.recipes import RECIPES
 
 Config = TypeVar("Config")
@@ -92,8 +92,8 @@ class Data:
 
     data: Paths = option(..., "folders in the format of SParC, CoSQL, ..., or .json files of dialogues")
     out: str = option(..., "run folder to write")
-    tables: Paths = option((), "tables.json, one for all --data or one each, if not beside them")
-    databases: Paths = option((), "folders of <db_id>/<db_id>.sqlite, one for all or one each, likewise")
+    tables: str = option("", "tables.json of all --data, if not beside them")
+    databases: str = option("", "folder of <db_id>/<db_id>.sqlite for all of them, likewise")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
     held_out: Count = option(0, "databases of train that make the split held_out and are not trained on")
     for_rl: Count = option(0, "further databases of train that GRPO alone trains on")
@@ -151,6 +151,7 @@ class Served:
 OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circle: no defect of the code
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
+USAGE = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]   (--help lists the options)"
 SECTIONS = (
     "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "probe", "bridge", "selection",
 )  # fmt: skip
@@ -161,115 +162,117 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
 
     Exits with code 2 and one sentence on an unknown, missing or ill-typed option.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
     early.add_argument("--config", nargs="+", default=())
-    chosen, _ = early.parse_known_args(argv)
+    values: dict[str, Any] = {}
+    try:
+        for path in early.parse_known_args(argv)[0].config:
+            values |= from_toml(shipped(path), cls)
+    except UserError as error:
+        early.error(str(error))
+    parser = _parser(cls, description, values)
+    parser.add_argument("--config", nargs="+", help="TOML files; later ones override, options too")
+    values |= _parsed(parser, argv)
+    values.pop("config", None)
+    missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
+    if missing:
+        parser.error(f"give {', '.join(missing)} (or name them in the --config file)")
+    config = cls(**values)
+    recipe, tools = getattr(config, "recipe", RECIPES[0]), getattr(config, "tools", "none")
+    if tools in ("both", "no_execution") and recipe != RECIPES[0]:
+        parser.error(
+            f"--tools {tools} needs a memory, which only --recipe {RECIPES[0]} has; "
+            f"the settings of {recipe} are in configs/{recipe}.toml"
+        )
+    return config
+
+
+def _parser(cls: type, description: str | None, values: dict[str, Any]) -> argparse.ArgumentParser:
+    """A parser with an option for each field; its help shows `values`, or else the defaults."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]   (--help lists the options)",
+        usage=USAGE,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # what is not given is not there
     )
-    parser.add_argument("--config", nargs="+", help="TOML files; later ones override, options too")
-    try:
-        hints = get_type_hints(cls, include_extras=True)
-        values = {}
-        for path in chosen.config:
-            values |= from_toml(shipped(path), cls)
-        for item in fields(cls):
-            add_option(parser, item, hints[item.name], values.get(item.name, item.default))
-        given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-        given.pop("config", None)
-        values |= {name: tuple(value) if type(value) is list else value for name, value in given.items()}
-        missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
-        if missing:
-            raise UserError(f"give {', '.join(missing)} (or name them in the --config file)")
-        for name, value in values.items():
-            check(_flag(name), value, hints[name])
-        recipe, tools = values.get("recipe", RECIPES[0]), values.get("tools", "both")
-        if "tools" in hints and tools in ("both", "no_execution") and recipe != RECIPES[0]:
-            raise UserError(
-                f"--tools {tools} needs a memory, which only --recipe {RECIPES[0]} has; "
-                f"the settings of {recipe} are in configs/{recipe}.toml"
-            )
-    except UserError as error:
-        parser.error(str(error))
-    return cls(**values)
+    hints = get_type_hints(cls, include_extras=True)
+    for item in fields(cls):
+        kind, default = hints[item.name], values.get(item.name, item.default)
+        choices = get_args(kind) if get_origin(kind) is Literal else None
+        text = item.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+        if default is not MISSING:
+            text += f" [{' '.join(default) if kind == Paths else default}]"
+        how: dict[str, Any] = {"metavar": "X", "type": reader_of(kind)}
+        if choices:
+            how = {"metavar": "X", "choices": choices}
+        elif kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif kind == Paths:
+            how = {"metavar": "X", "nargs": "+"}
+        parser.add_argument(_flag(item.name), help=text.replace("%", "%%"), **how)
+    return parser
 
 
-def add_option(parser: argparse.ArgumentParser, item: Field, kind: Any, default: Any) -> None:
-    """A command-line option for a field, with type and default in its help; None where it is not given."""
-    text = item.metadata["help"] + (f": {', '.join(allowed(kind))}" if allowed(kind) else "")
-    shown = " ".join(default) if kind == Paths and default is not MISSING else default
-    text += "" if default is MISSING else f" [{shown}]"
-    how: dict[str, Any] = {"type": _plain(kind), "metavar": "X"}
-    if kind is bool:
-        how = {"action": argparse.BooleanOptionalAction}
-    if kind == Paths:
-        how = {"nargs": "+", "metavar": "X"}
-    parser.add_argument(_flag(item.name), default=None, help=text.replace("%", "%%"), **how)
+def _parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> dict[str, Any]:
+    given = vars(parser.parse_args(words))
+    return {name: tuple(value) if type(value) is list else value for name, value in given.items()}
 
 
-def allowed(kind: Any) -> tuple[str, ...]:
-    """The values of a Literal, none for another type."""
-    return get_args(kind) if get_origin(kind) is Literal else ()
+def reader_of(kind: Any) -> Callable[[str], Any]:
+    """What turns the text of an option into a value of its type, or refuses it."""
+    if get_origin(kind) is not Annotated:
+        return kind
+    plain, least = get_args(kind)[0], kind.__metadata__[0].least
 
+    def number(text: str) -> float:
+        value = plain(text)
+        if not least <= value < math.inf:  # nor NaN
+            finite = " and finite" if plain is float else ""
+            raise argparse.ArgumentTypeError(f"should be at least {least}{finite}, not {value}")
+        return value
 
-def check(name: str, value: Any, kind: Any) -> None:
-    """Raise UserError, with the option's `name`, for a value that its type does not allow."""
-    if allowed(kind) and value not in allowed(kind):
-        raise UserError(f"{name} {value} is unknown; choose from {', '.join(allowed(kind))}")
-    if get_origin(kind) is Annotated and not kind.__metadata__[0].least <= value < math.inf:  # nor NaN
-        finite = " and finite" if isinstance(value, float) else ""
-        raise UserError(f"{name} should be at least {kind.__metadata__[0].least}{finite}, not {value}")
+    number.__name__ = plain.__name__  # for "invalid int value"
+    return number
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _plain(kind: Any) -> type:
-    """The type of the value itself."""
-    if get_origin(kind) is Annotated:
-        return get_args(kind)[0]
-    return str if allowed(kind) else tuple if kind == Paths else kind
-
-
 def from_toml(path: Path, cls: type) -> dict[str, Any]:
-    """What [common], which may set what `Training` has, and the table of the command `cls` set.
+    """What the tables [common] and that of the command `cls` set of its options.
 
-    Raises UserError for whatever is wrong.
+    [common] may set all that `Training` has. Each field is read as if it stood on the command line. Raises
+    UserError for a file that cannot be read and for unknown names; exits with code 2 on a wrong value.
     """
+    with reading_errors(path):
+        content = path.read_bytes()
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a TOML file") from None
+        tables = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML ({error})") from None
-    unknown = set(content) - set(SECTIONS)
+    unknown = set(tables) - set(SECTIONS)
     if unknown:
         raise UserError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
-    own = get_type_hints(cls, include_extras=True)
-    known = get_type_hints(Training, include_extras=True) | own
-    values = {}
-    for table, hints in (("common", known), (cls.SECTION, own)):
-        for name, value in content.get(table, {}).items():
-            if name not in hints or name == "SECTION":
+    own, of_training = ({item.name for item in fields(it)} for it in (cls, Training))
+    values: dict[str, Any] = {}
+    for table, known in (("common", own | of_training), (cls.SECTION, own)):
+        parser = _parser(cls, None, {})
+        parser.usage, parser.prog = argparse.SUPPRESS, f"{path}: [{table}]"
+        for name, value in tables.get(table, {}).items():
+            if name not in known:
                 raise UserError(f"{path}: [{table}] has an unknown field {name!r}")
-            wanted = _plain(hints[name])
-            if wanted is float and type(value) is int:
-                value = float(value)
-            if wanted is tuple:
-                value = tuple(value) if type(value) is list else (value,)
-            if type(value) is not wanted or (wanted is tuple and set(map(type, value)) - {str}):
-                kind = "a text or a list of texts" if wanted is tuple else wanted.__name__
-                raise UserError(f"{path}: [{table}] {name} should be {kind}, not {value!r}")
-            check(f"{path}: [{table}] {name}", value, hints[name])
             if name in own:
-                values[name] = value
+                values |= _parsed(parser, _words(name, value))
     return values
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """A field of a TOML file as the command line has it."""
+    if isinstance(value, bool):
+        return [_flag(name if value else f"no_{name}")]
+    return [_flag(name), *map(str, value)] if isinstance(value, list) else [f"{_flag(name)}={value}"]
 
 
 def idle_options(config: Any, reasons: dict[str, str | bool]) -> list[str]:
@@ -317,9 +320,7 @@ def git_state() -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", Path(__file__).name
-        )  # an installed copy may lie in another's repository
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a copy may lie in another's repository
         return {"commit": git("rev-parse", "HEAD"), "uncommitted_changes": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "uncommitted_changes": None}

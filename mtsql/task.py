@@ -11,19 +11,17 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from filelock import FileLock
-from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
-from mtsql.config import Agent, Common, Data, Paths, Rewarded, Training
+from mtsql.config import Agent, Common, Data, Rewarded, Training
 from mtsql.data.datasets import (
     Dataset,
     Dialogue,
@@ -39,7 +37,7 @@ from mtsql.files import hold_folder, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
-from mtsql.model_folder import load_tokenizer
+from mtsql.model_folder import Policy, load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
@@ -49,16 +47,12 @@ from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, print_left_out, scorable
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
-FREE_TO_CHANGE = ("out", "rows", "concurrency", "latency_questions")
+FREE_TO_CHANGE = ("out", "rows", "concurrency")
 
-Progress: TypeAlias = Callable[[int, int, dict[str, float]], None]  # episodes done, of how many, figures
-# Plays episodes to their ends: (episodes, sampling, so many at once or 0 for the option's number, progress).
-Play: TypeAlias = Callable[[Sequence[Episode], Sampling, int, Progress | None], object]
+# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "").
+Play: TypeAlias = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class Task:
     dataset: Dataset
     environment: Environment
     scorer: Scorer  # over the environment's databases, sharing its executor and cache
-    policy: PreTrainedModel | PeftModel | None  # None for one behind an address
+    policy: Policy | None  # None for one behind an address
     play: Play
     about: dict[str, Any] = field(default_factory=dict)  # what else the answers depend on
     costs: Any = None  # what a policy behind an address took
@@ -85,10 +79,8 @@ def begin_task(config: Common, split: str, **how: Any) -> Task:
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     policy = chosen_policy(config, tokens, **how)
 
-    def play(
-        episodes: Sequence[Episode], sampling: Sampling, rows: int = 0, progress: Progress | None = None
-    ) -> list[Trajectory]:
-        return rollout(policy, tokens, episodes, sampling, rows or config.rows, progress)
+    def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> list[Trajectory]:
+        return rollout(policy, tokens, episodes, sampling, config.rows, title)
 
     return Task(**questions, policy=policy, play=play)
 
@@ -120,7 +112,7 @@ def task_over(config: Common, tokens: ChatTokens, dataset: Dataset) -> dict[str,
     return {"dataset": dataset, "environment": environment, "scorer": scorer}
 
 
-def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
+def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> Policy:
     """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
     options = {"dtype": config.dtype, "quantise": config.quantise, **how}
     policy = load_policy(config.model, device=pick_device(), **options)
@@ -161,25 +153,6 @@ def find_split(data: str, split: str) -> Path:
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
-def split_files(config: Data, split: str, index: int) -> tuple[list[Path], Path, Path]:
-    """Of source `index`: the files of its dialogues, that of its tables, the folder of its databases.
-
-    Raises UserError as `load_split` does for what is not there.
-    """
-    source = config.data[index]
-    path = find_split(source, "train" if split in ("held_out", "rl") else split)
-    tables = _of_source(config.tables, index, config, "--tables") or beside(path, "tables.json")
-    databases = _of_source(config.databases, index, config, "--databases")
-    databases = databases or beside(path, "database", "databases")
-    if not tables.is_file():
-        raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
-    if not databases.is_dir():
-        raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
-    others = path.with_name("train_others.json")
-    joined = path.name == "train_spider.json" and others.is_file() and Path(source).is_dir()
-    return [path, others] if joined else [path], tables, databases
-
-
 def load_split(config: Data, split: str) -> Dataset:
     """The dialogues of a split from all sources of --data, with their schemas.
 
@@ -189,10 +162,18 @@ def load_split(config: Data, split: str) -> Dataset:
     Raises UserError if that leaves one empty, and where tables or databases are not there.
     """
     parts: list[Dataset] = []
-    for i in range(len(config.data)):
-        (path, *further), tables, databases = split_files(config, split, i)
+    for source in config.data:
+        path = find_split(source, "train" if split in ("held_out", "rl") else split)
+        tables = Path(config.tables or beside(path, "tables.json"))
+        databases = Path(config.databases or beside(path, "database", "databases"))
+        if not tables.is_file():
+            raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
+        if not databases.is_dir():
+            raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
+        others = path.with_name("train_others.json")
+        further = [others] * (path.name == "train_spider.json" and others.is_file() and Path(source).is_dir())
         if further:
-            print(f"{path.parent}: {path.name} and {further[0].name} together")
+            print(f"{path.parent}: {path.name} and {others.name} together")
         first = sum(len(part.dialogues) + part.missing.total() for part in parts)
         parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
     dataset = join_datasets(parts)
@@ -210,13 +191,6 @@ def load_split(config: Data, split: str) -> Dataset:
         chosen = {"held_out": names[:first], "rl": names[first:last], "train": names[last:]}[split]
         dataset = replace(dataset, dialogues=tuple(d for d in dataset.dialogues if d.db_id in chosen))
     return dataset
-
-
-def _of_source(given: Paths, index: int, config: Data, flag: str) -> Path | None:
-    """What the option `flag` says of source `index`, None if nothing; UserError for a wrong number."""
-    if len(given) not in (0, 1, len(config.data)):
-        raise UserError(f"{flag} should be one for all or one each of the {len(config.data)} --data")
-    return Path(given[index % len(given)]) if given else None
 
 
 def _scrambled(name: str) -> str:
@@ -313,19 +287,17 @@ def sample_questions(
     """
     sampling = make_sampling(config, task.environment, config.temperature)
     size = max(1, CHUNK * config.rows // config.samples_per_question)
-    with tqdm(total=len(numbered), desc=title, unit="question", disable=not task.processes.is_main) as bar:
-        for start in range(0, len(numbered), size):
-            chunk, episodes = numbered[start : start + size], []
-            for number, example in chunk:
-                seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
-                episodes += task.environment.episodes(example, seeds)
-            episodes = [episode for episode in episodes if episode.trajectory.status is None]
-            progress = show(bar, config.samples_per_question, start, len(numbered))
-            task.play(episodes, sampling, 0, progress)
-            of_question = groupby((e.trajectory for e in episodes), key=lambda t: t.example_id)
-            by_question = {name: list(group) for name, group in of_question}
-            yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
-            bar.n = start + len(chunk)
+    for start in range(0, len(numbered), size):
+        chunk, episodes = numbered[start : start + size], []
+        for number, example in chunk:
+            seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
+            episodes += task.environment.episodes(example, seeds)
+        episodes = [episode for episode in episodes if episode.trajectory.status is None]
+        of_chunk = f"{title}, questions {start + 1} to {start + len(chunk)} of {len(numbered)}"
+        task.play(episodes, sampling, of_chunk * task.processes.is_main)
+        of_question = groupby((e.trajectory for e in episodes), key=lambda t: t.example_id)
+        by_question = {name: list(group) for name, group in of_question}
+        yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
 
 
 def answer_split(
@@ -334,7 +306,7 @@ def answer_split(
     dialogues: Sequence[Dialogue],
     sampling: Sampling,
     seed: int,
-    progress: Progress | None = None,
+    title: str = "",
     log: AnswerLog | None = None,
 ) -> list[tuple[Example, Trajectory]]:
     """One trajectory for each question of some dialogues, ordered by dialogue and turn.
@@ -343,7 +315,7 @@ def answer_split(
     """
 
     def play(episodes: Sequence[Episode]) -> object:
-        return task.play(episodes, sampling, 0, progress)
+        return task.play(episodes, sampling, title * task.processes.is_main)
 
     share = task.processes.share(dialogues)
     answered = answer_dialogues(play, task.environment, share, config.history, seed, log)
@@ -376,41 +348,19 @@ def dev_scores(config: Training, dev: Task) -> dict[str, float]:
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 
 
-def answer_options(config: Common, split: str, task: Task) -> dict[str, Any]:
-    """What answers to `split` depend on: options, the files of policy and data, and how a server is asked.
+def answer_options(config: Common, task: Task) -> dict[str, Any]:
+    """What answers depend on: options, questions, the files of policy and databases, how a server is asked.
 
     An interrupted evaluation goes on only if all of it is the same (`mtsql.report.answer_log`).
     """
     options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
-    folder = Path(config.model)
-    files = sorted(folder.glob("*")) if config.model and folder.is_dir() else []
-    for index in range(len(config.data)):
-        dialogues, tables, _ = split_files(config, split, index)
-        files += [*dialogues, tables]
-    asked = {dialogue.db_id for dialogue in task.dataset.dialogues}
-    files += [task.dataset.schemas[name].path for name in sorted(asked)]
+    dialogues, schemas = task.dataset.dialogues, task.dataset.schemas
+    asked = [schemas[name] for name in sorted({dialogue.db_id for dialogue in dialogues})]
+    files = sorted(Path(config.model).glob("*")) if config.model and Path(config.model).is_dir() else []
+    files += [schema.path for schema in asked]
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return options | task.about | {"files of --model and --data": versions}
-
-
-def show(bar: tqdm, samples: int = 1, start: int = 0, questions: int = 0) -> Progress:
-    """A rollout's `progress` that shows questions, tokens/s, use of the slots and interactions.
-
-    A question has so many `samples`; `start` of all `questions` (0: the rollout's own) were done before.
-    Of a server the requests are shown.
-    """
-
-    def progress(done: int, total: int, stats: dict[str, float]) -> None:
-        bar.total, bar.n = questions or total, start + done // samples
-        if "requests" in stats:
-            bar.set_postfix_str(f"{stats['requests']} requests")
-            return
-        bar.set_postfix_str(
-            f"{stats['tokens_per_second']:.0f} tokens/s, {stats['slots_in_use']:.0%} of slots in use, "
-            f"{stats['interactions']:.1f} interactions"
-        )
-
-    return progress
+    questions = hashlib.sha256(repr((dialogues, [schema.tables for schema in asked])).encode()).hexdigest()
+    return options | task.about | {"files of --model and --data": versions, "questions": questions}
 
 
 def save_result(task: Task, folder: Path) -> None:
@@ -419,9 +369,9 @@ def save_result(task: Task, folder: Path) -> None:
         save_policy(task.policy, task.tokens.tokenizer, folder)
 
 
-def raise_not_finite(task: Task, step: int, trajectories: Sequence[Trajectory]) -> None:
+def raise_not_finite(task: Task, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
     """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
-    path = task.out / "not_finite.jsonl"
+    path, trajectories = task.out / "not_finite.jsonl", [t for group in groups for t in group]
     lines = [json.dumps(trajectory_record(t, task.tokens.tokenizer.decode)) + "\n" for t in trajectories]
     write_atomically(path, "".join(lines))
     raise UserError(f"step {step}: the loss is not finite; its trajectories are in {path}")

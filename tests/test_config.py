@@ -49,7 +49,7 @@ def test_numbers_that_break_training_are_refused_at_once(given, capsys):
         read_options(SftArgs, "", ["--data", "D", "--out", "O", "--model", "M", given])
     name, value = given.split("=")
     assert stopped.value.code == 2
-    assert f"{name} should be at least 0 and finite, not {float(value)}" in capsys.readouterr().err
+    assert f"{name}: should be at least 0 and finite, not {float(value)}" in capsys.readouterr().err
 
 
 def test_command_line_overrides_file_and_defaults(tmp_path):
@@ -62,20 +62,24 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("toml", "argv", "message"),
     [
-        ("", ["--rows", "0"], "--rows should be at least 1, not 0"),
-        ("", ["--sql-timeout", "nan"], "--sql-timeout should be at least 0.01 and finite, not nan"),
-        ("", ["--sql-timeout=-1"], "--sql-timeout should be at least 0.01 and finite, not -1.0"),
-        ("[common]\nsql_timeout = inf", [], "sql_timeout should be at least 0.01 and finite, not inf"),
-        ("[sft]\nrows = 0", [], "[sft] rows should be at least 1, not 0"),
+        ("", ["--rows", "0"], "--rows: should be at least 1, not 0"),
+        ("", ["--sql-timeout", "nan"], "--sql-timeout: should be at least 0.01 and finite, not nan"),
+        ("", ["--sql-timeout=-1"], "--sql-timeout: should be at least 0.01 and finite, not -1.0"),
+        (
+            "[common]\nsql_timeout = inf",
+            [],
+            "c.toml: [common]: error: argument --sql-timeout: should be at least 0.01 and finite",
+        ),
+        ("[sft]\nrows = 0", [], "[sft]: error: argument --rows: should be at least 1, not 0"),
         ("[common]\nsplit = 'dev'", [], "[common] has an unknown field 'split'"),
-        ("", ["--history", "predicted"], "--history predicted is unknown; choose from gold, questions"),
+        ("", ["--history", "predicted"], "argument --history: invalid choice: 'predicted'"),
         ("", ["--recipe", "sql_trail"], "--tools both needs a memory, which only"),
         ("", ["--sead", "1"], "unrecognized arguments: --sead"),
         ("", ["--see", "1"], "unrecognized arguments: --see"),
-        ("", ["--tools", "all"], "--tools all is unknown; choose from both"),
+        ("", ["--tools", "all"], "argument --tools: invalid choice: 'all'"),
         ("[sft]\nrat = 1", [], "[sft] has an unknown field 'rat'"),
         ("[stf]\nrate = 1", [], "unknown table [stf]"),
-        ("[sft]\nrate = 'x'", [], "rate should be float, not 'x'"),
+        ("[sft]\nrate = 'x'", [], "c.toml: [sft]: error: argument --rate: invalid float value: 'x'"),
         ("[sft\n", [], "not valid TOML"),
     ],
 )
@@ -97,7 +101,7 @@ def test_missing_options_and_file(tmp_path, capsys):
     assert "nowhere.toml does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         load("--config", str(tmp_path))
-    assert f"{tmp_path} cannot be read (Is a directory); give a TOML file" in capsys.readouterr().err
+    assert f"{tmp_path} is a folder, not a file" in capsys.readouterr().err
     (tmp_path / "latin.toml").write_bytes(b"# caf\xe9\n")
     with pytest.raises(SystemExit):
         load("--config", str(tmp_path / "latin.toml"))

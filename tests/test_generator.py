@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import weakref
@@ -383,21 +384,10 @@ def test_the_policy_is_not_touched(model):
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-def test_progress_counts_to_the_end(model):
-    seen = []
+def test_a_titled_rollout_shows_its_progress(model, capsys):
     episodes = [ScriptedEpisode(seed, [5, 6], messages=3) for seed in range(5)]
-    rollout(
-        model,
-        TOKENS,
-        episodes,
-        Sampling(max_turn_tokens=3),
-        max_rows=2,
-        progress=lambda done, total, stats: seen.append((done, total, stats)),
-    )
-    assert seen[-1][:2] == (5, 5)
-    assert seen[-1][2]["tokens_per_second"] > 0
-    assert 0.5 < seen[-1][2]["slots_in_use"] <= 1.0
-    assert seen[-1][2]["interactions"] == 2.0  # the last message is not answered
+    rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=3), 2, "evaluate")
+    assert re.search(r"evaluate: 100%.* 5/5 .*tokens/s, 2 rows a step", capsys.readouterr().err)
 
 
 def test_errors_of_the_environment_reach_the_caller(model):

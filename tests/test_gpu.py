@@ -21,7 +21,7 @@ from mtsql.agent.generator import Generator
 from mtsql.agent.head import float32_logits
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.extras import planner
-from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
+from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_batch, token_logprobs
 from mtsql.learn.model import load_policy
 from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
 from mtsql.task import pick_device
@@ -88,7 +88,7 @@ def ids(played: Sequence[Trajectory]) -> list[list[int]]:
 @torch.no_grad()
 def gaps(model: PreTrainedModel) -> Tensor:
     """|log-probability in the trainer - in the sampler| of each sampled token, (tokens,)."""
-    batch = token_batch([[t] for t in sample(model)], "packed", model.device)
+    batch = token_batch(model, [[t] for t in sample(model)])
     return (token_logprobs(model, batch)[0] - batch.sampling_logprobs).abs()
 
 
@@ -96,8 +96,7 @@ def gradient(model: PreTrainedModel, played: Sequence[Trajectory], layout: str) 
     """The gradient of a weighted mean of the log-probabilities, as one vector; two prompts begin alike."""
     groups = [[t] for t in played[:-2]] + [played[-2:]] if layout == "shared" else [[t] for t in played]
     model.zero_grad()
-    layout = layout_of(model, layout == "shared")
-    batch = token_batch(groups, layout, model.device)
+    batch = row_batch(played, model.device) if layout == "rows" else token_batch(model, groups)
     (token_logprobs(model, batch)[0] * (1.0 - batch.trajectory_index % 3)).mean().backward()
     return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
 
@@ -175,7 +174,7 @@ def test_a_training_step_peaks_within_the_plan(tmp_path):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = make_optimizer(model, 1e-5)
     torch.cuda.reset_peak_memory_stats()
-    batch = token_batch(planner.largest_micro_batch(config, 8000), "shared", "cuda")
+    batch = shared_prompt_batch(planner.largest_micro_batch(config, 8000), "cuda")
     token_logprobs(model, batch)[0].mean().backward()
     optimizer_step(optimizer, stepped_parameters(optimizer), 1e-5)
     assert 0.7 * planned < torch.cuda.max_memory_allocated() <= planned

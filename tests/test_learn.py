@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,15 +35,14 @@ from mtsql.learn import logprobs as attention
 from mtsql.learn import loss as losses
 from mtsql.learn import model as learned
 from mtsql.learn.advantages import group_advantages, informative_groups
-from mtsql.learn.checkpoint import load_training_state, save_training_state
 from mtsql.learn.logprobs import (
     TokenBatch,
     _chunks,
     _HeadLogprobs,
-    layout_of,
+    packed_batch,
     row_batch,
     shared_prompt_batch,
-    token_batch,
+    shares_prompts,
     token_logprobs,
 )
 from mtsql.learn.loss import loss_denominator, sft_loss, truncation_cap
@@ -59,8 +57,8 @@ VOCABULARY = 61
 LAYOUTS = {
     "shared": shared_prompt_batch,
     "rows": lambda groups: row_batch(flatten(groups)),
-    "packed for flash-attn": lambda groups: token_batch(groups, "flash"),
-    "packed one by one": lambda groups: token_batch(groups, "packed"),
+    "packed for flash-attn": lambda groups: packed_batch(flatten(groups)),
+    "one by one": lambda groups: shared_prompt_batch([[t] for t in flatten(groups)]),
 }
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -203,7 +201,7 @@ def test_trajectories_that_share_nothing_take_plain_causal_attention(monkeypatch
         return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    token_logprobs(model, LAYOUTS["packed one by one"](make_groups()))
+    token_logprobs(model, LAYOUTS["one by one"](make_groups()))
     assert calls and set(calls) == {(True, True)}
     token_logprobs(model, LAYOUTS["shared"](make_groups()))
     assert (False, False) in calls  # responses to one prompt see it and themselves alone
@@ -561,9 +559,9 @@ def test_flash_attention_and_its_layout_where_it_can_run_else_sdpa(monkeypatch):
     model, cases = make_model("qwen3"), [("bfloat16", "cuda"), ("float32", "cuda"), ("bfloat16", "cpu")]
     monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: True)
     assert [attention_for(*case) for case in cases] == ["flash_attention_2", "sdpa", "sdpa"]
-    assert [layout_of(model), layout_of(model, shared=False)] == ["shared", "packed"]
+    assert shares_prompts(model)
     model.config._attn_implementation = "flash_attention_2"
-    assert layout_of(model) == "flash"
+    assert not shares_prompts(model)
     monkeypatch.setattr(learned, "is_flash_attn_2_available", lambda: False)
     assert attention_for("bfloat16", "cuda") == "sdpa"
 
@@ -725,33 +723,6 @@ def test_lora_warm_start_is_its_own_reference(tmp_path, tokenizer):
             weights(load_policy(tmp_path / "saved")),
         )
     assert torch.allclose(start, base_logprobs)
-
-
-def test_a_training_state_brings_back_every_global_generator(tmp_path):
-    """test_resume.py has whole runs, killed and resumed."""
-
-    def drawn() -> list[float]:
-        return [random.random(), float(np.random.normal()), float(torch.rand(()))]
-
-    np.random.normal()  # so that one normal deviate is cached in the state to save
-    order = np.random.default_rng(7).bit_generator.state
-    save_training_state(tmp_path, {}, 2, {"order": order, "seen": ["a", "b"]})
-    expected = drawn()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(9)
-    assert load_training_state(tmp_path) == (2, {"order": order, "seen": ["a", "b"]}, {})
-    assert drawn() == expected
-
-
-def test_training_state_that_could_not_be_read_back_is_refused(tmp_path):
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    save_training_state(tmp_path, optimizer.state_dict(), 1, {})
-    with pytest.raises(ValueError, match="extra"):
-        save_training_state(tmp_path, optimizer.state_dict(), 2, {"path": Path("x")})
-    assert load_training_state(tmp_path)[:2] == (1, {})
-    assert [p.name for p in tmp_path.iterdir()] == ["training_state.pt"]
-    with pytest.raises(ValueError, match="nothing to resume"):
-        load_training_state(tmp_path / "none")
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

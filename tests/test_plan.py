@@ -17,7 +17,7 @@ from mtsql.config import user_errors
 from mtsql.extras import planner
 from mtsql.learn import logprobs
 from mtsql.learn.batches import micro_batches
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
 from mtsql.learn.optimizer import make_optimizer, stepped_parameters
 from train_grpo import Args as GrpoArgs
 
@@ -99,7 +99,7 @@ def test_activations_are_those_of_a_real_step(tiny, rank, checkpointing, monkeyp
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-        batch = token_batch(planner.largest_micro_batch(config, 600), "shared")
+        batch = shared_prompt_batch(planner.largest_micro_batch(config, 600))
         token_logprobs(model, batch)[0].sum().backward()
     events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
@@ -112,7 +112,7 @@ def test_activations_are_those_of_a_real_step(tiny, rank, checkpointing, monkeyp
 @pytest.mark.parametrize("limit", [600, 400, 230])
 def test_the_largest_micro_batch_is_one_and_fills_the_positions(tiny, limit):
     groups = planner.largest_micro_batch(tiny, limit)
-    assert len(micro_batches(groups, "shared", limit)) == 1
+    assert len(micro_batches(groups, limit)) == 1
     assert limit - 4 < 100 * len(groups) + sum(len(t.segments[1].ids) for g in groups for t in g) <= limit
 
 

@@ -19,7 +19,7 @@ from mtsql.agent.generator import Generator
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import micro_batches, order_by_database, shared_prefix
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.model import load_policy, merge_adapter, save_policy
 from mtsql.learn.optimizer import (
     make_optimizer,
@@ -74,9 +74,10 @@ def test_every_layout_gives_the_gradient_of_row_by_row_training(base, quantise, 
 
     def step(layout: str, max_positions: int) -> list[torch.Tensor]:
         total: list[torch.Tensor] = []
-        for part in micro_batches(groups, layout, max_positions):
+        for part in micro_batches(groups, max_positions, layout == "shared"):
             if any(t.sampled_length for group in part for t in group):
-                logprobs, _ = token_logprobs(policy, token_batch(part, layout, "cpu"), chunk=7)
+                batch = row_batch(flatten(part)) if layout == "rows" else shared_prompt_batch(part)
+                logprobs, _ = token_logprobs(policy, batch, chunk=7)
                 new = gradients(policy, logprobs.sum() / 40)
                 total = new if not total else [a + b for a, b in zip(total, new, strict=True)]
         return total
@@ -90,7 +91,7 @@ def test_every_layout_gives_the_gradient_of_row_by_row_training(base, quantise, 
 def test_sampling_changes_nothing_in_the_training_of_a_quantised_policy(base):
     """bitsandbytes repacks 4-bit layers when they are evaluated; then they would pass no gradient."""
     policy = randomise_adapters(load_policy(base, quantise="nf4", lora_rank=4))
-    batch = token_batch(make_groups(), "shared", "cpu")
+    batch = shared_prompt_batch(make_groups())
     before, _ = token_logprobs(policy, batch)
     expected = gradients(policy, before.sum())
     with Generator(policy, (), temperature=1.0) as generator:
@@ -104,7 +105,7 @@ def test_sampling_changes_nothing_in_the_training_of_a_quantised_policy(base):
     after, _ = token_logprobs(policy, batch)
     assert torch.equal(after, before)
     assert difference(gradients(policy, after.sum()), expected) == 0
-    logprobs, _ = token_logprobs(policy, token_batch([[trajectory]], "shared", "cpu"))
+    logprobs, _ = token_logprobs(policy, shared_prompt_batch([[trajectory]]))
     torch.testing.assert_close(logprobs, torch.tensor(sampled.logprobs), atol=1e-4, rtol=0)
 
 
@@ -115,7 +116,7 @@ def test_eight_bit_moments_take_nearly_the_same_step(base):
         before = policy.model.embed_tokens.weight.detach().clone()
         optimizer = make_optimizer(policy, 1e-3, kind=kind)
         for _ in range(3):
-            logprobs, _ = token_logprobs(policy, token_batch(make_groups(), "shared", "cpu"))
+            logprobs, _ = token_logprobs(policy, shared_prompt_batch(make_groups()))
             (-logprobs.mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -133,7 +134,7 @@ def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, 
     save_policy(policy, tiny.tokens.tokenizer, tmp_path / "adapter")
     merged = merge_adapter(tmp_path / "adapter", "float32")
     assert not isinstance(merged, PeftModel)
-    batch = token_batch(make_groups(), "shared", "cpu")
+    batch = shared_prompt_batch(make_groups())
     unquantised = load_policy(tmp_path / "adapter")  # the merged copy stands on the unquantised base
     with torch.no_grad():
         torch.testing.assert_close(
@@ -218,7 +219,7 @@ def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
         group = [make_trajectory(draw, prompt, [int(draw.integers(1, 60))]) for _ in range(8)]
         groups.append(group)
     for max_positions in (1, 100, 200, 100_000):
-        batches = micro_batches(groups, "shared", max_positions)
+        batches = micro_batches(groups, max_positions)
         seen = [id(t) for batch in batches for group in batch for t in group]
         assert sorted(seen) == sorted(id(t) for t in flatten(groups))
         for batch in batches:
@@ -226,7 +227,7 @@ def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
             own = [len(t.ids) - p for group, p in zip(batch, prefixes, strict=True) for t in group]
             alone = len(batch) == 1 and len(own) == 1
             assert alone or sum(prefixes) + sum(own) <= max_positions
-    assert len(micro_batches(groups, "shared", 100_000)) == 1
+    assert len(micro_batches(groups, 100_000)) == 1
 
 
 def test_qlora_recipe_with_merge_and_eight_bits(work, tmp_path):
@@ -299,13 +300,13 @@ def test_adapters_over_a_bfloat16_base_learn_what_those_over_float32_do(base):
         for name, module in policy.named_modules():
             if name.endswith("lora_B.default"):
                 module.register_forward_hook(lambda module, given, out: factors.append(out.dtype))
-        logprobs, _ = token_logprobs(policy, token_batch(make_groups(), "shared", "cpu"))
+        logprobs, _ = token_logprobs(policy, shared_prompt_batch(make_groups()))
         assert set(factors) == {policy.get_base_model().dtype}
         factors.clear()
         found[dtype] = gradients(policy, logprobs.sum() / 40)
         assert {gradient.dtype for gradient in found[dtype]} == {torch.float32}
     whole = [torch.cat([g.flatten() for g in of]) for of in found.values()]
     policy.gradient_checkpointing_enable({"use_reentrant": False})
-    logprobs, _ = token_logprobs(policy, token_batch(make_groups(), "shared", "cpu"))
+    logprobs, _ = token_logprobs(policy, shared_prompt_batch(make_groups()))
     assert difference(gradients(policy, logprobs.sum() / 40), found["bfloat16"]) <= 1e-2
     assert torch.nn.functional.cosine_similarity(*whole, dim=0) > 0.995

@@ -72,6 +72,6 @@ def test_the_training_mix_is_made_of_the_official_layouts(tmp_path):
     assert Counter(d["source"] for d in made) == {"spider": 40, "sparc": 40, "cosql": 39}
     of_cosql = 115 - (turns[0] - 1) - turns[1]
     assert sum(len(d["interaction"]) for d in made) == 40 + 115 + of_cosql
-    where = {"tables": (str(SPARC / "tables.json"),), "databases": (str(SPARC / "database"),)}
+    where = {"tables": str(SPARC / "tables.json"), "databases": str(SPARC / "database")}
     split = load_split(Data(data=(str(out),), out="", **where), "train")  # as training reads it
     assert [d.source for d in split.dialogues] == [d["source"] for d in made]

@@ -312,10 +312,10 @@ def test_a_small_toy_suite_runs_and_resumes(work, tmp_path, capfd, monkeypatch):
 def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
     """As Ctrl-C in a terminal, which reaches the program and its part."""
     part = (
-        "import signal, time\nfrom mtsql.learn.interrupt import finish_step_on_interrupt\n"
+        "import signal, time\nfrom mtsql.learn.checkpoint import finish_step_on_interrupt\n"
         "with finish_step_on_interrupt() as interrupted:\n"
         "    print('begun', flush=True)\n"
-        "    while not interrupted: time.sleep(0.1)\n"
+        "    while not interrupted.is_set(): time.sleep(0.1)\n"
         "    time.sleep(1)\n"
         f"open(r'{tmp_path}/saved', 'w')"
     )

@@ -115,10 +115,9 @@ def test_recipe_end_to_end(work):
         assert (work / "grpo" / name).is_file()
     out = run(
         "evaluate.py", *TOY, *data, "--model", work / "grpo" / "policy", "--out", work / "eval",
-        "--split", "test", "--history", "predicted", "--latency-questions", 2,
+        "--split", "test", "--history", "predicted",
     )  # fmt: skip
     for part in (
-        "latency, one at a time",
         "ability: calls EXECUTE",
         "error: schema_linking",
         "EX %",
@@ -348,7 +347,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
     assert "has no chat template" in refused(evaluate, *base, "--data", work / "benchmark", "--model", bare)
     model = [*base, "--data", work / "benchmark", "--model", work / "imitation"]
     for script, options, sentence in (
-        (train_grpo, ["--save-every", 0], "--save-every should be at least 1"),
+        (train_grpo, ["--save-every", 0], "--save-every: should be at least 1"),
         (train_grpo, ["--samples-per-prompt", 1], "--samples-per-prompt should be at least 2"),
         (train_grpo, ["--temperature", 0], "--temperature should be above 0"),
         (train_grpo, ["--tis-cap", -0.5], "--tis-cap should be above 0, 0 for none, or -1, not -0.5"),

@@ -16,8 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
+from mtsql.extras.embedding import text_embedder
 from mtsql.learn import selection
-from mtsql.learn.selection import cluster, make_embedder, select_trajectories
+from mtsql.learn.selection import cluster, embed_with_policy, select_trajectories
 from mtsql.recipes.mtsql_r1_prompts import tool_call
 
 OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
@@ -170,7 +171,7 @@ def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, posit
     """Against one row at a time, whether all are embedded at once or each alone."""
     monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
     policy = small_model(tiny, lora)
-    vectors = make_embedder(policy, tiny.tokens)(played)
+    vectors = embed_with_policy(policy, played)
     assert policy.training and vectors.dtype == np.float32
     policy.eval()
     inner = policy.get_base_model() if lora else policy
@@ -179,7 +180,7 @@ def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, posit
             hidden = inner.model(torch.tensor([trajectory.ids])).last_hidden_state[0]  # (positions, d)
         expected = hidden[torch.tensor(trajectory.loss_mask).bool()].mean(0)
         np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
-    make_embedder(policy, tiny.tokens)(played[:1])
+    embed_with_policy(policy, played[:1])
     assert not policy.training
 
 
@@ -202,7 +203,7 @@ def test_embedding_model_gives_the_state_of_its_end_of_text(
 ):
     monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
     policy = small_model(tiny)
-    vectors = make_embedder(policy, tiny.tokens, embedding_folder)(played)
+    vectors = text_embedder(embedding_folder, policy, tiny.tokens)(played)
     model = small_model(tiny).model.eval()
     for trajectory, vector in zip(played, vectors, strict=True):
         text = "".join(tiny.tokens.tokenizer.decode(s.ids) for s in trajectory.segments[1:])
@@ -217,16 +218,16 @@ def test_a_folder_without_a_whole_embedding_model_is_named(tiny, tmp_path):
     policy = small_model(tiny)
     for folder in ("no/such/folder", str(tmp_path)):
         with pytest.raises(ValueError, match=f"loaded from {folder}; give a folder with config.json"):
-            make_embedder(policy, tiny.tokens, folder)
+            text_embedder(folder, policy, tiny.tokens)
     tiny.tokens.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        make_embedder(policy, tiny.tokens, str(tmp_path))  # a tokenizer and nothing else
+        text_embedder(str(tmp_path), policy, tiny.tokens)  # a tokenizer and nothing else
     model = small_model(tiny).model
     weights = {name: value for name, value in model.state_dict().items() if "layers.1" not in name}
     model.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        make_embedder(policy, tiny.tokens, str(tmp_path))
+        text_embedder(str(tmp_path), policy, tiny.tokens)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        make_embedder(policy, tiny.tokens, str(tmp_path))
+        text_embedder(str(tmp_path), policy, tiny.tokens)

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, run, say
+from tqdm import tqdm
 
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Episode
@@ -142,18 +143,19 @@ def test_a_call_that_nobody_can_read_is_the_policys_mistake(tiny, serve, argumen
     assert "Bruno" in trajectory.observations[0].text
 
 
-def test_what_waits_is_not_asked_after_ctrl_c(tiny, serve):
-    def interrupt(done: int, total: int, stats: dict) -> None:
+def test_what_waits_is_not_asked_after_ctrl_c(tiny, serve, monkeypatch):
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     server, requests = serve(in_turn(said(final_answer(GOLD))))
+    monkeypatch.setattr(tqdm, "update", interrupt)
     episodes = [make_episode(tiny) for _ in range(50)]
     with pytest.raises(KeyboardInterrupt):
-        play_served(policy_of(tiny, server), episodes, GREEDY, 1, interrupt)
+        play_served(policy_of(tiny, server), episodes, GREEDY, 1)
     assert len(requests) < 50
 
 
-def test_ctrl_c_waits_for_the_message_on_its_way_alone(tiny, serve):
+def test_ctrl_c_waits_for_the_message_on_its_way_alone(tiny, serve, monkeypatch):
     asked, go_on = threading.Event(), threading.Event()
 
     def reply(path: str, body: dict) -> tuple[int, dict]:
@@ -163,16 +165,17 @@ def test_ctrl_c_waits_for_the_message_on_its_way_alone(tiny, serve):
         go_on.wait(10)
         return 200, choice({"role": "assistant", "content": None, "tool_calls": [CALL]})
 
-    def interrupt(done: int, total: int, stats: dict) -> None:
+    def interrupt(*_: object) -> None:
         asked.wait(10)
         threading.Timer(0.2, go_on.set).start()  # by then play_served waits
         raise KeyboardInterrupt
 
     server, requests = serve(reply)
+    monkeypatch.setattr(tqdm, "update", interrupt)
     quick, slow = make_episode(tiny), make_episode(tiny)
     quick.example = replace(quick.example, question="quick")
     with pytest.raises(KeyboardInterrupt):
-        play_served(policy_of(tiny, server), [slow, quick], GREEDY, 2, interrupt)
+        play_served(policy_of(tiny, server), [slow, quick], GREEDY, 2)
     assert len(requests) == 2 and slow.trajectory.messages == 1 and slow.trajectory.status is None
 
 
@@ -258,7 +261,7 @@ def test_one_bad_answer_is_asked_for_again_or_ends_its_own_question(tiny, serve,
     assert trajectory.answer_sql == GOLD
     server, _ = serve(in_turn(good, bad, bad, bad, good), timeout=0.6)
     policy = policy_of(tiny, server)
-    played = play_served(policy, [make_episode(tiny) for _ in range(3)], GREEDY, 1, None, True)
+    played = play_served(policy, [make_episode(tiny) for _ in range(3)], GREEDY, 1, skip_refused=True)
     assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
     assert policy.costs.refused == 1 and "gave no answer" in policy.costs.refusal
 
@@ -272,7 +275,7 @@ def test_ids_that_are_none_end_their_own_question(tiny, serve, ids):
     good = sampled(answer, [None, float("nan"), *[-0.5] * (len(answer) - 2)])
     server, _ = serve(in_turn(good, *[sampled(ids, [-0.5, -0.5])] * 3, good))
     episodes = [make_episode(tiny) for _ in range(3)]
-    played = play_served(policy_of(tiny, server, "tokens"), episodes, GREEDY, 1, None, True)
+    played = play_served(policy_of(tiny, server, "tokens"), episodes, GREEDY, 1, skip_refused=True)
     assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
     assert played[0].segments[1].loss_mask[:3] == (0, 0, 1)  # what has no log-probability is not learned
     assert find_protocol(server, "any", tiny.tokens) == "tokens"
@@ -336,7 +339,9 @@ def test_a_server_that_refuses_for_good_stops_the_others(tiny, serve, status):
     server, _ = serve(in_turn(said(final_answer(GOLD)), (status, {}), said(final_answer(GOLD))))
     server = replace(server, pauses=())
     with pytest.raises(ServerError, match=f"HTTP {status}"):
-        play_served(policy_of(tiny, server), [make_episode(tiny) for _ in range(3)], GREEDY, 1, None, True)
+        play_served(
+            policy_of(tiny, server), [make_episode(tiny) for _ in range(3)], GREEDY, 1, skip_refused=True
+        )
 
 
 def test_a_server_that_wants_the_limits_newer_name_gets_it(tiny, serve):

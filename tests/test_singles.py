@@ -64,7 +64,6 @@ def lay_out(tiny: Tiny, root: Path, files: dict[str, object], databases: str) ->
 
 
 def load(data: Path, split: str = "dev", **options) -> Dataset:
-    options |= {name: (options[name],) for name in ("tables", "databases") if name in options}
     return load_split(EvaluateArgs(model="", out="", data=(str(data),), **options), split)
 
 
@@ -202,24 +201,21 @@ def test_several_sources_are_one_dataset(tiny, tmp_path, capsys):
     mix.write_text(json.dumps(items))
     tables, databases = (str(tiny.folder / name) for name in ("tables.json", "database"))
 
-    def together(**options) -> Dataset:
-        config = EvaluateArgs(model="", out="", data=(str(folder), str(mix)), **options)
-        return load_split(config, "dev")
+    def together(*data: Path, **options) -> Dataset:
+        return load_split(EvaluateArgs(model="", out="", data=tuple(map(str, data)), **options), "dev")
 
-    for given in ((tables,), (str(folder / "tables.json"), tables)):
-        dataset = together(allow_missing=True, tables=given, databases=(databases,))
-        assert [d.id for d in dataset.dialogues] == ["00000", "00001", "00003"]
-        sources = [str(folder / "dev.json"), "sparc", str(mix)]
-        assert [e.source for e in examples(dataset.dialogues)] == sources
-        assert dict(dataset.missing) == {"spider": 1}
-        assert capsys.readouterr().out == "left out 1 dialogues of spider: their database is missing\n"
-    with pytest.raises(UserError, match="--databases should be one for all or one each of the 2 --data"):
-        together(tables=(tables,), databases=(databases,) * 3)
-    with closing(sqlite3.connect(folder / "database/music/music.sqlite")) as other:
+    dataset = together(folder, mix, allow_missing=True, tables=tables, databases=databases)
+    assert [d.id for d in dataset.dialogues] == ["00000", "00001", "00003"]
+    sources = [str(folder / "dev.json"), "sparc", str(mix)]
+    assert [e.source for e in examples(dataset.dialogues)] == sources
+    assert dict(dataset.missing) == {"spider": 1}
+    assert capsys.readouterr().out == "left out 1 dialogues of spider: their database is missing\n"
+    another = lay_out(tiny, tmp_path / "other", {"dev.json": [SPIDER], "tables.json": TABLES}, "database")
+    with closing(sqlite3.connect(another / "database/music/music.sqlite")) as other:
         other.execute("insert into singer values (0, 'someone', 'peru', 30, 1)")
         other.commit()
     with pytest.raises(UserError, match="two sources have different databases 'music'"):
-        together(tables=(tables,), databases=(str(folder / "database"), databases), allow_missing=True)
+        together(folder, another)
 
 
 def test_what_cannot_be_scored_is_counted_by_source(tiny, tmp_path, capsys):

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import Episode
@@ -41,7 +42,7 @@ def rollout(
     episodes: Sequence[Episode],
     sampling: Sampling,
     max_rows: int = 256,
-    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+    title: str = "",
     in_order: bool | None = None,
 ) -> list[Trajectory]:
     """Play all episodes to their ends, at most `max_rows` at once; returns trajectories in the same order.
@@ -51,13 +52,12 @@ def rollout(
     alone and never on the clock when something is appended or started, so that a run repeats bit for
     bit. Otherwise what the environment answered is appended when it is there, so that no row waits for
     another's slow query. No message goes beyond the positions that the model was made for.
-    `progress(done, total, stats)` is called as episodes finish. Raises UserError if the memory does not hold
-    one row.
+    With a `title` a progress bar is shown. Raises UserError if the memory does not hold one row.
     """
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}
     waiting: list[tuple[Row, Future[list[int] | None]]] = []
-    started_at, sampled, done, steps, busy, interactions = time.perf_counter(), 0, 0, 0, 0, 0
+    started_at, sampled, steps, busy = time.perf_counter(), 0, 0, 0
     in_order = model.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
 
@@ -75,6 +75,7 @@ def rollout(
             longest,
             top_p=sampling.top_p,
         ) as generator,
+        tqdm(total=len(episodes), desc=title, unit="question", disable=not title) as bar,
     ):
         while queue or playing:
             free = max_rows - len(playing)
@@ -103,7 +104,6 @@ def rollout(
                 waiting = [(row, future) for row, future in waiting if row not in there]
                 finished = [row for row, ids in answers if ids is None]
                 going_on = [(row, ids) for row, ids in answers if ids is not None]
-                interactions += len(going_on)
                 generator.append(
                     [row for row, _ in going_on],
                     [ids for _, ids in going_on],
@@ -112,16 +112,9 @@ def rollout(
                 generator.release(finished)
                 for row in finished:
                     del playing[row]
-                done += len(finished)
-                if progress is not None and finished:
-                    seconds = time.perf_counter() - started_at
-                    stats = {
-                        "sampled_tokens": sampled,
-                        "tokens_per_second": sampled / seconds,
-                        "slots_in_use": busy / (steps * min(max_rows, len(episodes))),
-                        "interactions": interactions / (done + len(playing)),
-                    }
-                    progress(done, len(episodes), stats)
+                rate, used = sampled / (time.perf_counter() - started_at), busy / steps
+                bar.set_postfix_str(f"{rate:.0f} tokens/s, {used:.0f} rows a step", refresh=False)
+                bar.update(len(finished))
     return [episode.trajectory for episode in episodes]
 
 

@@ -65,7 +65,7 @@ from torch import Tensor
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError, printable
 from mtsql.learn.checkpoint import resume
-from mtsql.learn.logprobs import layout_of, token_batch, token_logprobs
+from mtsql.learn.logprobs import token_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.model import Reference
 from mtsql.learn.samples import Sample
@@ -166,8 +166,7 @@ def pulls_of(config: Args, task: Task, group: Sequence[Sample]) -> tuple[float, 
     They are ordered by sample, of those that are in the loss, and position. Without gradients the pull is 0.
     """
     trajectories = [sample.trajectory for sample in group if sample.rewards.kept]
-    layout = layout_of(task.policy)
-    batch = token_batch([trajectories], layout, task.policy.device)
+    batch = token_batch(task.policy, [trajectories])
     logprobs, _ = token_logprobs(task.policy, batch, config.temperature)
     denominator = loss_denominator(trajectories, config.aggregate, config.max_response_tokens)
     loss, _ = grpo_loss(logprobs, batch, denominator, replace(config, beta=0.0))

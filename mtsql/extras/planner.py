@@ -44,7 +44,7 @@ from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generato
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import Training, from_toml, read_options, user_errors
 from mtsql.errors import UserError, loading
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
 from mtsql.learn.model import DTYPES
 from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
 from train_grpo import Args as GrpoArgs
@@ -213,7 +213,7 @@ def step_bytes(model: nn.Module, config: Training, positions: int) -> int:
     kept = []
     for layers in (1, 2):
         with in_shapes(model, layers) as live:
-            batch = token_batch(largest_micro_batch(config, positions), "shared", "meta")
+            batch = shared_prompt_batch(largest_micro_batch(config, positions), "meta")
             logprobs, _ = token_logprobs(model, batch)
             kept.append(live.live())
             torch.autograd.backward([logprobs.sum()])

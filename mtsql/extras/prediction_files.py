@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from pathlib import Path
 
-from mtsql.config import Seconds, check
+from mtsql.config import Seconds, reader_of
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError, loading
 from mtsql.files import load_json, load_json_lines, reading_errors, write_atomically
@@ -356,7 +356,7 @@ def main() -> None:
     parser.add_argument("--plug-value", action="store_true", help="also try the gold query's values")
     parser.add_argument("--keep-distinct", action="store_true", help="EX with DISTINCT")
     parser.add_argument(
-        "--sql-timeout", type=float, default=30.0, help="seconds before a query is stopped [30]"
+        "--sql-timeout", type=reader_of(Seconds), default=30.0, help="seconds before a query is stopped [30]"
     )
     parser.add_argument("--json", type=Path, help="file to write the summary and every verdict to")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two such files, alone")
@@ -370,7 +370,6 @@ def main() -> None:
     missing = [f"--{name}" for name in needed if getattr(chosen, name) is None]
     if missing:
         parser.error(f"give {', '.join(missing)}")
-    check("--sql-timeout", chosen.sql_timeout, Seconds)
     pairs = read_pairs(chosen.gold, chosen.pred)
     rules = Rules(chosen.etype, chosen.plug_value, chosen.keep_distinct)
     with loading(f"{chosen.tables}: expected databases with Spider's fields"):

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from tqdm import tqdm
 
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
@@ -25,7 +27,7 @@ from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Common, Served, idle_options
 from mtsql.errors import UserError, printable
 from mtsql.extras.http_client import UNREADABLE, Server, ServerError, read_key
-from mtsql.task import Progress, Task, begin_questions, begin_task
+from mtsql.task import Task, begin_questions, begin_task
 
 SEEDS = 2**31  # servers take so many
 SECONDS = 600.0  # for one message, which may be long
@@ -284,7 +286,7 @@ def play_served(
     episodes: Sequence[Episode],
     sampling: Sampling,
     concurrency: int,
-    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+    title: str = "",
     skip_refused: bool = False,
 ) -> list[Trajectory]:
     """Play all episodes, `concurrency` at once; returns trajectories in the same order.
@@ -304,7 +306,8 @@ def play_served(
         policy.costs.refused += len(refused)
         refused.clear()
 
-    with ThreadPoolExecutor(concurrency) as pool:
+    bar = tqdm(total=len(episodes), desc=title, unit="question", disable=not title)
+    with bar, ThreadPoolExecutor(concurrency) as pool:
         futures = {pool.submit(policy.play, episode, sampling, stopped): episode for episode in episodes}
         try:
             for done, future in enumerate(as_completed(futures), 1):
@@ -319,8 +322,7 @@ def play_served(
                     if not its_own or none or len(refused) > REFUSED_IN_A_ROW:
                         raise
                     policy.costs.refusal = str(error)
-                if progress is not None:
-                    progress(done, len(episodes), {"requests": policy.costs.requests})
+                bar.update()
         except BaseException as error:  # what waits is not asked
             if not isinstance(error, Exception):
                 stopped.set()
@@ -343,12 +345,10 @@ def begin_answers(config: Common, split: str) -> Task:
     questions = begin_questions(config, split, config.tokenizer)
     served = served_policy(config, questions["tokens"])
 
-    def play(
-        episodes: Sequence[Episode], sampling: Sampling, rows: int = 0, progress: Progress | None = None
-    ) -> object:
-        refused, size = served.costs.refused, rows or config.concurrency
+    def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> object:
+        refused = served.costs.refused
         try:
-            return play_served(served, episodes, sampling, size, progress, skip_refused=True)
+            return play_served(served, episodes, sampling, config.concurrency, title, skip_refused=True)
         except ServerError as error:
             raise UserError(f"{error}; what was answered is kept, and the same command goes on") from None
         finally:

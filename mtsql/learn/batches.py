@@ -9,29 +9,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from mtsql.agent.prefix import shared_length
 from mtsql.agent.trajectory import Trajectory
-from mtsql.learn.parallel import Processes
-
-
-@dataclass
-class MicroBatch:
-    """Groups of trajectories that go through the model together, one piece of an optimizer step.
-
-    `old_logprobs` (tokens,) are those before the first of several updates.
-    """
-
-    groups: Sequence[Sequence[Trajectory]]
-    old_logprobs: Tensor | None = None
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """The trajectories of all its groups."""
-        return [t for group in self.groups for t in group]
 
 
 def shared_prefix(group: Sequence[Trajectory]) -> int:
@@ -105,16 +85,16 @@ def order_by_database(
 
 
 def micro_batches(
-    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int
+    groups: Sequence[Sequence[Trajectory]], max_positions: int, shared: bool = True
 ) -> list[list[Sequence[Trajectory]]]:
     """Groups of similar length together, at most `max_positions` positions in each micro-batch.
 
-    In the layout "shared" the prefix that a group shares counts once, and a group that does not fit is cut
-    into as few groups as do; in the others each trajectory is a group. One that is longer than
-    `max_positions` stands alone.
+    Where prompts are `shared`, the prefix that a group shares counts once, and a group that does not fit is
+    cut into as few groups as do; else each trajectory is a group. One that is longer than `max_positions`
+    stands alone.
     """
     pieces: list[tuple[int, list[Trajectory]]] = []  # positions, trajectories
-    if layout != "shared":
+    if not shared:
         groups = [[t] for group in groups for t in group]
     for group in groups:
         prefix, held = shared_prefix(group), []
@@ -135,10 +115,3 @@ def micro_batches(
             total = positions
         batches[-1].append(piece)
     return batches
-
-
-def step_batches(
-    groups: Sequence[Sequence[Trajectory]], layout: str, max_positions: int, processes: Processes
-) -> list[MicroBatch]:
-    """This process's micro-batches of an optimizer step; all processes give the same `groups`."""
-    return [MicroBatch(part) for part in micro_batches(processes.share(groups), layout, max_positions)]

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
-import random
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Event
+from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mtsql.config import Training
 from mtsql.errors import UserError, loading
-from mtsql.files import folder_atomically, recover_folder, temporary_sibling, write_atomically
+from mtsql.files import folder_atomically, recover_folder, write_atomically
 from mtsql.learn.model import restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, optimizer_state, restore_optimizer
 from mtsql.learn.parallel import Processes
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from mtsql.model_folder import Policy
 
 STATE_FILE = "training_state.pt"
 SUMS_FILE = "checksums.json"  # SHA-256 of every other file
-CHECKPOINTS = "checkpoints"
 KEPT_CHECKPOINTS = 2
+INTERRUPTED = 130  # the exit code of a training that is not done, as of any command after Ctrl-C
 # What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
 # start, the columns of its log, the state of its optimizer.
 FIXED = (
@@ -44,128 +42,14 @@ FIXED = (
 )  # fmt: skip
 
 
-@contextmanager
-def new_checkpoint(out: Path, step: int, keep: int) -> Iterator[Path]:
-    """A folder to fill with the state after `step` steps; then all but the last `keep` are deleted.
-
-    While it is filled it has a temporary name, so that a process that is killed leaves the earlier
-    checkpoints whole. One of more steps, which was damaged where this run comes from an earlier one, is
-    deleted as well.
-    """
-    folder = out / CHECKPOINTS / f"step_{step:08d}"
-    with folder_atomically(folder) as temporary:
-        yield temporary
-        sums = {path.relative_to(temporary).as_posix(): _sum(path) for path in _files(temporary)}
-        write_atomically(temporary / SUMS_FILE, json.dumps(sums, indent=1))
-    found = _checkpoints(out)
-    kept = [path for path in found if path.name <= folder.name][-keep:]
-    for old in set(found) - set(kept):
-        retired = old.with_name(f".{old.name}.pruned")  # half a checkpoint must not bear its name
-        old.rename(retired)
-        shutil.rmtree(retired, ignore_errors=True)
-
-
-def _checkpoints(out: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    return sorted((out / CHECKPOINTS).glob("step_*"))
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.name != SUMS_FILE]
-
-
-def _sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint's files, "" if nothing is; one of before there were sums is trusted."""
-    path = folder / SUMS_FILE
-    if not path.is_file():
-        return "" if (folder / STATE_FILE).is_file() else f"{STATE_FILE} is missing"
-    try:
-        sums = dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError, RecursionError):
-        return f"{SUMS_FILE} cannot be read"
-    found = {file.relative_to(folder).as_posix(): _sum(file) for file in _files(folder)}
-    wrong = sorted(name for name, value in sums.items() if found.get(name) != value)
-    return f"{wrong[0]} is {'damaged' if wrong[0] in found else 'missing'}" if wrong else ""
-
-
-def newest_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint of a run, None if there is none; says which newer ones are damaged.
-
-    Whatever a killed process left is put back or removed first. Raises UserError if all are damaged.
-    """
-    for replaced in (out / CHECKPOINTS).glob(".step_*.old"):
-        recover_folder(replaced.with_name(replaced.name[1 : -len(".old")]))
-    for leftover in (out / CHECKPOINTS).glob(".step_*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    wrong = ""
-    for folder in reversed(_checkpoints(out)):
-        wrong = damage(folder)
-        if not wrong:
-            return folder
-        print(f"{folder} is not used: {wrong}", file=sys.stderr)
-    if wrong:
-        raise UserError(f"no checkpoint in {out / CHECKPOINTS} is whole; remove them to start anew")
-    return None
-
-
-def save_training_state(
-    folder: Path, optimizer_state: dict[str, Any], step: int, extra: dict[str, Any]
-) -> None:
-    """Write `training_state.pt`: optimizer, step, and the states of all global random number generators.
-
-    `extra` holds tensors and plain Python values, such as the state of a NumPy generator. Raises ValueError
-    for anything else. The weights are saved beside it by `save_policy`.
-    """
-    _, numpy_keys, *numpy_rest = np.random.get_state()
-    state = {
-        "optimizer": optimizer_state,
-        "step": step,
-        "extra": extra,
-        "python_rng": random.getstate(),
-        "numpy_rng": numpy_keys.tolist(),
-        "numpy_rng_rest": tuple(numpy_rest),
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-    with temporary_sibling(folder / STATE_FILE) as temporary:
-        torch.save(state, temporary)
-        try:
-            torch.load(temporary, weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(f"extra has a value that could not be read back: {error}") from error
-        temporary.replace(folder / STATE_FILE)
-
-
-def load_training_state(folder: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Restore the random number generators; returns the step, the extra values and the optimizer's state.
-
-    Raises UserError if the folder holds no training state.
-    """
-    path = folder / STATE_FILE
-    if not path.is_file():
-        raise UserError(f"{folder} holds no {STATE_FILE}; nothing to resume")
-    with loading(f"no training state could be loaded from {path}"):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    random.setstate(state["python_rng"])
-    np.random.set_state(("MT19937", np.array(state["numpy_rng"], dtype=np.uint32), *state["numpy_rng_rest"]))
-    torch.set_rng_state(state["torch_rng"])
-    for gpu, generator in enumerate(state["cuda_rng"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(generator, gpu)
-    return state["step"], state["extra"], state["optimizer"]
-
-
 def resume(
-    config: Training, out: Path, policy: PreTrainedModel | PeftModel, processes: Processes
+    config: Training, out: Path, policy: Policy, processes: Processes
 ) -> tuple[torch.optim.Optimizer, int, dict[str, Any] | None]:
     """The optimizer, the step and the extra values (None at the beginning) that a training goes on from.
 
-    With --resume those of the newest checkpoint in `out`, whose weights `policy` gets. Raises UserError if
-    there is one but --resume is not given, or an option of FIXED is another now.
+    With --resume those of the newest checkpoint in `out`: `policy` gets its weights, torch its random state.
+    Raises UserError if there is one but --resume is not given, if an option of FIXED is another now, and for
+    a state that cannot be read.
     """
     found = find_checkpoint(out, config.resume) if processes.is_main else None
     if found is not None:
@@ -179,23 +63,107 @@ def resume(
     )
     if checkpoint is None:
         return optimizer, 0, None
-    step, state, moments = load_training_state(checkpoint)
-    restore_optimizer(optimizer, moments)
-    return optimizer, step, state
+    with loading(f"no training state could be loaded from {checkpoint / STATE_FILE}"):
+        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+    restore_optimizer(optimizer, state["optimizer"])
+    torch.set_rng_state(state["torch_rng"])
+    for gpu, generator in enumerate(state["cuda_rng"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(generator, gpu)
+    return optimizer, state["step"], state["extra"]
 
 
 def save_checkpoint(
     out: Path,
-    policy: PreTrainedModel | PeftModel,
+    policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: torch.optim.Optimizer,
     step: int,
-    state: dict[str, Any],
+    extra: dict[str, Any],
 ) -> None:
-    """Write the state of a training run after `step` steps."""
-    with new_checkpoint(out, step, KEPT_CHECKPOINTS) as folder:
+    """Write the state of a training run after `step` steps; `extra` holds tensors and plain Python values."""
+    with new_checkpoint(out, step) as folder:
         save_policy(policy, tokenizer, folder / "policy")
-        save_training_state(folder, optimizer_state(policy, optimizer), step, state)
+        state = {
+            "optimizer": optimizer_state(policy, optimizer),
+            "step": step,
+            "extra": extra,
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+        torch.save(state, folder / STATE_FILE)
+
+
+@contextmanager
+def new_checkpoint(out: Path, step: int) -> Iterator[Path]:
+    """A folder to fill with the state after `step` steps; then all but the last KEPT_CHECKPOINTS are deleted.
+
+    While it is filled it has a temporary name, so that a process that is killed leaves the earlier
+    checkpoints whole. One of more steps, which was damaged where this run comes from an earlier one, is
+    deleted as well.
+    """
+    folder = out / "checkpoints" / f"step_{step:08d}"
+    with folder_atomically(folder) as temporary:
+        yield temporary
+        files = [path for path in temporary.rglob("*") if path.is_file()]
+        sums = {path.relative_to(temporary).as_posix(): _sum(path) for path in files}
+        write_atomically(temporary / SUMS_FILE, json.dumps(sums, indent=1))
+    found = sorted(folder.parent.glob("step_*"))
+    kept = [path for path in found if path.name <= folder.name][-KEPT_CHECKPOINTS:]
+    for old in set(found) - set(kept):
+        retired = old.with_name(f".{old.name}.pruned")  # half a checkpoint must not bear its name
+        old.rename(retired)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def find_checkpoint(out: Path, resume: bool) -> Path | None:
+    """The newest whole checkpoint of a run to go on from, None to start at the beginning.
+
+    Raises UserError if there is one but --resume is not given.
+    """
+    newest = newest_checkpoint(out)
+    if newest is not None and not resume:
+        raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
+    if newest is None and resume:
+        print(f"{out} holds no checkpoint; starting at the beginning")
+    return newest
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The newest whole checkpoint of a run, None if there is none; says which newer ones are damaged.
+
+    Whatever a killed process left is put back or removed first. Raises UserError if all are damaged.
+    """
+    folder = out / "checkpoints"
+    for replaced in folder.glob(".step_*.old"):
+        recover_folder(replaced.with_name(replaced.name[1 : -len(".old")]))
+    for leftover in folder.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    found = sorted(folder.glob("step_*"), reverse=True)
+    for checkpoint in found:
+        damaged = damaged_file(checkpoint)
+        if damaged is None:
+            return checkpoint
+        print(f"{checkpoint} is not used: {damaged} is damaged or missing", file=sys.stderr)
+    if found:
+        raise UserError(f"no checkpoint in {folder} is whole; remove them to start anew")
+    return None
+
+
+def damaged_file(checkpoint: Path) -> str | None:
+    """The first file of a checkpoint that is not as it was written, None if all are."""
+    try:
+        sums = dict(json.loads((checkpoint / SUMS_FILE).read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return SUMS_FILE
+    return next((name for name, value in sums.items() if _sum(checkpoint / name) != value), None)
+
+
+def _sum(path: Path) -> str:
+    """SHA-256 of a file, "" if it is not there."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def changed_options(config: Training, out: Path) -> list[str]:
@@ -218,14 +186,22 @@ def changed_options(config: Training, out: Path) -> list[str]:
     return sentences
 
 
-def find_checkpoint(out: Path, resume: bool) -> Path | None:
-    """The newest whole checkpoint of a run to go on from, None to start at the beginning.
+@contextmanager
+def finish_step_on_interrupt() -> Iterator[Event]:
+    """The event that Ctrl-C sets, so that the step at hand ends; a second one ends the process at once."""
+    interrupted = Event()
 
-    Raises UserError if there is one but --resume is not given.
-    """
-    newest = newest_checkpoint(out)
-    if newest is not None and not resume:
-        raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
-    if newest is None and resume:
-        print(f"{out} holds no checkpoint; starting at the beginning")
-    return newest
+    def note(number: int, frame: object) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        patience = " (for which torchrun waits --shutdown-timeout seconds)" if launched else ""
+        what = f"finishing this step or collection{patience}, then saving"
+        print(f"\ninterrupted: {what}; again to quit now", file=sys.stderr)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -3,18 +3,19 @@
 A `TokenBatch` says which hidden state predicts which trained token, so that the output head runs
 on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists.
 `shared_prompt_batch` puts sequences behind each other without padding, with one copy of the prompt for
-all trajectories of a question; `row_batch`, one padded row a trajectory, is the obvious reference.
+all trajectories of a question; `packed_batch` does so with a prompt each, for flash-attn; `row_batch`, one
+padded row a trajectory, is the obvious reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -23,9 +24,7 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
 from mtsql.learn.model import adapters_in_half, base_of
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from mtsql.model_folder import Policy
 
 SHARED_PROMPT = "sdpa_shared_prompt"
 # Attention takes so many sequences of similar length together, padded to the longest; a GPU, for which
@@ -93,29 +92,24 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     return _token_batch(trajectories, ids, source, device)
 
 
-def layout_of(policy: PreTrainedModel | PeftModel, shared: bool = True) -> str:
-    """The layout in which a policy is trained: "flash" if its attention is flash-attn, whose kernel has no
-    shared prompts; else "shared" or, if the prompts of a group are not to be `shared`, "packed".
+def shares_prompts(policy: Policy) -> bool:
+    """Whether trajectories of a group go through a policy with one copy of their prompt.
+
+    False with flash-attn, whose kernel for sequences of different lengths has no shared prompts.
     """
-    if policy.config._attn_implementation.startswith("flash"):
-        return "flash"
-    return "shared" if shared else "packed"
+    return not policy.config._attn_implementation.startswith("flash")
 
 
-def token_batch(
-    groups: Sequence[Sequence[Trajectory]], layout: str, device: torch.device | str = "cpu"
-) -> TokenBatch:
-    """A micro-batch in a layout: "shared" (one copy of each group's prompt), "packed", "flash" or "rows".
+def token_batch(policy: Policy, groups: Sequence[Sequence[Trajectory]]) -> TokenBatch:
+    """A micro-batch on the policy's device, as its attention takes it."""
+    if shares_prompts(policy):
+        return shared_prompt_batch(groups, policy.device)
+    return packed_batch([t for group in groups for t in group], policy.device)
 
-    A packed batch is a shared-prompt batch of groups of one trajectory. "flash" is such a batch too, with
-    `borders` between trajectories for flash-attn's variable-length kernel in place of a `SharedPromptLayout`.
-    """
-    flat = [t for group in groups for t in group]
-    if layout == "rows":
-        return row_batch(flat, device)
-    batch = shared_prompt_batch(groups if layout == "shared" else [[t] for t in flat], device)
-    if layout != "flash":
-        return batch
+
+def packed_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
+    """All trajectories in one row, with `borders` between them for flash-attn's variable-length kernel."""
+    batch = shared_prompt_batch([[t] for t in trajectories], device)
     starts = (batch.position_ids[0] == 0).nonzero()[:, 0]  # (sequences,): positions start again from 0
     end = torch.tensor([batch.ids.shape[1]], device=starts.device)
     return replace(batch, layout=None, borders=torch.cat([starts, end]).int())
@@ -355,7 +349,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(
-    model: PreTrainedModel | PeftModel, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None
+    model: Policy, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each trained token and entropy of its distribution, both (tokens,) float32.
 

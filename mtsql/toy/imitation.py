@@ -32,9 +32,9 @@ from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.data.schema import read_json
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
-from mtsql.learn import checkpoint as checkpoints
 from mtsql.learn.batches import micro_batches
-from mtsql.learn.logprobs import token_batch, token_logprobs
+from mtsql.learn.checkpoint import STATE_FILE, find_checkpoint, new_checkpoint
+from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import restore_policy, save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
@@ -211,9 +211,11 @@ def take_step(model: PreTrainedModel, optimizers: Sequence, rate: float, phase: 
         set_learning_rate(optimizer, peak * rate)
         optimizer.zero_grad()
     total = 0.0
-    for micro_batch in micro_batches(groups, "shared", MICRO_BATCH_POSITIONS):
-        layout = "rows" if phase == "copying" else "shared"  # random tokens share no prompt
-        logprobs, _ = token_logprobs(model, token_batch(micro_batch, layout, model.device))
+    for micro_batch in micro_batches(groups, MICRO_BATCH_POSITIONS):
+        flat = [t for group in micro_batch for t in group]
+        copying = phase == "copying"  # random tokens share no prompt
+        batch = row_batch(flat, model.device) if copying else shared_prompt_batch(micro_batch, model.device)
+        logprobs, _ = token_logprobs(model, batch)
         loss = sft_loss(logprobs, trained_tokens)
         loss.backward()
         total += loss.item()
@@ -232,12 +234,13 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
     optimizers, taken = make_optimizers(model), 0
     fixed = {f"--{n.replace('_', '-')}": str(v) for n, v in asdict(config).items() if n not in FREE}
     if checkpoint:
-        taken, before, states = checkpoints.load_training_state(checkpoint)
+        state = torch.load(checkpoint / STATE_FILE, weights_only=True)
+        taken, before = state["step"], state["fixed"]
         if changed := [f"{n} was {before[n]}, is now {v}" for n, v in fixed.items() if before[n] != v]:
             raise UserError(f"{out} goes on with the same options only: {'; '.join(changed)}")
         restore_policy(model, checkpoint / "policy", "float32")
         for i, optimizer in enumerate(optimizers):
-            optimizer.load_state_dict(states[str(i)])
+            optimizer.load_state_dict(state["optimizers"][i])
     groups_of_steps = training_groups(config, dataset, ChatTokens(tokenizer))
     steps = config.copying_steps + config.answer_steps + config.agent_steps
     bar = tqdm(groups_of_steps, desc="imitation", total=steps, unit="step", mininterval=5.0)
@@ -247,10 +250,10 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
         loss = take_step(model, optimizers, rate_at(config, step), phase, groups)
         bar.set_postfix_str(f"{phase}, loss {loss:.3f}", refresh=False)
         if (step + 1) % SAVE_EVERY == 0:
-            with checkpoints.new_checkpoint(out, step + 1, keep=1) as folder:
+            with new_checkpoint(out, step + 1) as folder:
                 save_policy(model, tokenizer, folder / "policy")
-                states = {str(i): optimizer.state_dict() for i, optimizer in enumerate(optimizers)}
-                checkpoints.save_training_state(folder, states, step + 1, fixed)
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                torch.save({"step": step + 1, "fixed": fixed, "optimizers": states}, folder / STATE_FILE)
     with folder_atomically(out) as whole:
         save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)
@@ -265,9 +268,9 @@ def main(config: ImitationConfig) -> None:
     out = Path(config.out)
     if config.hidden < 1 or config.hidden % 96 or config.layers < 2:
         raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
-    refuse_filled(out, ["run.json.minutes", checkpoints.CHECKPOINTS])
+    refuse_filled(out, ["run.json.minutes", "checkpoints"])
     with hold_folder(out):
-        imitate(config, checkpoints.find_checkpoint(out, config.resume))
+        imitate(config, find_checkpoint(out, config.resume))
 
 
 if __name__ == "__main__":
