@@ -142,23 +142,21 @@ def columns_of(schema: Schema) -> dict[str, list[str]]:
 
 def stale_name(question: Question, rng: random.Random, of_tables: bool) -> Mistake | None:
     """A table or column of the gold SQL has another name in the prompt, taken from another database."""
-
-    def names(columns: dict[str, list[str]]) -> set[str]:
-        return set(columns) if of_tables else {c for own in columns.values() for c in own}
-
-    gold, schema, pieces = question.gold, question.schema, set(PIECE.findall(question.gold))
-    both = set(question.columns) & {c for own in question.columns.values() for c in own}
-    used = {n for n in (names(question.columns) - both) & pieces if n.lower() not in KEYWORDS}
-    schemas = question.environment.schemas
+    gold, schema, schemas = question.gold, question.schema, question.environment.schemas
+    tables, columns = set(question.columns), set().union(*question.columns.values())
+    own = tables - columns if of_tables else columns - tables
+    pieces = set(PIECE.findall(gold))
+    used = sorted(name for name in own & pieces if name.lower() not in KEYWORDS)
     others = [schemas[name] for name in sorted(schemas) if name != schema.db_id]
     if not used or not others:
         return None
-    taken = {n.lower() for n in pieces.union(question.columns, *question.columns.values())} | KEYWORDS
-    pool = sorted(names(columns_of(rng.choice(others))))
+    other = columns_of(rng.choice(others))
+    taken = {name.lower() for name in pieces | tables | columns} | KEYWORDS
+    pool = sorted(other if of_tables else set().union(*other.values()))
     pool = [name for name in pool if name.isidentifier() and name.lower() not in taken]
     if not pool:
         return None
-    name, stale = rng.choice(sorted(used)), rng.choice(pool)
+    name, stale = rng.choice(used), rng.choice(pool)
     shown = renamed_question(question.example, name, stale, rng.random() < STALE_QUESTION)
     spoken = shown.question.lower()
     told = of_tables or stale.lower() in spoken or _spoken(stale) in spoken
