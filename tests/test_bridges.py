@@ -14,7 +14,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -346,50 +345,29 @@ def test_rows_are_the_questions_that_can_be_trained_on(line, task, tmp_path):
     assert len(drawn.playable()) == 3 and set(drawn.playable()) < set(drawn.examples)
 
 
-@pytest.fixture
-def address(model, tmp_path, monkeypatch):
-    """`transformers serve` with the policy."""
+def test_transformers_serve_gives_the_ids_of_the_policy_here(model, task, policy, tmp_path, monkeypatch):
+    """It answers HTTP 500 to a call that is no JSON, and drops the text beside earlier calls."""
     pytest.importorskip("openai", reason="requirements-bridges.txt is not installed")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        host = f"http://127.0.0.1:{free.getsockname()[1]}"
-    serve = [Path(sys.executable).with_name("transformers"), "serve", "--port", host.rpartition(":")[2]]
-    serve += ["--device", "cpu", "--dtype", "float32", model]
+        port = free.getsockname()[1]
+    serve = [Path(sys.executable).with_name("transformers"), "serve", "--port", str(port), "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    log = (tmp_path / "log").open("w")
-    with log, subprocess.Popen(serve, stdout=log, stderr=log, env=environment) as process:
-        try:
-            while not healthy(host):
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.2)
-            yield f"{host}/v1"
-        finally:
-            process.kill()
-
-
-def healthy(host: str) -> bool:
-    """Whether the server answers."""
-    try:
-        with urlopen(f"{host}/health") as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def test_transformers_serve_gives_the_ids_of_the_policy_in_process(model, task, policy, address):
-    """It answers HTTP 500 to a call that is no JSON, and drops the text beside earlier calls."""
-    server = Server(address, pauses=())
-    protocol = find_protocol(server, model, task.tokens)
-    assert protocol == "chat"
-    served = ServedPolicy(server, model, protocol, task.tokens)
     sampling = Sampling(GREEDY, task.sampling.max_turn_tokens)
     compared = [
         t for t in played(task, policy, 24) if t.status is not Status.MALFORMED_CALL and t.interactions < 2
     ]
-    for trajectory in compared:
-        episode = task.episode(trajectory.example_id, 0)
-        served.play(episode, sampling)
-        assert episode.trajectory.ids == trajectory.ids
+    with subprocess.Popen([*serve, "--dtype", "float32", model], env=environment) as process:
+        try:
+            patient = Server(f"http://127.0.0.1:{port}/v1", pauses=(0.5,) * 120)  # until it is there
+            assert find_protocol(patient, model, task.tokens) == "chat"
+            served = ServedPolicy(replace(patient, pauses=()), model, "chat", task.tokens)
+            for trajectory in compared:
+                episode = task.episode(trajectory.example_id, 0)
+                served.play(episode, sampling)
+                assert episode.trajectory.ids == trajectory.ids
+        finally:
+            process.kill()
     # How many there are depends on the processor that has trained the tests' model: seen were 5 and more.
     assert len(compared) >= 4 and any(t.interactions for t in compared)
