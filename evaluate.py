@@ -19,8 +19,9 @@ takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-S
 --ex bird makes EX, the vote and pass@k BIRD's: equal sets of rows, as the papers report it on BIRD.
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
 server of OpenAI's form, in the same environment (mtsql/extras/served.py).
-The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl. Answers
-are kept as they come: the same command goes on after an interruption.
+The run folder gets summary.json, predictions.jsonl (one record a question), trajectories.jsonl, and as
+chat.jsonl what was answered as chat messages, for train_sft.py --teacher (a teacher answers --split train).
+Answers are kept as they come: the same command goes on after an interruption.
 
 Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
@@ -83,7 +84,7 @@ import json
 from statistics import fmean
 
 from mtsql.agent.rollout import trajectory_seed
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.extras.errors import add_errors
@@ -92,7 +93,7 @@ from mtsql.learn.parallel import leave_processes
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
-from mtsql.report.records import question_record
+from mtsql.report.records import chat_record, question_record
 from mtsql.report.voting import add_votes, format_votes
 from mtsql.task import (
     Task,
@@ -173,13 +174,19 @@ def write_evaluation(
     """Write the run folder; the answers that were kept for an interruption are no longer needed."""
     save_config(config, task.out)
     write_atomically(task.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
-    decode, lines = task.tokens.tokenizer.decode, []
+    decode, lines, chats = task.tokens.tokenizer.decode, [], []
     for (example, trajectory), record in zip(answered, records, strict=True):
         scores = {"ex": record["ex"], "em": record["em"]}
         lines.append(
             json.dumps(question_record(trajectory, example, task.scorer, decode, None, scores)) + "\n"
         )
+        if trajectory.status is Status.ANSWERED:
+            chat = chat_record(trajectory, example, task.environment)
+            for message in chat["messages"]:
+                message.pop("weight", None)  # a server's ids are not ours, but its words can be learned
+            chats.append(json.dumps(chat, ensure_ascii=False) + "\n")
     write_atomically(task.out / "trajectories.jsonl", "".join(lines))
+    write_atomically(task.out / "chat.jsonl", "".join(chats))
     write_atomically(task.out / "summary.json", json.dumps(summary, indent=1))
     for log in task.out.glob(".answers_*.jsonl"):
         log.unlink()

@@ -335,6 +335,7 @@ def write_collected(config: Args, task: Task, progress: Progress, pool: Sequence
     example_of = {example.id: example for example in pool}
     if config.targets == "self":
         print(format_coverage(len(pool), progress.coverage))
+    if config.targets != "gold":
         rejected = progress.coverage[-1]["rejected"]
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     if config.targets == "gold":

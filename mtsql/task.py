@@ -41,7 +41,7 @@ from mtsql.model_folder import Policy, load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
-from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.execute import Executor
@@ -279,12 +279,11 @@ def sample_questions(
     numbered: Sequence[tuple[int, Example]],
     seed: tuple[int, ...],
     title: str,
-    log: AnswerLog | None = None,
 ) -> Iterator[tuple[Example, list[Trajectory]]]:
     """Each question with --samples-per-question trajectories, none if its prompt is too long.
 
     A trajectory's seed comes from `seed`, the question's number and the sample's. Questions come a chunk at
-    a time, so that only what the caller keeps stays in memory. What `log` holds is not played again.
+    a time, so that only what the caller keeps stays in memory.
     """
     sampling = make_sampling(config, task.environment, config.temperature)
     size = max(1, CHUNK * config.rows // config.samples_per_question)
@@ -294,10 +293,9 @@ def sample_questions(
             seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
             episodes += task.environment.episodes(example, seeds)
         episodes = [episode for episode in episodes if episode.trajectory.status is None]
-        waiting, trajectories = play_unanswered(episodes, log)
         of_chunk = f"{title}, questions {start + 1} to {start + len(chunk)} of {len(numbered)}"
-        task.play(waiting, sampling, of_chunk * task.processes.is_main)
-        of_question = groupby(trajectories, key=lambda t: t.example_id)
+        task.play(episodes, sampling, of_chunk * task.processes.is_main)
+        of_question = groupby((e.trajectory for e in episodes), key=lambda t: t.example_id)
         by_question = {name: list(group) for name, group in of_question}
         yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
 

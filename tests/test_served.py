@@ -17,6 +17,7 @@ import torch
 from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, run, say
 from tqdm import tqdm
 
+from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
@@ -24,7 +25,6 @@ from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Segment, Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, Turn
 from mtsql.errors import UserError
-from mtsql.extras import collect
 from mtsql.extras.http_client import Server, ServerError
 from mtsql.extras.served import ServedPolicy, check_policy, find_protocol, play_served
 from mtsql.learn.model import load_policy
@@ -464,7 +464,7 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
         AnswerLog(path, {"temperature": 1.0})
 
 
-def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path):
+def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
     folder = work / "imitation"
     stub, asked = ModelServer(str(folder)), itertools.count(1)
     data = [*TOY, "--data", work / "benchmark", "--split", "test", "--dialogues", 2]
@@ -495,14 +495,12 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     assert len(again) < 2 * len(requests)  # what was answered was not asked again
 
     given, _ = there(stub, "taught")
-    toy = ["-m", "mtsql.extras.collect", *TOY, "--data", work / "benchmark", "--questions", 16]
-    out = run(*toy, *given, "--protocol", "chat")
-    lines = (tmp_path / "taught" / "teacher.jsonl").read_text().splitlines()
-    assert f"{len(lines)} of 16 trajectories have an answer" in out and lines
-    assert all("weight" not in m for line in lines for m in json.loads(line)["messages"])
-    with pytest.raises(UserError, match="exists already; take another --out"):
-        collect.main(collect.Args(data=("other",), out=str(tmp_path / "taught")))
-    with pytest.raises(UserError, match="give --model FOLDER"):
-        check_policy(collect.Args(data=(), out=""))
-    with pytest.raises(UserError, match="needs --api-model"):
-        check_policy(collect.Args(data=(), out="", address="http://127.0.0.1:9"))
+    run("evaluate.py", *data, *given, "--split", "train", "--dialogues", 4, "--protocol", "chat")
+    lines = (tmp_path / "taught" / "chat.jsonl").read_text().splitlines()  # for train_sft.py --teacher
+    assert lines and all("weight" not in m for line in lines for m in json.loads(line)["messages"])
+    for wrong, problem in (
+        ({}, "give --model FOLDER"),
+        ({"address": "http://127.0.0.1:9"}, "needs --api-model"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            check_policy(EvaluateArgs(data=(), out="", **wrong))
