@@ -15,9 +15,9 @@ import json
 import random
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -51,25 +51,17 @@ def asked_anew(question: str) -> str:
     return said
 
 
-def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
-    """The rows, or None for an error."""
-    try:
-        return connection.execute(sql).fetchall()
-    except sqlite3.Error:
-        return None
-
-
 def _useful(rows: list[tuple]) -> bool:
     """Whether a gold result says something: at most 40 rows, the first not all NULL, no lone zero."""
     return 0 < len(rows) <= 40 and any(value is not None for value in rows[0]) and rows != [(0,)]
 
 
-def _tie(connection: sqlite3.Connection, query: Query, database: Database) -> bool:
+def _tie(connection: sqlite3.Connection, query: Query) -> bool:
     """Whether LIMIT 1 would pick one of several equal firsts, so that the answer is arbitrary."""
     if not query.limit:
         return False
     two = replace(query, select=(*query.select, query.order[:2]), limit=2)
-    rows = connection.execute(render(two, database)).fetchall()
+    rows = connection.execute(render(two)).fetchall()
     return len(rows) == 2 and rows[0][-1] == rows[1][-1]
 
 
@@ -91,39 +83,22 @@ def make_dialogue(
             question, query = speaker.ask_follow_up(previous) if previous else speaker.ask_first()
         except CannotAsk:
             continue
-        gold = render(query, database)
+        gold = render(query)
         rows = connection.execute(gold).fetchall()
-        if not _useful(rows) or rows == before or _tie(connection, query, database):
+        if not _useful(rows) or rows == before or _tie(connection, query):
             continue
         question = said(question)
         pieces = re.findall(r"\w+|[^\w\s]", question)
         turns.append({"utterance": question, "utterance_toks": pieces, "query": gold})
-        found = mistakes(query, previous, database)
-        wrong.append([{"kind": k, "query": sql} for k, sql in found if _answer(connection, sql) != rows])
+        wrong.append(
+            [
+                {"kind": kind, "query": sql}
+                for kind, sql in mistakes(query, previous, database)
+                if kind == "misnamed_column" or connection.execute(sql).fetchall() != rows
+            ]
+        )
         previous, before = query, rows
     return turns, wrong
-
-
-def _write_databases(
-    folder: Path, split: str, whose: str, seed: int, databases: int, dialogues_each: int
-) -> Iterator[tuple[dict, list[tuple[list[dict], list[list[dict]]]]]]:
-    """Write the databases of one part of a split; gives each one's tables entry and what is asked of it."""
-    rng = random.Random(f"{seed}/{split}/{whose}")
-    inventor = Inventor(rng)
-    said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
-    named = list(themes(whose == "unseen").items())
-    for number in range(databases):
-        theme, entities = named[number % len(named)]
-        db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
-        if whose == "invented":
-            entities = inventor.theme(entities)
-        database = make_database(entities, rng)
-        path = folder / "database" / db_id / f"{db_id}.sqlite"
-        path.parent.mkdir(parents=True)
-        connection = write_sqlite(database, path)
-        asked = [make_dialogue(database, connection, rng, said) for _ in range(dialogues_each)]
-        yield tables_entry(db_id, database), [(turns, wrong) for turns, wrong in asked if turns]
-        connection.close()
 
 
 def _record(db_id: str, turns: list[dict], single: bool) -> dict:
@@ -134,6 +109,31 @@ def _record(db_id: str, turns: list[dict], single: bool) -> dict:
     return {"database_id": db_id, "interaction": turns, "final": last}
 
 
+def _write_databases(
+    folder: Path, split: str, parts: Mapping[str, tuple[int, int]], seed: int
+) -> tuple[list[dict], list[tuple[str, list[dict], list[list[dict]]]]]:
+    """Write the databases of a split; gives their tables entries, and each dialogue's database, turns, mistakes."""
+    entries, dialogues = [], []
+    for whose, (databases, dialogues_each) in parts.items():
+        rng = random.Random(f"{seed}/{split}/{whose}")
+        inventor = Inventor(rng)
+        said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
+        named = list(themes(whose == "unseen").items())
+        for number in range(databases):
+            theme, entities = named[number % len(named)]
+            db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
+            database = make_database(inventor.theme(entities) if whose == "invented" else entities, rng)
+            entries.append(tables_entry(db_id, database))
+            path = folder / "database" / db_id / f"{db_id}.sqlite"
+            path.parent.mkdir(parents=True)
+            with closing(write_sqlite(database, path)) as connection:
+                for _ in range(dialogues_each):
+                    turns, wrong = make_dialogue(database, connection, rng, said)
+                    if turns:
+                        dialogues.append((db_id, turns, wrong))
+    return entries, dialogues
+
+
 def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Splits = SPLITS) -> None:
     """Write the benchmark, or as much of it as `splits` says, into `folder`, which appears when complete.
 
@@ -142,21 +142,18 @@ def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Split
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
-    entries = []
+    tables = []
     with folder_atomically(folder) as partial:
         for split, parts in splits.items():
-            dialogues, wrong = [], []
-            made = (_write_databases(partial, split, whose, seed, *size) for whose, size in parts.items())
-            for entry, asked in chain.from_iterable(made):
-                entries.append(entry)
-                for turns, found in asked:
-                    dialogues.append(_record(entry["db_id"], turns, single))
-                    wrong.append(found[:1] if single else found)
+            entries, dialogues = _write_databases(partial, split, parts, seed)
+            tables += entries
+            records = [_record(db_id, turns, single) for db_id, turns, _ in dialogues]
             name = "train_spider.json" if single and split == "train" else f"{split}.json"
-            (partial / name).write_text(json.dumps(dialogues, indent=1))
+            (partial / name).write_text(json.dumps(records, indent=1))
             if split == "train":
+                wrong = [found[:1] if single else found for *_, found in dialogues]
                 (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
-        (partial / "tables.json").write_text(json.dumps(entries, indent=1))
+        (partial / "tables.json").write_text(json.dumps(tables, indent=1))
 
 
 def main() -> None:
