@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
@@ -51,6 +51,14 @@ def asked_anew(question: str) -> str:
     return said
 
 
+def _answer(connection: sqlite3.Connection, sql: str) -> list[tuple] | None:
+    """The rows, or None for an error."""
+    try:
+        return connection.execute(sql).fetchall()
+    except sqlite3.Error:
+        return None
+
+
 def _useful(rows: list[tuple]) -> bool:
     """Whether a gold result says something: at most 40 rows, the first not all NULL, no lone zero."""
     return 0 < len(rows) <= 40 and any(value is not None for value in rows[0]) and rows != [(0,)]
@@ -65,20 +73,25 @@ def _tie(connection: sqlite3.Connection, query: Query) -> bool:
     return len(rows) == 2 and rows[0][-1] == rows[1][-1]
 
 
+class Turn(NamedTuple):
+    """A question, its gold SQL, and the mistakes ({kind, query}) that change the answer."""
+
+    question: str
+    gold: str
+    mistakes: list[dict[str, str]]
+
+
 def make_dialogue(
     database: Database, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
-) -> tuple[list[dict], list[list[dict]]]:
-    """The turns of one dialogue, and for each the mistakes ({kind, query}) that change the answer.
+) -> list[Turn]:
+    """The turns of one dialogue, after 60 tries as many as there are; `connection` is to the database's file.
 
-    `connection` is to the database's file. `said` is how a question is put that people usually put as it
-    is. After 60 tries the dialogue is left as short as it is.
+    `said` is how a question is put that people usually put as it is.
     """
-    speaker = Speaker(database, rng)
-    length = rng.choice(TURNS)
-    turns, wrong, previous, before = [], [], None, None  # the last two: query and its rows
+    speaker, length = Speaker(database, rng), rng.choice(TURNS)
+    turns: list[Turn] = []
+    previous, before = None, None  # the query of the last turn and its rows
     for _ in range(60):
-        if len(turns) == length:
-            break
         try:
             question, query = speaker.ask_follow_up(previous) if previous else speaker.ask_first()
         except CannotAsk:
@@ -87,32 +100,29 @@ def make_dialogue(
         rows = connection.execute(gold).fetchall()
         if not _useful(rows) or rows == before or _tie(connection, query):
             continue
-        question = said(question)
-        pieces = re.findall(r"\w+|[^\w\s]", question)
-        turns.append({"utterance": question, "utterance_toks": pieces, "query": gold})
-        wrong.append(
-            [
-                {"kind": kind, "query": sql}
-                for kind, sql in mistakes(query, previous, database)
-                if kind == "misnamed_column" or connection.execute(sql).fetchall() != rows
-            ]
-        )
+        found = [{"kind": kind, "query": sql} for kind, sql in mistakes(query, previous, database)]
+        wrong = [m for m in found if _answer(connection, m["query"]) != rows]
+        turns.append(Turn(said(question), gold, wrong))
+        if len(turns) == length:
+            break
         previous, before = query, rows
-    return turns, wrong
+    return turns
 
 
-def _record(db_id: str, turns: list[dict], single: bool) -> dict:
-    """A dialogue in SParC's format, or its first question in Spider's."""
-    if single:
-        return {"db_id": db_id, "question": turns[0]["utterance"], "query": turns[0]["query"]}
-    last = {key: turns[-1][key] for key in ("utterance", "query")}
-    return {"database_id": db_id, "interaction": turns, "final": last}
+def _record(db_id: str, turns: list[Turn]) -> dict:
+    """A dialogue in SParC's format."""
+    asked = [
+        {"utterance": t.question, "utterance_toks": re.findall(r"\w+|[^\w\s]", t.question), "query": t.gold}
+        for t in turns
+    ]
+    final = {"utterance": turns[-1].question, "query": turns[-1].gold}
+    return {"database_id": db_id, "interaction": asked, "final": final}
 
 
 def _write_databases(
-    folder: Path, split: str, parts: Mapping[str, tuple[int, int]], seed: int
-) -> tuple[list[dict], list[tuple[str, list[dict], list[list[dict]]]]]:
-    """Write the databases of a split; gives their tables entries, and each dialogue's database, turns, mistakes."""
+    folder: Path, seed: int, split: str, parts: Mapping[str, tuple[int, int]]
+) -> tuple[list[dict], list[tuple[str, list[Turn]]]]:
+    """Write the databases of a split; gives their entries in tables.json, and dialogues by database id."""
     entries, dialogues = [], []
     for whose, (databases, dialogues_each) in parts.items():
         rng = random.Random(f"{seed}/{split}/{whose}")
@@ -124,13 +134,9 @@ def _write_databases(
             db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
             database = make_database(inventor.theme(entities) if whose == "invented" else entities, rng)
             entries.append(tables_entry(db_id, database))
-            path = folder / "database" / db_id / f"{db_id}.sqlite"
-            path.parent.mkdir(parents=True)
-            with closing(write_sqlite(database, path)) as connection:
-                for _ in range(dialogues_each):
-                    turns, wrong = make_dialogue(database, connection, rng, said)
-                    if turns:
-                        dialogues.append((db_id, turns, wrong))
+            with closing(write_sqlite(database, folder / "database" / db_id)) as connection:
+                made = [make_dialogue(database, connection, rng, said) for _ in range(dialogues_each)]
+            dialogues += [(db_id, turns) for turns in made if turns]
     return entries, dialogues
 
 
@@ -145,13 +151,17 @@ def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Split
     tables = []
     with folder_atomically(folder) as partial:
         for split, parts in splits.items():
-            entries, dialogues = _write_databases(partial, split, parts, seed)
+            entries, dialogues = _write_databases(partial, seed, split, parts)
             tables += entries
-            records = [_record(db_id, turns, single) for db_id, turns, _ in dialogues]
-            name = "train_spider.json" if single and split == "train" else f"{split}.json"
-            (partial / name).write_text(json.dumps(records, indent=1))
+            if single:
+                dialogues = [(db_id, turns[:1]) for db_id, turns in dialogues]
+                asked = [{"db_id": i, "question": t.question, "query": t.gold} for i, (t,) in dialogues]
+            else:
+                asked = [_record(*dialogue) for dialogue in dialogues]
+            name = "train_spider" if single and split == "train" else split
+            (partial / f"{name}.json").write_text(json.dumps(asked, indent=1))
             if split == "train":
-                wrong = [found[:1] if single else found for *_, found in dialogues]
+                wrong = [[turn.mistakes for turn in turns] for _, turns in dialogues]
                 (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
         (partial / "tables.json").write_text(json.dumps(tables, indent=1))
 

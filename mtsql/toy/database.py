@@ -180,9 +180,10 @@ def make_database(entities: Sequence[EntityWords], rng: random.Random) -> Databa
     return list(tables.values())
 
 
-def write_sqlite(database: Database, path: Path) -> sqlite3.Connection:
-    """Write tables, keys and rows to `path`, a new SQLite file; returns the connection."""
-    connection = sqlite3.connect(path)
+def write_sqlite(database: Database, folder: Path) -> sqlite3.Connection:
+    """Write tables, keys and rows into a new folder, as a SQLite file of its name; returns the connection."""
+    folder.mkdir(parents=True)
+    connection = sqlite3.connect(folder / f"{folder.name}.sqlite")
     for table in database:
         lines = [f"{c.name} {'integer' if c.type == 'number' else 'text'}" for c in table.columns]
         lines.append(f"primary key ({table.key.name})")
