@@ -93,7 +93,7 @@ def make_dialogue(
     previous, before = None, None  # the query of the last turn and its rows
     for _ in range(60):
         try:
-            question, query = speaker.ask_follow_up(previous) if previous else speaker.ask_first()
+            question, query = speaker.ask(previous)
         except CannotAsk:
             continue
         gold = render(query)

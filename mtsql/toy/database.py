@@ -70,7 +70,7 @@ class Table:
 class Column:
     """A column of a table.
 
-    `phrase` is what questions call it, `other_names` are names that it could have had. `kind` and `form` are
+    `phrase` is what questions call it, `names` are names that it could have had. `kind` and `form` are
     those of `mtsql.toy.words`; a key's form is "key". `style` says how values are stored: "title", "lower",
     "code", or "" where they are as they are (names, numbers). `values` are those of its rows as people write
     them; `starts_with_null` says that the first is not in the database.
@@ -82,7 +82,7 @@ class Column:
     values: Sequence
     form: str = "key"
     kind: str = ""
-    other_names: Sequence[str] = ()
+    names: Sequence[str] = ()
     style: str = ""
     starts_with_null: bool = False
 
@@ -163,15 +163,13 @@ def make_database(entities: Sequence[EntityWords], rng: random.Random) -> Databa
         label, *others = entity.columns
         kept = rng.sample(others, rng.randint(min(3, len(others)), len(others)))
         for words in (label, *sorted(kept, key=others.index)):
-            name = rng.choice(words.names) if rng.random() < RENAMED else words.names[0]
-            other_names = [n for n in (*words.names, words.phrases[0]) if n != name and " " not in n]
+            names = [cased(name) for name in (*words.names, words.phrases[0]) if " " not in name]
+            name = cased(rng.choice(words.names) if rng.random() < RENAMED else words.names[0])
             phrase = rng.choice(words.phrases)
             style = rng.choice(CATEGORIES[words.form]) if words.form in CATEGORIES else ""
             values = _values(words, size, rng)
-            column = Column(
-                table, cased(name), phrase, values, words.form, words.kind, list(map(cased, other_names)), style,
-                starts_with_null=style in ("title", "lower") and rng.random() < 0.8,
-            )  # fmt: skip
+            null = style in ("title", "lower") and rng.random() < 0.8
+            column = Column(table, name, phrase, values, words.form, words.kind, names, style, null)
             table.columns.append(column)
         if parent:  # parents at the end of the list are left without children, so that NOT IN finds some
             links = [rng.randint(1, len(parent.key.values) - 1) for _ in range(size)]
@@ -200,16 +198,15 @@ def write_sqlite(database: Database, folder: Path) -> sqlite3.Connection:
 
 def tables_entry(db_id: str, database: Database) -> dict:
     """The database's entry in Spider's tables.json format."""
-    columns = [column for table in database for column in table.columns]
-    tables = [database.index(column.table) for column in columns]
-    places = {column: place for place, column in enumerate(columns, 1)}
+    columns = [(i, column) for i, table in enumerate(database) for column in table.columns]
+    places = {column: place for place, (_, column) in enumerate(columns, 1)}  # 0 is "*"
     return {
         "db_id": db_id,
         "table_names": [t.singular for t in database],
         "table_names_original": [t.name for t in database],
-        "column_names": [[-1, "*"], *([i, c.phrase] for i, c in zip(tables, columns, strict=True))],
-        "column_names_original": [[-1, "*"], *([i, c.name] for i, c in zip(tables, columns, strict=True))],
-        "column_types": ["text", *(c.type for c in columns)],
+        "column_names": [[-1, "*"], *([i, c.phrase] for i, c in columns)],
+        "column_names_original": [[-1, "*"], *([i, c.name] for i, c in columns)],
+        "column_types": ["text", *(c.type for _, c in columns)],
         "primary_keys": [places[t.key] for t in database],
         "foreign_keys": [[places[t.link], places[t.parent.key]] for t in database if t.parent],
     }

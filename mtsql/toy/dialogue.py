@@ -37,28 +37,24 @@ class Speaker:
         self.database = database
         self.rng = rng
 
-    def ask_first(self) -> Asked:
-        """A question that stands on its own."""
-        children = [t for t in self.database if t.parent]
-        table, child = self.rng.choice(self.database + children), self.rng.choice(children)
-        kind = self.draw("first")
-        return getattr(self, kind)(child if kind in OF_CHILDREN else table)
+    def ask(self, last: Query | None) -> Asked:
+        """A question about, or in place of, what was asked last; without that one that stands on its own.
 
-    def ask_follow_up(self, query: Query) -> Asked:
-        """A question about, or in place of, what was asked last."""
-        return getattr(self, self.draw("follow_up"))(query)
-
-    def draw(self, which: str) -> str:
-        """A kind of question, the name of one of the methods below, at random by the kinds' weights."""
-        kinds = ASKING["weights"][which]
-        return self.rng.choices(list(kinds), list(kinds.values()))[0]
+        Its kind, the name of one of the methods below, is drawn by the kinds' weights.
+        """
+        if not last:
+            children = [t for t in self.database if t.parent]
+            table, child = self.rng.choice(self.database + children), self.rng.choice(children)
+        kinds = ASKING["weights"]["follow_up" if last else "first"]
+        kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
+        return getattr(self, kind)(last or (child if kind in OF_CHILDREN else table))
 
     def put(self, kind: str, /, **said: Any) -> str:
         """One of the wordings of a kind, with its blanks filled by `said`."""
         wordings = WORDINGS[kind]
         return (self.rng.choice(wordings) if len(wordings) > 1 else wordings[0]).format(**said)
 
-    def ask(self, kind: str, query: Query, /, **said: Any) -> Asked:
+    def asked(self, kind: str, query: Query, /, **said: Any) -> Asked:
         """A question of a kind; its wordings call the query {query} and the query's main table {table}."""
         return self.put(kind, query=query, table=query.table, **said), query
 
@@ -136,10 +132,10 @@ class Speaker:
         require(not any(c.op == "=" and c.column in columns for c in query.where))
         such = self.say_all(query)
         if columns == [query.table.label] and query.where and self.rng.random() < 0.5:
-            return self.ask("list_entities", query, such=such)
+            return self.asked("list_entities", query, such=such)
         wanted = " and ".join(c.plural for c in columns)
         every = "" if query.where else self.rng.choice(("all ", "the ", ""))
-        return self.ask("list", query, such=such, wanted=wanted, every=every)
+        return self.asked("list", query, such=such, wanted=wanted, every=every)
 
     def one_column(self, table: Table) -> Asked:
         """A column under at most one condition."""
@@ -157,24 +153,24 @@ class Speaker:
     def count(self, table: Table) -> Asked:
         """How many there are."""
         query = self.restrict(Query(table, (COUNT,)), table, self.rng.choice((0, 1, 1)))
-        return self.ask("count", query, such=self.say_all(query))
+        return self.asked("count", query, such=self.say_all(query))
 
     def one_aggregate(self, table: Table) -> Asked:
         """An average, maximum, minimum or total."""
         restricted = self.rng.choice((0, 1))
         query = self.restrict(Query(table, (self.aggregate(table),)), table, restricted)
-        return self.ask("aggregate", query, such=self.say_all(query), again=self.say_all(query))
+        return self.asked("aggregate", query, such=self.say_all(query), again=self.say_all(query))
 
     def group(self, table: Table) -> Asked:
         """A count for each value of a column."""
         column = self.column(table, CATEGORIES)
-        return self.ask("group", Query(table, (("", column), COUNT), group=column))
+        return self.asked("group", Query(table, (("", column), COUNT), group=column))
 
     def having(self, table: Table) -> Asked:
         """Values that occur often enough."""
         column = self.column(table, CATEGORIES)
         query = replace(listing_of(table, column), group=column, least=self.rng.choice((2, 3)))
-        return self.ask("having", query)
+        return self.asked("having", query)
 
     def superlative(self, table: Table) -> Asked:
         """The entity with the most or the least of something."""
@@ -182,8 +178,8 @@ class Speaker:
         query = replace(listing_of(table, table.label), order=order, limit=1)
         _, column, direction = order
         if column.phrase in ADJECTIVES:
-            return self.ask("most", query, most=ADJECTIVES[column.phrase][2 if direction == "DESC" else 3])
-        return self.ask("highest", query)
+            return self.asked("most", query, most=ADJECTIVES[column.phrase][2 if direction == "DESC" else 3])
+        return self.asked("highest", query)
 
     def parent_condition(self, table: Table) -> Asked:
         """Entities whose parent meets a condition: a join."""
@@ -192,12 +188,14 @@ class Speaker:
         counting = self.rng.random() < 0.3
         query = Query(table, (COUNT if counting else ("", table.label),), (condition,))
         query = self.restrict(query, table, restricted)
-        return self.ask("count_joined", query, such=self.say_all(query)) if counting else self.listing(query)
+        return (
+            self.asked("count_joined", query, such=self.say_all(query)) if counting else self.listing(query)
+        )
 
     def pair(self, table: Table) -> Asked:
         """Each entity beside its parent: a join without conditions."""
         column = self.column(table.parent)
-        return self.ask("pair", listing_of(table, table.label, column), column=column)
+        return self.asked("pair", listing_of(table, table.label, column), column=column)
 
     def children(self, table: Table) -> Asked:
         """Parents by their number of children: count each, the most, or at least so many."""
@@ -209,12 +207,12 @@ class Speaker:
         children = table.plural + self.say_all(query, table)
         if kind == "each":
             query = replace(query, select=(*query.select, COUNT))
-            return self.ask("children_each", query, children=children)
+            return self.asked("children_each", query, children=children)
         if kind == "having":
             query = replace(query, least=self.rng.choice((2, 3)))
-            return self.ask("children_having", query, children=children)
+            return self.asked("children_having", query, children=children)
         query = replace(query, order=(*COUNT, "DESC" if kind == "most" else "ASC"), limit=1)
-        return self.ask("children_extreme", query, children=children, kind=kind)
+        return self.asked("children_extreme", query, children=children, kind=kind)
 
     def nested(self, table: Table) -> Asked:
         """Entities above or below the average: a nested query."""
@@ -224,7 +222,7 @@ class Speaker:
         """Parents without children: NOT IN."""
         parent = table.parent
         condition = Condition(parent.key, "NOT IN", listing_of(table, table.link))
-        return self.ask("childless", listing_of(parent, parent.label).under(condition), child=table)
+        return self.asked("childless", listing_of(parent, parent.label).under(condition), child=table)
 
     def both(self, table: Table) -> Asked:
         """Values shared by two kinds of entity: INTERSECT."""
@@ -236,7 +234,7 @@ class Speaker:
         first = listing_of(table, column).under(Condition(number, "<", seen[half]))
         second = listing_of(table, column).under(Condition(number, ">", seen[half - 1]))
         query = replace(first, combined=("INTERSECT", second))
-        return self.ask("both", query, such=self.say_all(first), others=self.say_all(second))
+        return self.asked("both", query, such=self.say_all(first), others=self.say_all(second))
 
     # Follow-ups to `query`, whose main table is `table`
 
@@ -245,14 +243,14 @@ class Speaker:
         require(query.is_plain and len(query.where) <= 2)
         of_parent = query.table.parent and self.rng.random() < 0.25
         condition = self.condition(query.table.parent if of_parent else query.table, query.where)
-        return self.ask("refine", query.under(condition), such=self.say(condition, query.table))
+        return self.asked("refine", query.under(condition), such=self.say(condition, query.table))
 
     def other_property(self, query: Query) -> Asked:
         """Other columns of the same entities."""
         require(not (query.group or query.combined or any(a for a, _ in query.select)))
         shown = [c for _, c in query.select] + [c.column for c in query.where if c.op == "="]
         kind = "property_of_one" if query.limit else "property_of_each"
-        return self.ask(kind, query.showing(self.column(query.table, avoid=shown)))
+        return self.asked(kind, query.showing(self.column(query.table, avoid=shown)))
 
     def other_value(self, query: Query) -> Asked:
         """The same question about another entity: one value takes the place of another."""
@@ -262,7 +260,7 @@ class Speaker:
         others = [word for word in old.column.distinct if word != old.value]
         require(others)
         word = self.rng.choice(others)
-        return self.ask("other_value", query.changed(old, replace(old, value=word)), word=word)
+        return self.asked("other_value", query.changed(old, replace(old, value=word)), word=word)
 
     def negate(self, query: Query) -> Asked:
         """The others: an equality becomes an inequality."""
@@ -270,39 +268,39 @@ class Speaker:
         old = query.where[-1]
         require(isinstance(old.value, str) and old.op == "=")
         new = replace(old, op="!=")
-        return self.ask("negate", query.changed(old, new), such=self.say(new, query.table))
+        return self.asked("negate", query.changed(old, new), such=self.say(new, query.table))
 
     def count_those(self, query: Query) -> Asked:
         """How many the last answer holds."""
         require(query.is_plain_list and query.where)
-        return self.ask("count_those", replace(query, select=(COUNT,)))
+        return self.asked("count_those", replace(query, select=(COUNT,)))
 
     def list_those(self, query: Query) -> Asked:
         """Who they are, after a count or an average."""
         require(query.is_plain and not query.is_plain_list)
-        return self.ask("list_those", query.showing(query.table.label))
+        return self.asked("list_those", query.showing(query.table.label))
 
     def aggregate_those(self, query: Query) -> Asked:
         """An average, maximum, minimum or total over the last answer."""
         require(query.is_plain)
-        return self.ask("aggregate_those", replace(query, select=(self.aggregate(query.table),)))
+        return self.asked("aggregate_those", replace(query, select=(self.aggregate(query.table),)))
 
     def sort_those(self, query: Query) -> Asked:
         """The same list in an order."""
         require(query.is_plain_list)
-        return self.ask("sort_those", replace(query, order=self.order(query.table, "DESC", "ASC")))
+        return self.asked("sort_those", replace(query, order=self.order(query.table, "DESC", "ASC")))
 
     def extreme_of_those(self, query: Query) -> Asked:
         """The one with the most of something among the last answer."""
         require(query.is_plain)
         order = self.order(query.table, "DESC", "ASC")
-        return self.ask("extreme_of_those", replace(query.showing(query.table.label), order=order, limit=1))
+        return self.asked("extreme_of_those", replace(query.showing(query.table.label), order=order, limit=1))
 
     def group_those(self, query: Query) -> Asked:
         """The last answer counted by a column."""
         require(query.is_plain)
         column = self.column(query.table, CATEGORIES, [c.column for c in query.where])
-        return self.ask("group_those", replace(query, select=(("", column), COUNT), group=column))
+        return self.asked("group_those", replace(query, select=(("", column), COUNT), group=column))
 
     def about_groups(self, query: Query) -> Asked:
         """The largest group, or the large ones."""
@@ -311,15 +309,15 @@ class Speaker:
         name = grouped.singular if query.group is grouped.label else query.group.phrase
         query = query.showing(query.group)
         if self.rng.random() < 0.5:
-            return self.ask("largest_group", replace(query, order=(*COUNT, "DESC"), limit=1), name=name)
-        return self.ask("large_groups", replace(query, least=self.rng.choice((2, 3))))
+            return self.asked("largest_group", replace(query, order=(*COUNT, "DESC"), limit=1), name=name)
+        return self.asked("large_groups", replace(query, least=self.rng.choice((2, 3))))
 
     def above_average(self, query: Query) -> Asked:
         """A nested constraint."""
         require(query.is_plain_list and len(query.where) <= 1)
         condition = self.average_condition(query.table)
         require(condition.column not in {c.column for c in query.where})
-        return self.ask("above_average", query.under(condition), such=self.say(condition, query.table))
+        return self.asked("above_average", query.under(condition), such=self.say(condition, query.table))
 
     def combine(self, query: Query) -> Asked:
         """Leave some out (EXCEPT) or add some (UNION)."""
@@ -329,11 +327,11 @@ class Speaker:
         out = self.rng.random() < 0.6 or not query.where
         kind, operator = ("leave_out", "EXCEPT") if out else ("add", "UNION")
         other = Query(query.table, query.select, (condition,))
-        return self.ask(kind, replace(query, combined=(operator, other)), such=such)
+        return self.asked(kind, replace(query, combined=(operator, other)), such=such)
 
     def parents_of_those(self, query: Query) -> Asked:
         """What the entities of the answer belong to."""
         parent = query.table.parent
         require(parent and not (query.group or query.combined or query.select[0][0]))
         column = parent.label if self.rng.random() < 0.6 else self.column(parent)
-        return self.ask("parent_of_one" if query.limit else "parent_of_each", query.showing(column))
+        return self.asked("parent_of_one" if query.limit else "parent_of_each", query.showing(column))

@@ -193,7 +193,7 @@ def mistakes(query: Query, previous: Query | None, database: Database) -> list[t
             if twin and column.form != "label" and _linked(column.table, table):
                 found.append(("look_alike", _replace_column(query, column, twin)))
         own = {c.name for c in column.table.of()}
-        for wrong in (n for n in column.other_names if n not in own):
+        for wrong in (n for n in column.names if n not in own):
             found.append(("misnamed_column", _replace_column(query, column, replace(column, name=wrong))))
     rendered = dict.fromkeys((kind, render(wrong)) for kind, wrong in found)
     return [(kind, sql) for kind, sql in rendered if sql != render(query)]
