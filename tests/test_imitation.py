@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from mtsql.learn.optimizer import set_learning_rate
 from mtsql.recipes.mtsql_r1_prompts import tool_call
 from mtsql.task import load_split
 from mtsql.toy import imitation
-from mtsql.toy.imitation import ImitationConfig, Muon, main, orthogonalised, take_step
+from mtsql.toy.imitation import ImitationConfig, Muon, main, take_step
 from mtsql.toy.scripted_agent import ATTENTIVE, copying_exercise, demonstrate, repair_exercise, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
 
@@ -124,57 +124,47 @@ def test_repair_exercise_repeats_what_passed_and_changes_what_is_named(tiny):
     assert seen == {(True, False, True), (True, False, False), (False, False, False), (False, True, False)}
 
 
-def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):
-    environment, example = environment_of(tiny), make_episode(tiny).example
-    wrong = mistake("value_form", "France")
-    lessons = [repair_lesson(environment, example, wrong, random.Random(seed)) for seed in range(20)]
-    assert any(lessons)
-    for lesson in chain.from_iterable(lessons):
-        assert [s.role for s in lesson.segments] == ["prompt", "model", "environment", "model"]
-        assert not any(bit for s in lesson.segments[:3] for bit in s.loss_mask)
-        taught = tiny.tokens.decode([i for i, bit in zip(lesson.ids, lesson.loss_mask, strict=True) if bit])
-        assert taught.strip() in [tool_call("exec_sql", sql).strip() for sql in (GOLD, wrong[0]["query"])]
-    assert repair_lesson(environment, example, [], random.Random(0)) == []
-
-
 def mistake(kind: str, value: str) -> list[dict]:
     return [{"kind": kind, "query": GOLD.replace("france", value)}]
 
 
+def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny):
+    environment, example = environment_of(tiny), make_episode(tiny).example
+    assert repair_lesson(environment, example, [], random.Random(0)) == []
+    (lesson,) = repair_lesson(environment, example, mistake("value_form", "France"), random.Random(0))
+    assert [s.role for s in lesson.segments] == ["prompt", "model", "environment", "model"]
+    assert not any(bit for s in lesson.segments[:3] for bit in s.loss_mask)
+    taught = tiny.tokens.decode([i for i, bit in zip(lesson.ids, lesson.loss_mask, strict=True) if bit])
+    assert taught.strip() == tool_call("exec_sql", GOLD).strip()
+
+
 @pytest.mark.parametrize(
-    ("kind", "value", "interactions", "noticed"),
-    [("stale_value", "italy", 4, ActionType.M_VERIFY), ("value_form", "France", 3, ActionType.E_VERIFY)],
+    ("kind", "value", "most", "interactions", "noticed"),
+    [
+        ("stale_value", "italy", 4, 4, [ActionType.M_VERIFY]),  # what the memory reveals takes all four
+        ("value_form", "France", 4, 3, [ActionType.E_VERIFY]),  # what an empty result reveals three
+        ("value_form", "France", 1, 1, [ActionType.E_VERIFY]),  # corrected, but not checked again
+    ],
 )
-def test_attentive_agent_checks_again_what_it_corrected(tiny, kind, value, interactions, noticed):
-    """What the memory reveals takes all four interactions, what an empty result reveals three."""
-    episode = make_episode(tiny, history=True)
+def test_attentive_agent_checks_again_what_it_corrected(tiny, kind, value, most, interactions, noticed):
+    episode = make_episode(tiny, history=True, limits=Limits(max_interactions=most))
     trajectory = demonstrate(episode, mistake(kind, value), ATTENTIVE, random.Random(0))
-    assert (trajectory.status, trajectory.off_protocol) == (Status.ANSWERED, 0)
-    assert (trajectory.answer_sql, trajectory.interactions) == (GOLD, interactions)
-    assert [a.type for a in trajectory.actions if a.passed is False] == [noticed]
+    assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOLD)
+    assert (trajectory.interactions, trajectory.off_protocol) == (interactions, int(most == 1))
+    assert [a.type for a in trajectory.actions if a.passed is False] == noticed
 
 
-def test_agent_answers_when_its_interactions_are_spent(tiny):
-    episode = make_episode(tiny, history=True, limits=Limits(max_interactions=1))
-    trajectory = demonstrate(episode, mistake("value_form", "France"), ATTENTIVE, random.Random(0))
-    assert (trajectory.status, trajectory.interactions) == (Status.ANSWERED, 1)
-
-
-def test_muon_takes_the_steps_of_torchs_in_more_digits():
+@pytest.mark.parametrize("shape", [(24, 24), (48, 24), (24, 40)])
+def test_muon_takes_the_steps_of_torchs_in_more_digits(shape):
     torch.manual_seed(0)
-    ours = [nn.Parameter(torch.randn(shape) * 0.1) for shape in ((24, 24), (48, 24), (24, 40))]
-    before = [p.detach().clone() for p in ours]
-    theirs = [nn.Parameter(p.clone()) for p in before]
-    muon = Muon(ours)
+    start = torch.randn(shape) * 0.1
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    muon = Muon([ours])
     set_learning_rate(muon, 0.02)
-    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.01, adjust_lr_fn="original")
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.01, adjust_lr_fn="original")
     for _ in range(4):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
         muon.step()
         reference.step()
-    for p, q, start in zip(ours, theirs, before, strict=True):
-        assert (p - q).norm() < 0.02 * (q - start).norm()  # bfloat16 has two digits
-    values = torch.linalg.svdvals(orthogonalised(torch.randn(30, 20)))  # (20,)
-    assert values.min() > 0.3 and values.max() < 1.3
+    assert (ours - theirs).norm() < 0.02 * (theirs - start).norm()  # bfloat16 has two digits
