@@ -41,7 +41,7 @@ from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.task import load_split, make_environment, pick_device, prompt_options
-from mtsql.toy import scripted_agent
+from mtsql.toy.scripted_agent import Habits, copying_exercise, lessons, repair_exercise
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
 
 # What the compact wording adds to a schema and a question, for the tokenizer.
@@ -169,7 +169,7 @@ def training_groups(
     environments = make_environments(config, dataset, tokens)
     dialogues = enumerate(read_json(Path(config.data[0]) / "scripted_mistakes.json"))
     wrong = {f"{i:05d}/{turn}": found for i, turns in dialogues for turn, found in enumerate(turns)}
-    habits = scripted_agent.Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
+    habits = Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
     rng = random.Random(config.seed)
     pieces = tokens.tokenizer.get_vocab()
     copyable = sorted(i for piece, i in pieces.items() if not piece.startswith("<"))
@@ -178,19 +178,17 @@ def training_groups(
     steps = {"copying": config.copying_steps, "answers": config.answer_steps, "agent": config.agent_steps}
     for phase in chain.from_iterable([phase] * count for phase, count in steps.items()):
         if phase == "copying":
-            groups = [[scripted_agent.copying_exercise(copyable, EXERCISE, rng)] for _ in range(8)]
+            groups = [[copying_exercise(copyable, EXERCISE, rng)] for _ in range(8)]
         else:
             if len(chunks) < DATABASES[phase]:
                 chunks += by_database(asked, config.questions_per_database, rng)
             groups = []
             for _ in range(DATABASES[phase]):
                 played = environments[0] if len(environments) == 1 else rng.choice(environments)
-                lessons = (
-                    scripted_agent.lessons(phase, played, e, wrong[e.id], habits, rng) for e in chunks.pop(0)
-                )
-                groups.append(list(chain.from_iterable(lessons)))
+                taught = (lessons(phase, played, e, wrong[e.id], habits, rng) for e in chunks.pop(0))
+                groups.append(list(chain.from_iterable(taught)))
         repairs = 8 if phase == "copying" else config.repair_exercises
-        exercises = [[scripted_agent.repair_exercise(tokens, words, EXERCISE, rng)] for _ in range(repairs)]
+        exercises = [[repair_exercise(tokens, words, EXERCISE, rng)] for _ in range(repairs)]
         yield phase, groups + exercises
 
 
