@@ -188,9 +188,9 @@ class Speaker:
         counting = self.rng.random() < 0.3
         query = Query(table, (COUNT if counting else ("", table.label),), (condition,))
         query = self.restrict(query, table, restricted)
-        return (
-            self.asked("count_joined", query, such=self.say_all(query)) if counting else self.listing(query)
-        )
+        if counting:
+            return self.asked("count_joined", query, such=self.say_all(query))
+        return self.listing(query)
 
     def pair(self, table: Table) -> Asked:
         """Each entity beside its parent: a join without conditions."""
@@ -236,7 +236,7 @@ class Speaker:
         query = replace(first, combined=("INTERSECT", second))
         return self.asked("both", query, such=self.say_all(first), others=self.say_all(second))
 
-    # Follow-ups to `query`, whose main table is `table`
+    # Follow-ups to `query`
 
     def refine(self, query: Query) -> Asked:
         """Add a constraint, on the entity itself or on its parent."""
@@ -247,14 +247,14 @@ class Speaker:
 
     def other_property(self, query: Query) -> Asked:
         """Other columns of the same entities."""
-        require(not (query.group or query.combined or any(a for a, _ in query.select)))
+        require(query.is_list)
         shown = [c for _, c in query.select] + [c.column for c in query.where if c.op == "="]
         kind = "property_of_one" if query.limit else "property_of_each"
         return self.asked(kind, query.showing(self.column(query.table, avoid=shown)))
 
     def other_value(self, query: Query) -> Asked:
         """The same question about another entity: one value takes the place of another."""
-        fitting = [c for c in query.where if isinstance(c.value, str) and c.op == "="]
+        fitting = [c for c in query.where if c.op == "="]
         require(fitting and not query.combined)
         old = self.rng.choice(fitting)
         others = [word for word in old.column.distinct if word != old.value]
@@ -264,20 +264,18 @@ class Speaker:
 
     def negate(self, query: Query) -> Asked:
         """The others: an equality becomes an inequality."""
-        require(query.is_plain and query.where)
-        old = query.where[-1]
-        require(isinstance(old.value, str) and old.op == "=")
-        new = replace(old, op="!=")
-        return self.asked("negate", query.changed(old, new), such=self.say(new, query.table))
+        require(query.is_plain and query.where and query.where[-1].op == "=")
+        new = replace(query.where[-1], op="!=")
+        return self.asked("negate", query.changed(query.where[-1], new), such=self.say(new, query.table))
 
     def count_those(self, query: Query) -> Asked:
         """How many the last answer holds."""
-        require(query.is_plain_list and query.where)
+        require(query.is_plain and query.is_list and query.where)
         return self.asked("count_those", replace(query, select=(COUNT,)))
 
     def list_those(self, query: Query) -> Asked:
         """Who they are, after a count or an average."""
-        require(query.is_plain and not query.is_plain_list)
+        require(query.is_plain and not query.is_list)
         return self.asked("list_those", query.showing(query.table.label))
 
     def aggregate_those(self, query: Query) -> Asked:
@@ -287,7 +285,7 @@ class Speaker:
 
     def sort_those(self, query: Query) -> Asked:
         """The same list in an order."""
-        require(query.is_plain_list)
+        require(query.is_plain and query.is_list)
         return self.asked("sort_those", replace(query, order=self.order(query.table, "DESC", "ASC")))
 
     def extreme_of_those(self, query: Query) -> Asked:
@@ -314,14 +312,14 @@ class Speaker:
 
     def above_average(self, query: Query) -> Asked:
         """A nested constraint."""
-        require(query.is_plain_list and len(query.where) <= 1)
+        require(query.is_plain and query.is_list and len(query.where) <= 1)
         condition = self.average_condition(query.table)
         require(condition.column not in {c.column for c in query.where})
         return self.asked("above_average", query.under(condition), such=self.say(condition, query.table))
 
     def combine(self, query: Query) -> Asked:
         """Leave some out (EXCEPT) or add some (UNION)."""
-        require(query.is_plain_list and len(query.where) <= 1 and len(query.select) <= 1)
+        require(query.is_plain and query.is_list and len(query.where) <= 1 and len(query.select) <= 1)
         condition = self.condition(query.table, query.where)
         such = self.say(condition, query.table)
         out = self.rng.random() < 0.6 or not query.where
@@ -332,6 +330,6 @@ class Speaker:
     def parents_of_those(self, query: Query) -> Asked:
         """What the entities of the answer belong to."""
         parent = query.table.parent
-        require(parent and not (query.group or query.combined or query.select[0][0]))
+        require(parent and query.is_list)
         column = parent.label if self.rng.random() < 0.6 else self.column(parent)
         return self.asked("parent_of_one" if query.limit else "parent_of_each", query.showing(column))

@@ -8,6 +8,7 @@ question lost or left unchanged, a look-alike column of another table).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from mtsql.toy.database import Column, Database, Table
 
@@ -56,14 +57,14 @@ class Query:
         return list(dict.fromkeys(named))
 
     @property
-    def is_plain(self) -> bool:
-        """A list, count or aggregate under conditions, and nothing more."""
-        return not (self.group or self.order or self.combined or self.joined)
+    def is_list(self) -> bool:
+        """Columns of single entities: no aggregates, groups or set operation."""
+        return not (self.select[0][0] or self.group or self.combined)
 
     @property
-    def is_plain_list(self) -> bool:
-        """Columns under conditions, and nothing more."""
-        return self.is_plain and not self.select[0][0]
+    def is_plain(self) -> bool:
+        """A list, count or aggregate under conditions, and nothing more."""
+        return not (self.group or self.order or self.combined)
 
     @property
     def shown(self) -> Column:
@@ -173,15 +174,14 @@ def mistakes(query: Query, previous: Query | None, database: Database) -> list[t
 
     Kinds: lost_constraint, stale_value, value_form, look_alike, misnamed_column.
     """
-    found: list[tuple[str, Query]] = []
     earlier = previous.where if previous else ()
+    found: list[tuple[str, Query]] = []
     for lost in (c for c in query.where if c in earlier):
         found.append(("lost_constraint", replace(query, where=tuple(c for c in query.where if c != lost))))
-    for now in query.where:
-        for old in earlier:
-            same = (old.column, old.op) == (now.column, now.op)
-            if same and old.value != now.value and isinstance(old.value, str):
-                found.append(("stale_value", query.changed(now, old)))
+    for now, old in product(query.where, earlier):
+        same = now.column is old.column and now.op == old.op
+        if same and now.value != old.value and isinstance(old.value, str):
+            found.append(("stale_value", query.changed(now, old)))
     for now in (c for c in query.where if isinstance(c.value, str)):
         for style in ("title", "lower") if now.column.form == "proper" else ("lower", "title"):
             if style != now.column.style:
