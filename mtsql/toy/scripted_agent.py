@@ -39,9 +39,9 @@ class Habits:
 
 
 ATTENTIVE = Habits(wrong_first=1, wrong_name=1, notices_execution=1, notices_memory=1, false_alarm=0)
-Played: TypeAlias = Mapping[str, Environment]  # a recipe's environments by set of tools
 # Mistakes that a tool reveals and a careful second look repairs; wrong columns come where there is none.
 CARELESS = ("lost_constraint", "stale_value", "value_form")
+Played: TypeAlias = Mapping[str, Environment]  # a recipe's environments by set of tools
 
 
 def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random.Random) -> Trajectory:
@@ -106,7 +106,7 @@ def repair_lesson(
     seen = verdict(shown.observations[message].tool, False) + "\n" if verifies else ""
     behind = episode.tokens.count(seen)
     segments = [replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in before]
-    loss_mask = tuple(int(i >= behind) for i in range(len(repair.ids)))
+    loss_mask = (0,) * behind + (1,) * (len(repair.ids) - behind)
     return [replace(shown, segments=[*segments, replace(repair, loss_mask=loss_mask)])]
 
 
@@ -118,13 +118,13 @@ def lessons(
     "answers" is without tools. "agent" has a demonstration with all tools, and at times one without any or,
     where there are two, with a single one, so that the model knows every set of Table 4; and a repair lesson.
     """
-    sets, lessons = ["none"], []
+    sets, repairs = ["none"], []
     if phase == "agent":
         single = ("no_execution", "no_memory", None, None) if played["both"].recipe.verifies else (None,)
         sets = ["both", *filter(None, (rng.choice(("none", None)), rng.choice(single)))]
-        lessons = repair_lesson(played["both"], example, wrong, rng)
+        repairs = repair_lesson(played["both"], example, wrong, rng)
     episodes = [played[tools].episodes(example, [0])[0] for tools in sets]
-    return [*(demonstrate(episode, wrong, habits, rng) for episode in episodes), *lessons]
+    return [*(demonstrate(episode, wrong, habits, rng) for episode in episodes), *repairs]
 
 
 def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Trajectory:
@@ -133,14 +133,13 @@ def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Traject
     The loss mask leaves out the first token of each piece, which nothing foretells.
     """
     source = rng.choices(ids, k=length)
-    copied: list[int] = []
-    loss_mask: list[int] = []
+    copied, loss_mask = [], []
     while len(copied) < length:
         size = min(rng.randint(2, 10), length - len(copied))
         start = rng.randint(0, length - size)
         copied += source[start : start + size]
         loss_mask += [0] + [1] * (size - 1)
-    response = Segment("model", tuple(copied), tuple(loss_mask), (0.0,) * length)
+    response = Segment.sampled(copied, [0.0] * length, loss_mask)
     return Trajectory("copying", 0, [Segment.given("prompt", source), response])
 
 
