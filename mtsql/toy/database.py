@@ -30,7 +30,7 @@ STORED = {"title": str.capitalize, "lower": str.lower, "code": lambda word: word
 class Table:
     """A table. `person` says whether questions call its entities "who".
 
-    `columns` are all in order: the primary key, the label, which names an entity, others, the foreign key.
+    `columns` are all but the primary key `key` and the foreign key `link`, which points to `parent`.
     """
 
     name: str
@@ -38,22 +38,19 @@ class Table:
     plural: str
     person: bool
     parent: Table | None
+    key: Column = field(init=False)
     columns: list[Column] = field(default_factory=list)
-
-    @property
-    def key(self) -> Column:
-        """The primary key."""
-        return self.columns[0]
+    link: Column | None = None
 
     @property
     def label(self) -> Column:
         """The column that names an entity; its values are unique."""
-        return self.columns[1]
+        return self.columns[0]
 
     @property
-    def link(self) -> Column:
-        """The foreign key, of a table that has a parent."""
-        return self.columns[-1]
+    def fields(self) -> list[Column]:
+        """All columns in order, keys included."""
+        return [self.key, *self.columns, *([self.link] if self.link else [])]
 
     @property
     def its(self) -> str:
@@ -61,9 +58,8 @@ class Table:
         return "their" if self.person else "its"
 
     def of(self, forms: Collection[str] = (), avoid: Collection[Column] = ()) -> list[Column]:
-        """The columns of these forms, or of any but keys, without those of `avoid`."""
-        own = [c for c in self.columns if c.form != "key" and c not in avoid]
-        return [c for c in own if c.form in forms] if forms else own
+        """The columns of these forms, or of any, without those of `avoid`."""
+        return [c for c in self.columns if c not in avoid and (not forms or c.form in forms)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +155,7 @@ def make_database(entities: Sequence[EntityWords], rng: random.Random) -> Databa
         parent, name = tables.get(entity.parent), cased(entity.plural if plural else entity.singular)
         table = Table(name, entity.singular, entity.plural, entity.person, parent)
         key = f"{entity.singular}_id" if long_key else "id"
-        table.columns.append(Column(table, cased(key), f"{entity.singular} id", range(1, size + 1)))
+        table.key = Column(table, cased(key), f"{entity.singular} id", range(1, size + 1))
         label, *others = entity.columns
         kept = rng.sample(others, rng.randint(min(3, len(others)), len(others)))
         for words in (label, *sorted(kept, key=others.index)):
@@ -173,7 +169,7 @@ def make_database(entities: Sequence[EntityWords], rng: random.Random) -> Databa
             table.columns.append(column)
         if parent:  # parents at the end of the list are left without children, so that NOT IN finds some
             links = [rng.randint(1, len(parent.key.values) - 1) for _ in range(size)]
-            table.columns.append(Column(table, cased(f"{entity.parent}_id"), f"{entity.parent} id", links))
+            table.link = Column(table, cased(f"{entity.parent}_id"), f"{entity.parent} id", links)
         tables[entity.singular] = table
     return list(tables.values())
 
@@ -183,14 +179,14 @@ def write_sqlite(database: Database, folder: Path) -> sqlite3.Connection:
     folder.mkdir(parents=True)
     connection = sqlite3.connect(folder / f"{folder.name}.sqlite")
     for table in database:
-        lines = [f"{c.name} {'integer' if c.type == 'number' else 'text'}" for c in table.columns]
+        lines = [f"{c.name} {'integer' if c.type == 'number' else 'text'}" for c in table.fields]
         lines.append(f"primary key ({table.key.name})")
         if table.parent:
             parent = table.parent
             lines.append(f"foreign key ({table.link.name}) references {parent.name}({parent.key.name})")
         connection.execute(f"create table {table.name} ({', '.join(lines)})")
-        places = ", ".join("?" * len(table.columns))
-        rows = zip(*(c.cells for c in table.columns), strict=True)
+        places = ", ".join("?" * len(table.fields))
+        rows = zip(*(c.cells for c in table.fields), strict=True)
         connection.executemany(f"insert into {table.name} values ({places})", rows)
     connection.commit()
     return connection
@@ -198,7 +194,7 @@ def write_sqlite(database: Database, folder: Path) -> sqlite3.Connection:
 
 def tables_entry(db_id: str, database: Database) -> dict:
     """The database's entry in Spider's tables.json format."""
-    columns = [(i, column) for i, table in enumerate(database) for column in table.columns]
+    columns = [(i, column) for i, table in enumerate(database) for column in table.fields]
     places = {column: place for place, (_, column) in enumerate(columns, 1)}  # 0 is "*"
     return {
         "db_id": db_id,

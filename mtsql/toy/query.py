@@ -189,10 +189,10 @@ def mistakes(query: Query, previous: Query | None, database: Database) -> list[t
                 found.append(("value_form", query.changed(now, stored)))
     for column in query.columns:
         for table in database:
-            twin = next((c for c in table.of() if c.name == column.name), None)
+            twin = next((c for c in table.columns if c.name == column.name), None)
             if twin and column.form != "label" and _linked(column.table, table):
                 found.append(("look_alike", _replace_column(query, column, twin)))
-        own = {c.name for c in column.table.of()}
+        own = {c.name for c in column.table.columns}
         for wrong in (n for n in column.names if n not in own):
             found.append(("misnamed_column", _replace_column(query, column, replace(column, name=wrong))))
     rendered = dict.fromkeys((kind, render(wrong)) for kind, wrong in found)

@@ -75,11 +75,11 @@ def train_tokenizer(
     )
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in (*MARKUP_TOKENS, *markup)])
-    control = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     template = (Path(__file__).parent / "tiny_chat_template.jinja").read_text()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template, **control
-    )
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>",
+    )  # fmt: skip
 
 
 def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, seed: int) -> Qwen3ForCausalLM:
