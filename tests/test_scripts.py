@@ -111,7 +111,7 @@ def test_recipe_end_to_end(work):
         assert statuses == pytest.approx(1.0)
         assert float(row["logprob_gap"]) < 1e-3
         assert float(row["clip_fraction"]) == 0  # one update a batch: the ratio is exactly 1
-    for name in ("training.png", "run.json", "trajectories.jsonl", "dev.csv"):
+    for name in ("run.json", "trajectories.jsonl", "dev.csv"):
         assert (work / "grpo" / name).is_file()
     out = run(
         "evaluate.py", *TOY, *data, "--model", work / "grpo" / "policy", "--out", work / "eval",

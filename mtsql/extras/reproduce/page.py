@@ -19,6 +19,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from mtsql.errors import UserError
+from mtsql.extras.plot import COLOURS, save_figure
 from mtsql.extras.reproduce.numbers import (
     Estimate,
     Values,
@@ -32,7 +33,6 @@ from mtsql.extras.reproduce.numbers import (
 )
 from mtsql.extras.reproduce.suites import Suite
 from mtsql.files import write_atomically
-from mtsql.report.plots import COLOURS, save_figure
 
 Row = dict[str, Any]
 ByArm = dict[str, dict[int, Row]]  # arm: seed: row
