@@ -97,17 +97,6 @@ def test_a_tool_that_is_not_there_says_so_and_the_episode_goes_on(tiny, tool):
     assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOLD)
 
 
-@pytest.mark.parametrize("calls", [0, 1, 2])
-def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, calls):
-    query = tool_call(EXEC_SQL, GOLD)
-    for last, status in ((query, Status.OUT_OF_INTERACTIONS), (final_answer(GOLD), Status.ANSWERED)):
-        episode = make_episode(tiny, limits=Limits(max_interactions=calls))
-        assert [say(episode, text) for text in (*[query] * calls, last)] == [True] * calls + [False]
-        trajectory = episode.trajectory
-        assert trajectory.status is status
-        assert (trajectory.interactions, trajectory.messages) == (calls, calls + 1)
-
-
 def test_the_same_query_in_another_layout_is_no_new_candidate(tiny):
     layout = "/* all */ select name\nfrom singer where country = 'france' ; -- done"
     episode = make_episode(tiny)

@@ -315,13 +315,22 @@ def test_without_the_tool_a_query_is_no_action(tiny, name):
     assert rewards_of(tiny, name, episode).parts["format"] > 0
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_last_message_has_to_be_the_answer(tiny, name):
-    for last, status in ((query(name), Status.OUT_OF_INTERACTIONS), ("no idea", Status.NO_ACTION)):
-        episode = play(tiny, name, query(name), last, interactions=1)
-        assert episode.trajectory.status is status
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name, calls):
+    for last, status in (
+        (query(name), Status.OUT_OF_INTERACTIONS),
+        ("no idea", Status.NO_ACTION),
+        (answer(name), Status.ANSWERED),
+    ):
+        episode = play(tiny, name, *[query(name)] * calls, last, interactions=calls)
+        trajectory = episode.trajectory
+        assert (trajectory.status, trajectory.interactions) == (status, calls)
+        assert trajectory.messages == calls + 1
         rewards = rewards_of(tiny, name, episode)
-        assert rewards.ex == 0 and rewards.parts["format"] <= 0
+        assert rewards.ex == (status is Status.ANSWERED)
+        if name != R1:
+            assert (rewards.parts["format"] > 0) is (status is Status.ANSWERED)
     episode = begin(tiny, name)  # an answer that is cut by the limit on tokens is none
     ids = tiny.tokens.message_ids(answer(name))
     assert episode.step(ids, [-0.5] * len(ids), Stop.LIMIT) is None

@@ -178,21 +178,17 @@ def test_right_is_what_the_presets_rewards_say(tiny):
 
 def test_abilities_of_those_that_called_are_counted_apart(tiny):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    executed = (call(BROKEN), PASS + answer(GOLD))
-    checked = (memory(GOLD), AGREES + answer(GOLD))
-    measured = []
-    for said, history in (((answer(GOLD),), True), (executed, True), (checked, True), (checked, False)):
+    names = ("call_execution", "e_verify", "e_verify_called", "call_memory", "m_verify", "m_verify_called")
+    executed, checked = (call(BROKEN), PASS + answer(GOLD)), (memory(GOLD), AGREES + answer(GOLD))
+    for said, history, expected in (
+        ((answer(GOLD),), True, (0, 0, None, 0, 0, None)),
+        (executed, True, (1, 0, 0, 0, 0, None)),
+        (checked, True, (0, 0, None, 1, 1, 1)),
+        (checked, False, (0, 0, None, None, None, None)),
+    ):
         episode = play(tiny, *said, history=history)
-        measured.append(abilities(episode.trajectory, episode.example, scorer))
-    for ability, values in {
-        "call_execution": [0, 1, 0, 0],
-        "e_verify": [0, 0, 0, 0],
-        "e_verify_called": [None, 0, None, None],
-        "call_memory": [0, 0, 1, None],
-        "m_verify": [0, 0, 1, None],
-        "m_verify_called": [None, None, 1, None],
-    }.items():
-        assert [a[ability] for a in measured] == values, ability
+        measured = abilities(episode.trajectory, episode.example, scorer)
+        assert tuple(measured[name] for name in names) == expected
     episode = play(tiny, *executed)
     others = abilities(episode.trajectory, episode.example, scorer, verifies=False)
     assert {name: value for name, value in others.items() if value is not None} == {"call_execution": 1}
