@@ -104,7 +104,7 @@ ONE, TWO = (call(f"SELECT {i}") for i in (1, 2))
         (MTIR, f"{THINK}So: {ONE}", EXEC_SQL, False),
         (MTIR, THINK + ONE + block("SELECT 2"), EXEC_SQL, False),
         (MTIR, THINK + block("SELECT 2") + ONE, EXEC_SQL, False),
-        (MTIR, f"{THINK}{ONE}<tool_response>1</tool_response>", EXEC_SQL, False),
+        (MTIR, f"<think><tool_response>1</tool_response></think>{ONE}", EXEC_SQL, False),
         (MTIR, THINK + block("SELECT 1"), None, True),
         (MTIR, f"{THINK}<answer>SELECT 1</answer>", None, False),
         (MTIR, f"{THINK}<answer>\n```sql\nSELECT 1\n</answer>", None, False),  # as C.2 shows it
