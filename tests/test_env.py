@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import make_episode, say
+from conftest import GOLD, make_episode, say
 
 from mtsql.agent.env import UNAVAILABLE, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
@@ -15,8 +15,6 @@ from mtsql.sql.text import same_query
 BOTH = make_tools("both")
 WIDE = Limits(max_prompt_tokens=20_000, max_response_tokens=40_000, max_tool_tokens=10_000)
 A = ActionType
-GOOD = "SELECT name FROM singer WHERE country = 'france'"
-EMPTY = "SELECT name FROM singer WHERE country = 'France'"
 
 
 @pytest.mark.parametrize(
@@ -46,23 +44,23 @@ def test_equation_1_without_tools_or_history():
         next_action(A.FINALIZE, None, BOTH, True)
 
 
-def test_whole_episode_follows_the_protocol(tiny):
+def test_a_whole_episode_follows_the_protocol(tiny):
+    """Its four interactions are enough to check a query again that was corrected after the memory."""
+    wrong = "SELECT name FROM singer WHERE country = 'italy'"
     episode = make_episode(tiny, history=True)
-    assert say(episode, tool_call(EXEC_SQL, EMPTY))
-    assert say(episode, verdict(EXEC_SQL, False) + "\n" + tool_call(EXEC_SQL, GOOD))
-    assert say(episode, verdict(EXEC_SQL, True) + "\n" + tool_call(MEMORY_RETRIEVE, GOOD))
-    assert not say(episode, verdict(MEMORY_RETRIEVE, True) + f"\n<answer_sql>{GOOD}</answer_sql>")
+    assert say(episode, tool_call(EXEC_SQL, wrong))
+    assert say(episode, verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, wrong))
+    assert say(episode, verdict(MEMORY_RETRIEVE, False) + "\n" + tool_call(EXEC_SQL, GOLD))
+    assert say(episode, verdict(EXEC_SQL, True) + "\n" + tool_call(MEMORY_RETRIEVE, GOLD))
+    assert not say(episode, verdict(MEMORY_RETRIEVE, True) + final_answer(GOLD))
     t = episode.trajectory
-    assert t.status is Status.ANSWERED
-    assert t.answer_sql == GOOD
-    assert t.off_protocol == 0
+    assert (t.status, t.answer_sql, t.off_protocol) == (Status.ANSWERED, GOLD, 0)
     assert [a.type for a in t.actions] == [
-        A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.SELF_CORRECT, A.EXECUTE, A.E_VERIFY, A.M_VERIFY, A.FINALIZE,
+        A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.M_VERIFY,
+        A.SELF_CORRECT, A.EXECUTE, A.E_VERIFY, A.M_VERIFY, A.FINALIZE,
     ]  # fmt: skip
-    assert [o.outcome for o in t.observations] == ["null", "ok", "ok"]
-    assert "SELECT count(*) FROM singer" in t.observations[2].text
-    roles = [s.role for s in t.segments]
-    assert roles == ["prompt", *["model", "environment"] * 3, "model"]
+    assert "SELECT count(*) FROM singer" in t.observations[1].text
+    assert [s.role for s in t.segments] == ["prompt", *["model", "environment"] * 4, "model"]
     for segment in t.segments:
         assert set(segment.loss_mask) == ({1} if segment.role == "model" else {0})
     assert len(t.ids) == len(t.loss_mask) == len(t.logprobs)
@@ -70,81 +68,42 @@ def test_whole_episode_follows_the_protocol(tiny):
     assert all(s.ids[-1] == tiny.tokens.end_of_turn_ids[0] for s in t.segments if s.role == "model")
 
 
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        ("I do not know.", Status.NO_ACTION),
-        ("<answer_sql>  </answer_sql>", Status.NO_ACTION),
-        ("<think>hm <answer_sql>SELECT 1</answer_sql>", Status.NO_ACTION),
-        ("<tool_call>\nnot json\n</tool_call>", Status.MALFORMED_CALL),
-        ('<tool_call>\n{"name": "exec_sql", "arguments": {"code": 3}}\n</tool_call>', Status.MALFORMED_CALL),
-        ('<tool_call>\n{"name": "exec_sql", "arguments": {"code": "SELECT 1"}}', Status.MALFORMED_CALL),
-    ],
-)
-def test_every_bad_message_has_its_status(tiny, text, status):
+def test_outcomes_of_queries(tiny):
+    queries = ("SELECT nam FROM singer", "SELECT id FROM singer WHERE id > 9", "SELECT null", GOLD)
     episode = make_episode(tiny)
-    assert not say(episode, text)
-    assert episode.trajectory.status is status
-    assert episode.trajectory.answer_sql is None
+    assert all(say(episode, tool_call(EXEC_SQL, sql)) for sql in queries)
+    assert [seen.outcome for seen in episode.trajectory.observations] == ["error", "null", "null", "ok"]
+
+
+def test_a_message_without_an_action_ends_the_episode(tiny):
+    for text, status in (("Who?", Status.NO_ACTION), ("<tool_call>3</tool_call>", Status.MALFORMED_CALL)):
+        episode = make_episode(tiny)
+        assert not say(episode, text)
+        assert (episode.trajectory.status, episode.trajectory.answer_sql) == (status, None)
 
 
 @pytest.mark.parametrize("tool", [EXEC_SQL, "drop_everything", "<|im_end|>"])
 def test_a_tool_that_is_not_there_says_so_and_the_episode_goes_on(tiny, tool):
     episode = make_episode(tiny, tools="no_execution")
-    assert say(episode, tool_call(tool, GOOD))
+    assert say(episode, tool_call(tool, GOLD))
     trajectory = episode.trajectory
     (observation,) = trajectory.observations
     assert (observation.tool, observation.text) == (UNAVAILABLE, f"{tool} is not available")
-    assert [a.type for a in trajectory.actions] == [ActionType.PROPOSE] and trajectory.off_protocol == 1
+    assert [a.type for a in trajectory.actions] == [A.PROPOSE] and trajectory.off_protocol == 1
     end = tiny.tokens.end_of_turn_ids[0]
     assert list(trajectory.segments[-1].ids).count(end) == 1  # no name of a tool becomes a control token
-    assert not say(episode, verdict(EXEC_SQL, True) + final_answer(GOOD))
-    assert [a.type for a in trajectory.actions] == [ActionType.PROPOSE, ActionType.FINALIZE]
-    assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOOD)
+    assert not say(episode, verdict(EXEC_SQL, True) + final_answer(GOLD))
+    assert [a.type for a in trajectory.actions] == [A.PROPOSE, A.FINALIZE]
+    assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOLD)
 
 
-def test_out_of_interactions(tiny):
-    for calls in range(3):
-        episode = make_episode(tiny, limits=Limits(max_interactions=calls))
-        for _ in range(calls):
-            assert say(episode, tool_call(EXEC_SQL, GOOD))
-        assert not say(episode, tool_call(EXEC_SQL, GOOD))
-        trajectory = episode.trajectory
-        assert trajectory.status is Status.OUT_OF_INTERACTIONS
-        assert (trajectory.interactions, trajectory.messages) == (calls, calls + 1)
-        episode = make_episode(tiny, limits=Limits(max_interactions=calls))
-        for _ in range(calls):
-            assert say(episode, tool_call(EXEC_SQL, GOOD))
-        assert not say(episode, final_answer(GOOD)) and episode.trajectory.status is Status.ANSWERED
-
-
-def test_a_query_corrected_after_the_memory_can_be_checked_again(tiny):
-    """Four interactions are enough for one failed M-VERIFY on protocol."""
-    wrong = "SELECT name FROM singer WHERE country = 'italy'"
-    episode = make_episode(tiny, history=True)
-    assert say(episode, tool_call(EXEC_SQL, wrong))
-    assert say(episode, verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, wrong))
-    assert say(episode, verdict(MEMORY_RETRIEVE, False) + tool_call(EXEC_SQL, GOOD))
-    assert say(episode, verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, GOOD))
-    assert not say(episode, verdict(MEMORY_RETRIEVE, True) + final_answer(GOOD))
-    trajectory = episode.trajectory
-    assert (trajectory.status, trajectory.off_protocol) == (Status.ANSWERED, 0)
-    assert [a.type for a in trajectory.actions] == [
-        A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.M_VERIFY,
-        A.SELF_CORRECT, A.EXECUTE, A.E_VERIFY, A.M_VERIFY, A.FINALIZE,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "layout", [GOOD + " ;", GOOD.lower().replace(" ", "\n") + " -- done", "/* all */ " + GOOD]
-)
-def test_the_same_query_in_another_layout_is_no_new_candidate(tiny, layout):
-    layout = layout.replace("'FRANCE'", "'france'")
+def test_the_same_query_in_another_layout_is_no_new_candidate(tiny):
+    layout = "/* all */ select name\nfrom singer where country = 'france' ; -- done"
     episode = make_episode(tiny)
-    assert say(episode, tool_call(EXEC_SQL, GOOD))
+    assert say(episode, tool_call(EXEC_SQL, GOLD))
     assert not say(episode, verdict(EXEC_SQL, True) + final_answer(layout))
     assert [a.type for a in episode.trajectory.actions] == [A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.FINALIZE]
-    assert episode.trajectory.off_protocol == 0 and episode.trajectory.answer_sql == layout.strip()
+    assert (episode.trajectory.off_protocol, episode.trajectory.answer_sql) == (0, layout)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +137,7 @@ def test_prompts_and_observations_name_the_tools_that_there_are(tiny, tools, his
     episode = make_episode(tiny, history=history, tools=tools, compact=compact, limits=WIDE)
     said = [tiny.tokens.decode(episode.trajectory.segments[0].ids)]
     for tool in episode.tools:
-        say(episode, tool_call(tool, GOOD))
+        say(episode, tool_call(tool, GOLD))
         said.append(episode.trajectory.observations[-1].text)
     missing = {EXEC_SQL: "exec_verify", MEMORY_RETRIEVE: "memory_verify"}
     for name, tag in missing.items():
@@ -191,18 +150,12 @@ def test_prompts_and_observations_name_the_tools_that_there_are(tiny, tools, his
         assert ("execution results" in "".join(said)) is (EXEC_SQL in episode.tools)
 
 
-def test_compact_prompt_shows_earlier_questions_and_their_sql(tiny):
-    episode = make_episode(tiny, history=True)
-    prompt = tiny.tokens.decode(episode.trajectory.segments[0].ids)
-    assert "1. How many singers are there?\nSELECT count(*) FROM singer\nnow:" in prompt
-
-
 def test_out_of_tokens_in_a_message_in_an_observation_and_in_the_prompt(tiny):
     episode = make_episode(tiny)
     ids = tiny.tokens.message_ids("SELECT")[:-1]
     assert episode.step(ids, [0.0] * len(ids), stop=Stop.LIMIT) is None
     assert episode.trajectory.status is Status.OUT_OF_TOKENS
-    call = tool_call(EXEC_SQL, GOOD)
+    call = tool_call(EXEC_SQL, GOLD)
     room = len(tiny.tokens.message_ids(call)) + 5
     episode = make_episode(tiny, limits=Limits(max_response_tokens=room))
     assert not say(episode, call)
@@ -214,8 +167,8 @@ def test_out_of_tokens_in_a_message_in_an_observation_and_in_the_prompt(tiny):
 
 def test_missing_verdict_is_not_a_pass(tiny):
     episode = make_episode(tiny)
-    say(episode, tool_call(EXEC_SQL, GOOD))
-    say(episode, f"<answer_sql>{GOOD}</answer_sql>")
+    say(episode, tool_call(EXEC_SQL, GOLD))
+    say(episode, f"<answer_sql>{GOLD}</answer_sql>")
     verify = next(a for a in episode.trajectory.actions if a.type is A.E_VERIFY)
     assert verify.passed is None
     assert episode.trajectory.off_protocol == 1  # FINALIZE where Equation 1 wants SELF_CORRECT
@@ -244,12 +197,11 @@ def test_control_tokens_in_cells_stay_text(tiny):
     assert ids.count(vocabulary["\n</tool_response>"]) == 1  # that of the tool message, too
 
 
-@pytest.mark.parametrize("history", ["gold", "questions"])
-def test_memory_holds_the_history_that_was_chosen(tiny, history):
-    episode = make_episode(tiny, history=True, gold_history=history == "gold")
-    say(episode, tool_call(MEMORY_RETRIEVE, GOOD))
-    text = episode.trajectory.observations[0].text
-    assert ("SELECT count(*) FROM singer" in text) is (history == "gold")
+def test_memory_holds_the_history_that_was_chosen(tiny):
+    for gold in (True, False):
+        episode = make_episode(tiny, history=True, gold_history=gold)
+        say(episode, tool_call(MEMORY_RETRIEVE, GOLD))
+        assert ("SELECT count(*) FROM singer" in episode.trajectory.observations[0].text) is gold
 
 
 def test_result_is_cut_to_the_characters_asked_for(tiny):

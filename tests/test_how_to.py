@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -62,7 +63,7 @@ def corrected(tiny: Tiny) -> Episode:
     return episode
 
 
-def test_a_variant_of_the_loss_by_hand(tiny: Tiny):
+def test_a_variant_of_the_loss_by_hand(tiny):
     page = run_block("A variant of the loss")
     # Trajectory 0 has log ratios 0.2 and 0, trajectory 1 has 0.1.
     ratios = page["gspo"](torch.tensor([0.2, 0.0, 0.1]), torch.tensor([0, 0, 1]))
@@ -81,7 +82,7 @@ def test_a_variant_of_the_loss_by_hand(tiny: Tiny):
 
 
 @pytest.mark.parametrize("heading", BLOCKS)
-def test_no_more_than_fifteen_lines_of_code_and_eight_of_an_edit(heading: str):
+def test_no_more_than_fifteen_lines_of_code_and_eight_of_an_edit(heading):
     blocks = [[line for line in block.splitlines() if line.strip()] for block in BLOCKS[heading]]
     if heading == ABLATIONS:
         assert all(sum(line[0] in "+-" and line[:3] != "---" for line in block) <= 8 for block in blocks)
@@ -97,15 +98,6 @@ def module_of(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Module
     return module
 
 
-def patched_tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """mtsql/agent/tools.py with the page's tool put where the page says."""
-    source = (ROOT / "mtsql" / "agent" / "tools.py").read_text(encoding="utf-8")
-    assert source.count("\nTOOLS = (\n") == 1
-    block = BLOCKS["A tool"][0]
-    source = source.replace("\nTOOLS = (\n", f"\n{block}\n\nTOOLS = (\n    COLUMN_VALUES,\n")
-    return module_of("tools", source, monkeypatch)
-
-
 def edited(number: int, path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of `path` after one of the page's edits, which may change prompts as well."""
     files = {path: (ROOT / path).read_text(encoding="utf-8")}
@@ -113,9 +105,8 @@ def edited(number: int, path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
         name, _, changes = part.strip("\n").partition("\n")
         text = files.get(name) or (ROOT / name).read_text(encoding="utf-8")
         for change in changes.split("\n\n"):
-            before, after = (
-                [line[1:] for line in change.splitlines() if line[0] in kinds] for kinds in (" -", " +")
-            )
+            lines = change.splitlines()
+            before, after = ([line[1:] for line in lines if line[0] in kinds] for kinds in (" -", " +"))
             old = "\n".join(before if after else [*before, ""])
             assert text.count(old) == 1
             text = text.replace(old, "\n".join(after))
@@ -127,45 +118,34 @@ def edited(number: int, path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     return module_of(path, files[path], monkeypatch)
 
 
-def asked(tiny: Tiny, module: ModuleType, tools: str = "no_memory") -> str:
-    (message,), _ = module.make_recipe(PromptOptions()).prompt(EXAMPLE, tiny.schema, make_tools(tools))
-    return message["content"]
+@pytest.mark.parametrize(
+    ("number", "name", "told", "no_longer"),
+    [
+        (0, "sql_trail", "\n3. Before generating the final", ["identify all tables and"]),
+        (1, "sql_trail", "<observation>\n0       24.75\n</observation>", ["AVG(price)\n0"]),
+        (2, "sql_trail", " label, singer\n\nExternal", ["label_id", "a database schema", "In your first"]),
+        (3, "skyrl_sql", " label, singer\n\nExternal", ["label_id", "a database schema", "This schema"]),
+        (4, "mtir_sql", "assistant.\nYou provide the final SQL", ["think", "Correctness", "tool"]),
+    ],
+)
+def test_an_edit_changes_the_prompt(tiny, monkeypatch, number, name, told, no_longer):
+    module = edited(number, f"mtsql/recipes/{name}.py", monkeypatch)
+    tools = make_tools("none" if name == "mtir_sql" else "no_memory")
+    (message,), _ = module.make_recipe(PromptOptions()).prompt(EXAMPLE, tiny.schema, tools)
+    assert told in message["content"]
+    assert [words for words in no_longer if words in message["content"]] == []
 
 
-def test_sql_trail_without_guidance(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
-    text = asked(tiny, edited(0, "mtsql/recipes/sql_trail.py", monkeypatch))
-    assert "identify all tables and columns" not in text and "\n3. Before generating the final" in text
-
-
-def test_sql_trail_without_headers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
-    module = edited(1, "mtsql/recipes/sql_trail.py", monkeypatch)
-    assert "<observation>\n0       24.75\n</observation>" in asked(tiny, module)
-    table = module.make_recipe(PromptOptions()).table
+def test_edits_change_how_a_result_is_shown_and_an_answer_is_read(monkeypatch):
+    table = edited(1, "mtsql/recipes/sql_trail.py", monkeypatch).make_recipe(PromptOptions()).table
     assert table([["name", "n"], ["Anna", "1"], ["Bo", "12"]]) == "0  Anna   1\n1    Bo  12"
     assert table([["name"]]) == "Empty DataFrame"
-
-
-@pytest.mark.parametrize(("number", "recipe"), [(2, "sql_trail"), (3, "skyrl_sql")])
-def test_names_of_tables_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, number: int, recipe: str):
-    text = asked(tiny, edited(number, f"mtsql/recipes/{recipe}.py", monkeypatch))
-    assert "names" in text and " label, singer\n\nExternal Knowledge:" in text
-    assert "label_id" not in text and "This schema describes" not in text and "a database schema" not in text
-    assert "In your first response" not in text
-
-
-def test_direct_output_asks_for_no_thoughts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
-    module = edited(4, "mtsql/recipes/mtir_sql.py", monkeypatch)
-    text, recipe = asked(tiny, module, "none"), module.make_recipe(PromptOptions())
-    assert "think" not in text and "Correctness" not in text
-    assert "assistant.\nYou provide the final SQL query in <answer> </answer>." in text
-    assert text.endswith(
-        "missing or extra information.\n\nOutput Format:\n" + recipe.answer("YOUR_SQL_QUERY")
-    )
-    assert recipe.parse(recipe.answer(GOLD)).well_formed
+    direct = edited(4, "mtsql/recipes/mtir_sql.py", monkeypatch).make_recipe(PromptOptions())
+    assert direct.parse(direct.answer(GOLD)).well_formed
 
 
 @pytest.mark.parametrize(("step", "total"), [(0, 1.0), (3, 1.5)])
-def test_process_rewards_from_the_second_level(monkeypatch: pytest.MonkeyPatch, step: int, total: float):
+def test_process_rewards_from_the_second_level(monkeypatch, step, total):
     module = edited(5, "train_grpo.py", monkeypatch)
     config = GrpoArgs(data=(), out="", model="", steps=4, prompts_per_step=1)
     earned = Rewards(1.0, 0.0, 1.5, {"proposal": 1.0})
@@ -179,24 +159,25 @@ def test_process_rewards_from_the_second_level(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("compact", [True, False])
-def test_a_tool(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, compact: bool):
-    tools = patched_tools(monkeypatch).make_tools("both")
-    assert set(tools) == {*make_tools("both"), "column_values"}
-    episode = episode_of(tiny, make_recipe(PromptOptions(compact)), tools)
+def test_a_tool(tiny, monkeypatch, compact):
+    source, tools = (ROOT / "mtsql" / "agent" / "tools.py").read_text(encoding="utf-8"), "\nTOOLS = (\n"
+    assert source.count(tools) == 1
+    source = source.replace(tools, f"\n{BLOCKS['A tool'][0]}\n{tools}    COLUMN_VALUES,\n")
+    chosen = module_of("tools", source, monkeypatch).make_tools("both")
+    assert set(chosen) == {*make_tools("both"), "column_values"}
+    episode = episode_of(tiny, make_recipe(PromptOptions(compact)), chosen)
     assert "column_values" in tiny.tokens.decode(episode.trajectory.ids)
     assert say(episode, call("column_values", "singer.country"))
     assert say(episode, call("column_values", "singer.continent"))
     shown, unknown = episode.trajectory.observations
-    assert shown.text == "None, france, italy"
-    assert "continent" in unknown.text
+    assert shown.text == "None, france, italy" and "continent" in unknown.text
     assert episode.trajectory.actions == []  # its argument is no candidate
     assert say(episode, call("exec_sql", GOLD))
     assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
-    assert episode.trajectory.answer_sql == GOLD
-    assert episode.trajectory.off_protocol == 0
+    assert (episode.trajectory.answer_sql, episode.trajectory.off_protocol) == (GOLD, 0)
 
 
-def test_a_recipe(tiny: Tiny):
+def test_a_recipe(tiny):
     module = run_block("A recipe")
     recipe = module["make_recipe"](PromptOptions())
     reward = module["make_reward"]("", Scorer({"music": tiny.schema}, tiny.executor), None, 4)
@@ -207,14 +188,14 @@ def test_a_recipe(tiny: Tiny):
     assert reward(episode.trajectory, EXAMPLE).total == 1
 
 
-def test_a_reward(tiny: Tiny):
+def test_a_reward(tiny):
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
     reward = run_block("A reward")["make_reward"]("", scorer, tiny.tokens.decode, 5)
     right = reward(corrected(tiny).trajectory, EXAMPLE)
     assert (right.ex, right.em, right.parts) == (1, 1, {"interactions": 2})
     assert right.total == pytest.approx(0.8)
     wrong = episode_of(tiny, make_recipe(COMPACT), make_tools("none"))
-    say(wrong, f"<answer_sql>{WRONG}</answer_sql>")
+    assert not say(wrong, f"<answer_sql>{WRONG}</answer_sql>")
     assert reward(wrong.trajectory, EXAMPLE).total == 0
 
 
@@ -224,18 +205,16 @@ def test_an_advantage():
     assert advantages.tolist() == [[-0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
-def test_a_metric(tiny: Tiny):
-    first_try = run_block("A metric")["first_try"]
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+def test_a_metric(tiny):
+    first_try, scorer = run_block("A metric")["first_try"], Scorer({"music": tiny.schema}, tiny.executor)
     assert first_try(corrected(tiny).trajectory, EXAMPLE, scorer) == 0
     at_once = episode_of(tiny, make_recipe(COMPACT), make_tools("none"))
     assert first_try(at_once.trajectory, EXAMPLE, scorer) == 0
-    say(at_once, f"<answer_sql>{GOLD}</answer_sql>")
-    assert at_once.trajectory.status is Status.ANSWERED
+    assert not say(at_once, f"<answer_sql>{GOLD}</answer_sql>")
     assert first_try(at_once.trajectory, EXAMPLE, scorer) == 1
 
 
-def test_a_tracker(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tracker(tmp_path, monkeypatch):
     sent = []
     run = SimpleNamespace(log=lambda row, step: sent.append((step, row)))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=lambda **how: run))
@@ -244,19 +223,18 @@ def test_a_tracker(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert (tmp_path / "metrics.csv").read_text() == "step,reward\n3,0.5\n"
 
 
-def test_a_dataset_of_single_questions(tiny: Tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dataset_of_single_questions(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "SINGLE_FORMATS", dict(datasets.SINGLE_FORMATS))
     run_block("A dataset", 0)
     data = tmp_path / "mine.json"
-    data.write_text(
-        f'[{{"nl_question": "{QUESTION}", "gold": "{GOLD}", "hint": "lower case", "db_id": "music"}}]'
-    )
+    item = {"nl_question": QUESTION, "gold": GOLD, "hint": "lower case", "db_id": "music"}
+    data.write_text(json.dumps([item]))
     dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
     turn = dataset.dialogues[0].turns[0]
     assert (turn.question, turn.gold_sql, turn.knowledge) == (QUESTION, GOLD, "lower case")
 
 
-def test_a_dataset_of_dialogues(tiny: Tiny, tmp_path):
+def test_a_dataset_of_dialogues(tiny, tmp_path):
     for name in ("tables.json", "database"):
         (tmp_path / name).symlink_to(tiny.folder / name)
     turns = [("How many singers are there?", "SELECT count(*) FROM singer"), (QUESTION, GOLD)]

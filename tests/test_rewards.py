@@ -1,7 +1,12 @@
-"""MTSQL-R1's rewards, on numbers worked out by hand."""
+"""MTSQL-R1's rewards on numbers worked out by hand, what the authors' code pays otherwise, and hacks.
+
+Hacks are what an agent could do for process reward without a better answer: by the preset `process` they
+do not pay, and where the paper's formula leaves a gain, its exact number is here.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,338 +14,153 @@ from conftest import GOLD, make_episode, say
 
 from mtsql.agent.env import Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Status
 from mtsql.extras import authors_rewards
-from mtsql.recipes import mtsql_r1_rewards
+from mtsql.recipes import RECIPES, load_recipe, mtsql_r1_rewards
+from mtsql.recipes.mtsql_r1_prompts import final_answer as answer
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
-from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PRESETS, RewardWeights, reward
+from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PRESETS, RewardWeights
+from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_rewards, is_right
 from mtsql.report.evaluation import abilities
 from mtsql.sql.score import Scorer
 
-ALL = RewardWeights(ex=1.0, em=1.0, proposal=0.8, verify=0.1)
-WRONG_VALUE = "SELECT name FROM singer WHERE country = 'France'"
-SPAIN = "SELECT name FROM singer WHERE country = 'italy'"
-BROKEN = "SELECT nam FROM singer"
-MORE = GOLD + " AND age > 20"  # the same row; of WHERE one condition of two is right
+NO_ROW = "SELECT name FROM singer WHERE country = 'France'"
+SPAIN = "SELECT name FROM singer WHERE country = 'italy'"  # of three clauses two are right: F1 is 2/3
+BROKEN = "SELECT nam FROM singer"  # only the table is right: F1 is 1/3
+MORE = GOLD + " AND age > 20"  # the same row; of WHERE one condition of two is right: F1 is 8/9
 OTHER = "SELECT name FROM singer WHERE id = 2"  # the same row
+ALIAS = "SELECT s.name FROM singer AS s WHERE s.country = 'france'"  # GOLD in other words
+EMPTY = "SELECT name FROM singer WHERE country = 'spain'"
 PASS, NO_PASS = verdict(EXEC_SQL, True), verdict(EXEC_SQL, False)
+AGREES, DISAGREES = verdict(MEMORY_RETRIEVE, True), verdict(MEMORY_RETRIEVE, False)
 LONG = Limits(max_prompt_tokens=10_000, max_response_tokens=20_000, max_tool_tokens=10_000)
-
-
-@pytest.fixture
-def scorer(tiny):
-    return Scorer({"music": tiny.schema}, tiny.executor)
-
-
-def play(tiny, *messages, **options):
-    episode = make_episode(tiny, **options)
-    for message in messages:
-        say(episode, message)
-    return episode
-
-
-def answer(sql):
-    return f"<answer_sql>{sql}</answer_sql>"
 
 
 def call(sql, tool=EXEC_SQL):
     return tool_call(tool, sql)
 
 
-def test_right_answer_with_right_verdicts(tiny, scorer):
-    episode = play(
-        tiny,
-        tool_call(EXEC_SQL, GOLD),
-        verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, GOLD),
-        verdict(MEMORY_RETRIEVE, True) + answer(GOLD),
-        history=True,
-    )
-    r = reward(episode.trajectory, episode.example, scorer, ALL)
-    assert (r.ex, r.em, r.parts["proposal"], r.parts["e_verify"], r.parts["m_verify"]) == (1, 1, 1, 1, 1)
-    assert r.total == pytest.approx(1 + 1 + 0.8 + 0.1 * 2)
+def memory(sql):
+    return call(sql, MEMORY_RETRIEVE)
 
 
-def test_exact_match_ignores_values_execution_does_not(tiny, scorer):
-    episode = play(tiny, tool_call(EXEC_SQL, SPAIN), verdict(EXEC_SQL, True) + answer(SPAIN))
-    r = reward(episode.trajectory, episode.example, scorer, RewardWeights())
-    assert (r.ex, r.em, r.total) == (0, 1, 1)
+def play(tiny, *messages, limits=Limits(max_interactions=10), **how):  # noqa: B008 (frozen)
+    episode = make_episode(tiny, limits=limits, **how)
+    for message in messages:
+        say(episode, message)
+    return episode
 
 
-def test_verdicts_are_averaged_over_their_actions(tiny, scorer):
+def paid(tiny, episode, preset="process", gold=GOLD):
+    """The rewards of a preset, of the released code where it is "authors"."""
+    module = authors_rewards if preset == "authors" else mtsql_r1_rewards
+    given = preset.replace("authors", "mtsql.extras.authors_rewards")
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    reward = module.make_reward(given, scorer, tiny.tokens.decode, 5)
+    return reward(episode.trajectory, replace(episode.example, gold_sql=gold))
+
+
+def total(tiny, *messages, gold=GOLD, **how):
+    """What an episode earns that goes on until its last message, the answer."""
+    episode = play(tiny, *messages, **how)
+    assert (episode.trajectory.status, episode.trajectory.messages) == (Status.ANSWERED, len(messages))
+    return paid(tiny, episode, gold=gold).total
+
+
+# The formula
+
+RIGHT = (call(GOLD), PASS + answer(GOLD))
+REPAIRED = (call(BROKEN), NO_PASS + call(GOLD), PASS + answer(GOLD))
+WARY = (call(SPAIN), NO_PASS + call(GOLD), PASS + answer(GOLD))  # a verdict of no worth, then one of worth
+CHECKED = (call(GOLD), PASS + memory(GOLD), AGREES + answer(GOLD))
+CHECKED_WRONG = (call(SPAIN), PASS + memory(SPAIN), AGREES + answer(SPAIN))
+WARYS = 2 + 0.8 * (2 / 3 + 1) / 2  # without its verdicts
+
+
+@pytest.mark.parametrize(
+    ("messages", "process", "formula"),
+    [
+        (RIGHT, 2 + 0.8 + 0.1, 2 + 0.8 + 0.1),
+        (CHECKED, 2 + 0.8 + 0.2, 2 + 0.8 + 0.2),
+        (REPAIRED, 2 + 0.8 * (1 / 3 + 1) / 2 + 0.1, 2 + 0.8 * (1 / 3 + 1) / 2 + 0.1),
+        (WARY, WARYS + 0.1 / 2, WARYS + 0.1 / 2),
+        # EM is 1, since it ignores values, but as strings the two differ.
+        (CHECKED_WRONG, 1 + 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3, 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3),
+        # The formula counts every action: a query asked twice, one to and fro, "otherwise" for no verdict.
+        ((*WARY[:2], PASS + call(GOLD), PASS + answer(GOLD)), WARYS + 0.1 / 2, WARYS + 0.1 * 2 / 3),
+        ((*WARY[:2], NO_PASS + call(SPAIN), NO_PASS + RIGHT[0], RIGHT[1]), WARYS, WARYS + 0.1 / 4),
+        ((*CHECKED_WRONG[:2], answer(SPAIN)), 1.1 + 0.8 * 2 / 3, 0.8 * 2 / 3 + 0.1 + 0.1 * (1 - 2 / 3)),
+        (("no idea",), 0, 0),
+        ((call(GOLD), PASS + "no idea"), 0.8 + 0.1, 0.8 + 0.1),  # the right query ran, but was no answer
+    ],
+)
+def test_total_by_hand(tiny, messages, process, formula):
+    episode = play(tiny, *messages, history=True)
+    assert paid(tiny, episode).total == pytest.approx(process)
+    assert paid(tiny, episode, "formula").total == pytest.approx(formula)
+
+
+def test_verdicts_are_averaged_over_their_actions(tiny):
     # E-verify: error and no_pass 1, null and no_pass 0.1, ok and pass 1.
     assert sum(E_VERIFY_TABLE.values()) == 1 + 0.1 + 1 and len(E_VERIFY_TABLE) == 6  # the others earn 0
-    episode = play(
-        tiny,
-        tool_call(EXEC_SQL, BROKEN),
-        verdict(EXEC_SQL, False) + tool_call(EXEC_SQL, WRONG_VALUE),
-        verdict(EXEC_SQL, False) + tool_call(EXEC_SQL, GOLD),
-        verdict(EXEC_SQL, True) + answer(GOLD),
-    )
-    r = reward(episode.trajectory, episode.example, scorer, ALL)
-    assert r.parts["e_verify"] == pytest.approx((1 + 0.1 + 1) / 3)
-    assert r.parts["m_verify"] == 0
+    said = (call(BROKEN), NO_PASS + call(NO_ROW), NO_PASS + call(GOLD), PASS + answer(GOLD))
+    parts = paid(tiny, play(tiny, *said)).parts
+    assert (parts["e_verify"], parts["m_verify"]) == (pytest.approx((1 + 0.1 + 1) / 3), 0)
 
 
-def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny, scorer):
-    for passed in (True, False):
-        episode = play(
-            tiny,
-            tool_call(MEMORY_RETRIEVE, SPAIN),
-            verdict(MEMORY_RETRIEVE, passed) + answer(GOLD),
-            history=True,
-            tools="no_execution",
-        )
-        f1 = scorer.clause_f1("music", GOLD, SPAIN)
-        assert f1 == pytest.approx(2 / 3)  # SELECT and the tables of JOIN agree, WHERE does not
-        r = reward(episode.trajectory, episode.example, scorer, ALL)
-        assert r.parts["m_verify"] == pytest.approx(f1 if passed else 1 - f1)
-        # What replaces a candidate that passed is no correction.
-        assert r.parts["proposal"] == pytest.approx(2 / 3 if passed else (2 / 3 + 1.0) / 2)
+@pytest.mark.parametrize(
+    ("judged", "m_verify", "proposal"), [(AGREES, 2 / 3, 2 / 3), (DISAGREES, 1 / 3, 5 / 6)]
+)
+def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny, judged, m_verify, proposal):
+    """What replaces a candidate that passed is no correction."""
+    episode = play(tiny, memory(SPAIN), judged + answer(GOLD), history=True, tools="no_execution")
+    parts = paid(tiny, episode).parts
+    assert (parts["m_verify"], parts["proposal"]) == (pytest.approx(m_verify), pytest.approx(proposal))
 
 
-def test_unanswered_question_is_never_right(tiny, scorer):
-    # The right SQL was executed, and the tool's text even holds an answer tag; neither counts.
-    episode = play(tiny, tool_call(EXEC_SQL, "SELECT '<answer_sql>" + "SELECT 1</answer_sql>'"), "no idea")
-    assert episode.trajectory.answer_sql is None
-    r = reward(episode.trajectory, episode.example, scorer, ALL)
-    assert (r.ex, r.em) == (0, 0)
-    empty_gold = play(tiny, "no idea")
-    assert reward(empty_gold.trajectory, empty_gold.example, scorer, ALL).total == 0
-
-
-def made(name, tiny, scorer):
-    """The rewards of a preset, of the released code where it is "authors"."""
-    module = authors_rewards if name == "authors" else mtsql_r1_rewards
-    given = name.replace("authors", "mtsql.extras.authors_rewards")
-    return module.make_reward(given, scorer, tiny.tokens.decode, 5)
-
-
-def rewards_of(tiny, scorer, *messages, gold=GOLD, preset="authors", **options):
-    """Rewards by `process`, and by another preset."""
-    episode = play(tiny, *messages, **options)
-    example = replace(episode.example, gold_sql=gold)
-    return tuple(made(name, tiny, scorer)(episode.trajectory, example) for name in ("process", preset))
-
-
-def test_rewards_read_the_record_and_never_the_text(tiny, scorer):
-    episode = play(tiny, call(BROKEN), NO_PASS + call(GOLD), PASS + answer(GOLD))
-    trajectory = episode.trajectory
-    expected = reward(trajectory, episode.example, scorer, ALL)
-    # Proposals: of BROKEN only the table is right, one of three clauses; both verdicts are right.
-    assert expected.total == pytest.approx(1 + 1 + 0.8 * (1 / 3 + 1) / 2 + 0.1 * 1)
+def test_rewards_read_the_record_and_never_the_text(tiny):
+    episode = play(tiny, *REPAIRED)
+    expected, trajectory = paid(tiny, episode), episode.trajectory
     trajectory.segments = trajectory.segments[:1]
     trajectory.observations = [
         replace(seen, sql="DROP TABLE singer", text=answer("SELECT 1")) for seen in trajectory.observations
     ]
-    assert reward(trajectory, episode.example, scorer, ALL) == expected
+    assert paid(tiny, episode) == expected
 
 
-def test_presets(tiny, scorer):
-    with_process = dict.fromkeys(("process", "paper", "formula"), ALL)
-    assert {"outcome": RewardWeights(1, 1, 0, 0)} | with_process == PRESETS
-    lower = GOLD.lower()
+def test_an_empty_memory_is_nothing_to_verify(tiny):
+    for history in (False, True):
+        episode = play(tiny, *CHECKED, history=history)
+        assert paid(tiny, episode).total == pytest.approx(2 + 0.8 + 0.1 + 0.1 * history)
+        assert paid(tiny, episode, "authors").parts["m_verify"] == 1
+
+
+def test_presets(tiny):
     # Verdicts are missing. Authors: E 1, M 1; proposals (2/3 + 1) / 2 over the calls, (8/9 + 1) / 2 over the
     # candidates for the others: the answer in lower case is none of its own.
-    episode = play(tiny, call(MORE), call(GOLD, MEMORY_RETRIEVE), answer(lower), history=True)
+    episode = play(tiny, call(MORE), memory(GOLD), answer(GOLD.lower()), history=True)
     proposal = 0.8 * (8 / 9 + 1) / 2
-    for preset, total in {
+    totals = {
         "outcome": 2,
         "process": 2 + proposal,
-        "paper": 1 + proposal,
+        "paper": 1 + proposal,  # EM of strings
         "authors": 2 + 0.8 * (2 / 3 + 1) / 2 + 0.1 * (1 + 1),
         "formula": 1 + proposal,  # no verdict is no pass: E 0, and M 1 - 1
-    }.items():
-        rewards = made(preset, tiny, scorer)
-        assert rewards(episode.trajectory, episode.example).total == pytest.approx(total)
+    }
+    assert {preset: paid(tiny, episode, preset).total for preset in totals} == pytest.approx(totals)
+    spaced = play(tiny, answer(GOLD.replace(" ", "\n ") + ";"))
+    assert paid(tiny, spaced, "paper").em == 1
 
 
-@pytest.mark.parametrize("history", [False, True])
-def test_an_empty_memory_is_nothing_to_verify(tiny, scorer, history):
-    """Nothing is earned or lost by asking it on a first question; the authors pay for it."""
-    said = (call(GOLD), PASS + call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(GOLD))
-    process, authors = rewards_of(tiny, scorer, *said, history=history)
-    assert process.total == pytest.approx(2 + 0.8 + 0.1 + 0.1 * history)
-    assert authors.parts["m_verify"] == 1
-    without, _ = rewards_of(tiny, scorer, call(GOLD), PASS + answer(GOLD), history=False)
-    assert process.total - 0.1 * history == pytest.approx(without.total)
-
-
-def test_abilities_of_those_that_called_are_counted_apart(tiny, scorer):
-    executed = (call(BROKEN), verdict(EXEC_SQL, True) + answer(GOLD))
-    checked = (call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(GOLD))
-    measured = []
-    for said, history in (((answer(GOLD),), True), (executed, True), (checked, True), (checked, False)):
-        episode = play(tiny, *said, history=history)
-        measured.append(abilities(episode.trajectory, episode.example, scorer))
-    assert [a["call_execution"] for a in measured] == [0, 1, 0, 0]
-    assert [a["e_verify"] for a in measured] == [0, 0, 0, 0]
-    assert [a["e_verify_called"] for a in measured] == [None, 0, None, None]
-    assert [a["call_memory"] for a in measured] == [0, 0, 1, None]
-    assert [a["m_verify"] for a in measured] == [0, 0, 1, None]
-    assert [a["m_verify_called"] for a in measured] == [None, None, 1, None]
-    episode = play(tiny, *executed)
-    others = abilities(episode.trajectory, episode.example, scorer, verifies=False)
-    assert {name: value for name, value in others.items() if value is not None} == {"call_execution": 1}
-
-
-def test_string_em(tiny, scorer):
-    default, strict = rewards_of(tiny, scorer, answer(GOLD.lower()), preset="paper")
-    assert (default.em, strict.em) == (1, 0)
-    default, strict = rewards_of(tiny, scorer, answer(GOLD.replace(" ", "\n ") + ";"), preset="paper")
-    assert (default.em, strict.em) == (1, 1)
-
-
-@pytest.mark.parametrize(("limit", "em"), [("1", 1), ("2", 0), ("value", 0)])
-def test_nested_limit_em(tiny, scorer, limit, em):
-    gold = "SELECT name FROM singer WHERE age > (SELECT age FROM singer ORDER BY age LIMIT 1)"
-    pred = answer(gold.replace("LIMIT 1", f"LIMIT {limit}"))
-    default, limits = rewards_of(tiny, scorer, pred, gold=gold)
-    assert (default.em, limits.em) == (1, em)
-
-
-def test_whole_clause_f1(tiny, scorer):
-    # SELECT and tables agree; WHERE has precision 1/2 and recall 1.
-    said = (call(MORE, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True) + answer(MORE))
-    default, whole = rewards_of(tiny, scorer, *said, history=True)
-    assert default.parts["proposal"] == default.parts["m_verify"] == pytest.approx((1 + 1 + 2 / 3) / 3)
-    assert whole.parts["proposal"] == whole.parts["m_verify"] == pytest.approx(2 / 3)
-    assert whole.ex == default.ex == 1
-
-
-def test_a_gold_that_the_official_grammar_cannot_read_is_rewarded(tiny, scorer):
-    gold = "SELECT name FROM singer ORDER BY age LIMIT 0,1"  # SQLite runs it, as it does CoSQL's
-    assert scorer.gold_problem("music", gold) is None
-    default, authors = rewards_of(tiny, scorer, call(gold), verdict(EXEC_SQL, True) + answer(gold), gold=gold)
-    assert (default.parts["proposal"], authors.parts["proposal"]) == (1, 0)
-    assert authors.ex == default.ex == 1
-
-
-@pytest.mark.parametrize(
-    ("said", "proposed", "called"),
-    [
-        # The repeat of the memory tool counts again.
-        ((call(SPAIN), NO_PASS + call(GOLD), call(GOLD, MEMORY_RETRIEVE), answer(GOLD)), 5 / 6, 8 / 9),
-        ((call(SPAIN), answer(GOLD)), 5 / 6, 2 / 3),  # the answer does not count
-        ((f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
-        ((call(GOLD), call(SPAIN, "no_such_tool")), 5 / 6, 5 / 6),
-    ],
-)
-def test_all_calls_propose(tiny, scorer, said, proposed, called):
-    default, all_calls = rewards_of(tiny, scorer, *said, history=True)
-    assert default.parts["proposal"] == pytest.approx(proposed)
-    assert all_calls.parts["proposal"] == pytest.approx(called)
-
-
-@pytest.mark.parametrize(
-    ("said", "default_verdicts", "tag_verdicts"),
-    [
-        # (E-verify, M-verify). The memory tool's own verdict is never read.
-        ((call(GOLD), PASS + call(GOLD, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, True)), (1, 1), (1, 1)),
-        # The verdict on memory is that on the execution after it: "no_pass" becomes "pass".
-        (
-            (call(SPAIN, MEMORY_RETRIEVE), verdict(MEMORY_RETRIEVE, False) + call(GOLD), PASS + answer(GOLD)),
-            (1, 1 / 3),
-            (1, 2 / 3),
-        ),
-        # A verdict one message late, and one in a thought, before the one that is meant.
-        ((call(GOLD), call(SPAIN), PASS), (1 / 2, 0), (1, 0)),
-        ((call(GOLD), f"<think>not {NO_PASS}</think>" + PASS), (1, 0), (0, 0)),
-        ((f"{call(GOLD)} {PASS}", "hm"), (0, 0), (1, 0)),
-    ],
-)
-def test_first_exec_tag(tiny, scorer, said, default_verdicts, tag_verdicts):
-    default, tag = rewards_of(tiny, scorer, *said, history=True)
-    assert (default.parts["e_verify"], default.parts["m_verify"]) == pytest.approx(default_verdicts)
-    assert (tag.parts["e_verify"], tag.parts["m_verify"]) == pytest.approx(tag_verdicts)
-
-
-def test_a_call_without_response_is_paid_as_right(tiny, scorer):
-    said = (call(BROKEN), NO_PASS + call(WRONG_VALUE))
-    default, authors = rewards_of(tiny, scorer, *said, limits=Limits(max_interactions=1))
-    assert (default.parts["e_verify"], authors.parts["e_verify"]) == (1, 1)
-    said = (call(BROKEN), NO_PASS + call(WRONG_VALUE), NO_PASS)
-    assert rewards_of(tiny, scorer, *said)[1].parts["e_verify"] == pytest.approx((1 + 0.1) / 2)
-
-
-@pytest.mark.parametrize(
-    ("sql", "known"),
-    [
-        (BROKEN, True),
-        ("SELECT name FROM singers", True),
-        ("SELECT id FROM singer JOIN label", True),
-        ("SELEC name FROM singer", True),
-        ("SELECT name FROM singer WHERE count(*) > 1", False),
-        ("SELECT 1; SELECT 2", False),
-    ],
-)
-def test_four_errors(tiny, scorer, sql, known):
-    for passed in (True, False):
-        said = (call(sql), verdict(EXEC_SQL, passed) + answer(GOLD))
-        default, four = rewards_of(tiny, scorer, *said)
-        assert default.parts["e_verify"] == (not passed)
-        assert four.parts["e_verify"] == (passed is not known)
-
-
-@pytest.mark.parametrize(
-    ("sql", "default_passed", "passed", "default_failed", "failed"),
-    [
-        ("SELECT country FROM singer WHERE id = 1", 0, 1, 0.1, 0),  # [(None,)]
-        ("SELECT count(*) FROM singer WHERE id = 9", 1, 1, 0, 0),  # [(0,)]
-        ("SELECT shout(name) FROM singer", 0, 1, 1, 0),  # an error that they do not know
-    ],
-)
-def test_null_rows_ok(tiny, scorer, sql, default_passed, passed, default_failed, failed):
-    default, nulls = rewards_of(tiny, scorer, call(sql), PASS)
-    assert (default.parts["e_verify"], nulls.parts["e_verify"]) == (default_passed, passed)
-    default, nulls = rewards_of(tiny, scorer, call(sql), NO_PASS)
-    assert (default.parts["e_verify"], nulls.parts["e_verify"]) == (default_failed, failed)
-
-
-@pytest.mark.parametrize(
-    ("said", "ex", "tag_ex"),
-    [
-        ((call(BROKEN), answer(GOLD)), 1, 1),
-        ((f"{answer(GOLD)}<think>{answer(SPAIN)}</think>{answer(GOLD)}",), 1, 1),
-        # No answer: the last call is paid in full, then the last thought, then the bare text.
-        ((call(SPAIN), call(GOLD), "no idea"), 0, 1),
-        ((f"<think>{SPAIN}</think><think>{GOLD}</think>yes",), 0, 1),
-        ((GOLD,), 0, 1),
-        # An answer in a thought that never ended.
-        ((f"<think>{answer(GOLD)}",), 0, 1),
-        # A tag that stands in the result alone.
-        ((call(f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"), "no idea"), 0, 1),
-    ],
-)
-def test_last_answer_tag(tiny, scorer, said, ex, tag_ex):
-    default, tag = rewards_of(tiny, scorer, *said, result_characters=200)
-    assert (default.ex, tag.ex) == (ex, tag_ex)
-
-
-def test_last_answer_tag_of_the_papers_tool_text(tiny, scorer):
-    # The instructions hold <answer_sql>...</answer_sql>: the right SQL of the last call is not paid.
-    said = (call(GOLD), "no idea")
-    assert [r.ex for r in rewards_of(tiny, scorer, *said, limits=LONG)] == [0, 1]
-    assert [r.ex for r in rewards_of(tiny, scorer, *said, compact=False, limits=LONG)] == [0, 0]
-
-
-def test_newlines_to_blanks(tiny, scorer):
-    commented = "SELECT name FROM singer -- all\nWHERE country = 'france'"
-    default, blanks = rewards_of(tiny, scorer, answer(commented))
-    assert (default.ex, blanks.ex) == (1, 0)
-    hidden = GOLD + " -- or older\nAND age > 90"
-    default, blanks = rewards_of(tiny, scorer, answer(hidden))
-    assert (default.ex, blanks.ex) == (0, 1)
-
-
-def test_weights_that_are_given_replace_those_of_the_preset(tiny, scorer):
+def test_weights_that_are_given_replace_those_of_the_preset(tiny):
     changed = RewardWeights(1, 0, 0.8, 0.5)
     assert chosen_rewards(PRESETS, "paper, verify=0.5, em=0") == ("paper", changed)
     assert chosen_rewards(PRESETS, "") == ("outcome", RewardWeights(1.0, 1.0, 0.0, 0.0))
     assert chosen_rewards(PRESETS, "proposal=1") == ("outcome", RewardWeights(1.0, 1.0, 1.0, 0.0))
-    episode = play(tiny, call(GOLD), PASS + answer(GOLD))
+    episode = play(tiny, *RIGHT)
     for preset in PRESETS:
-        rewards = made(f"{preset},em=0,proposal=0,verify=3", tiny, scorer)
-        assert rewards(episode.trajectory, episode.example).total == 1 + 3
+        assert paid(tiny, episode, f"{preset},em=0,proposal=0,verify=3").total == 1 + 3
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
         chosen_rewards(PRESETS, "best")
     for wrong in ("proposals=1", "process,ex", "ex=", "ex=much", "ex=nan", "ex=inf", "=1"):
@@ -348,12 +168,216 @@ def test_weights_that_are_given_replace_those_of_the_preset(tiny, scorer):
             chosen_rewards(PRESETS, wrong)
 
 
-def test_right_is_what_the_presets_rewards_say(tiny, scorer):
-    episode = play(tiny, answer(GOLD.lower()))
-    other = play(tiny, answer(OTHER))
+def test_right_is_what_the_presets_rewards_say(tiny):
+    episode, other = play(tiny, answer(GOLD.lower())), play(tiny, answer(OTHER))
     for preset, right in {"outcome": True, "paper": False, "authors": True}.items():
-        rewards = made(preset, tiny, scorer)
-        assert is_right(rewards(episode.trajectory, episode.example), "ex_em") is right
-        assert is_right(rewards(episode.trajectory, episode.example), "ex")
-        assert not is_right(rewards(other.trajectory, other.example), "ex_em")
-        assert is_right(rewards(other.trajectory, other.example), "ex")
+        assert is_right(paid(tiny, episode, preset), "ex_em") is right
+        assert not is_right(paid(tiny, other, preset), "ex_em")
+        assert is_right(paid(tiny, episode, preset), "ex") and is_right(paid(tiny, other, preset), "ex")
+
+
+def test_abilities_of_those_that_called_are_counted_apart(tiny):
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    names = ("call_execution", "e_verify", "e_verify_called", "call_memory", "m_verify", "m_verify_called")
+    executed, checked = (call(BROKEN), PASS + answer(GOLD)), (memory(GOLD), AGREES + answer(GOLD))
+    for said, history, expected in (
+        ((answer(GOLD),), True, (0, 0, None, 0, 0, None)),
+        (executed, True, (1, 0, 0, 0, 0, None)),
+        (checked, True, (0, 0, None, 1, 1, 1)),
+        (checked, False, (0, 0, None, None, None, None)),
+    ):
+        episode = play(tiny, *said, history=history)
+        measured = abilities(episode.trajectory, episode.example, scorer)
+        assert tuple(measured[name] for name in names) == expected
+    episode = play(tiny, *executed)
+    others = abilities(episode.trajectory, episode.example, scorer, verifies=False)
+    assert {name: value for name, value in others.items() if value is not None} == {"call_execution": 1}
+
+
+# The authors' released code
+
+NULLS = "SELECT country FROM singer WHERE id = 1"
+KNOWN_ERRORS = (BROKEN, "SELECT 1 FROM singers", "SELECT id FROM singer JOIN label", "SELEC name FROM singer")
+RESULT_TAG = f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"
+
+
+@pytest.mark.parametrize(
+    ("part", "messages", "process", "authors"),
+    [
+        # A clause is right or wrong as a whole.
+        ("proposal", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
+        ("m_verify", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
+        # All calls are proposals: repeats, and those in thoughts and of unknown tools, but not the answer.
+        ("proposal", (call(SPAIN), NO_PASS + call(GOLD), memory(GOLD), answer(GOLD)), 5 / 6, 8 / 9),
+        ("proposal", (call(SPAIN), answer(GOLD)), 5 / 6, 2 / 3),
+        ("proposal", (f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
+        ("proposal", (call(GOLD), call(SPAIN, "no_such_tool")), 5 / 6, 5 / 6),
+        # The memory tool's own verdict is never read, but that on the execution after it.
+        ("m_verify", (memory(SPAIN), DISAGREES + call(GOLD), PASS + answer(GOLD)), 1 / 3, 2 / 3),
+        # A verdict one message late, in a thought before the one that is meant, in the call's message.
+        ("e_verify", (call(GOLD), call(SPAIN), PASS), 1 / 2, 1),
+        ("e_verify", (call(GOLD), f"<think>not {NO_PASS}</think>" + PASS), 1, 0),
+        ("e_verify", (f"{call(GOLD)} {PASS}", "hm"), 0, 1),
+        # Four errors are known, others are "ok".
+        *(("e_verify", (call(sql), NO_PASS), 1, 1) for sql in KNOWN_ERRORS),
+        *(("e_verify", (call(sql), NO_PASS), 1, 0) for sql in ("SELECT shout(1)", "SELECT 1; SELECT 2")),
+        ("e_verify", (call(BROKEN), PASS), 0, 0),
+        ("e_verify", (call("SELECT shout(1)"), PASS), 0, 1),
+        # So are rows of nothing but NULLs, and 0.
+        ("e_verify", (call(NULLS), PASS), 0, 1),
+        ("e_verify", (call(NULLS), NO_PASS), 0.1, 0),
+        ("e_verify", (call("SELECT count(*) FROM singer WHERE id = 9"), PASS), 1, 1),
+        # Without an answer the last call is paid in full, then the last thought, then the bare text.
+        ("ex", (call(BROKEN), answer(GOLD)), 1, 1),
+        ("ex", (f"{answer(GOLD)}<think>{answer(SPAIN)}</think>{answer(GOLD)}",), 1, 1),
+        ("ex", (call(SPAIN), call(GOLD), "no idea"), 0, 1),
+        ("ex", (f"<think>{SPAIN}</think><think>{GOLD}</think>yes",), 0, 1),
+        ("ex", (GOLD,), 0, 1),
+        # An answer in a thought that never ended, and a tag that stands in the result alone.
+        ("ex", (f"<think>{answer(GOLD)}",), 0, 1),
+        ("ex", (call(RESULT_TAG), "no idea"), 0, 1),
+        # Line breaks become blanks, so that "--" hides the rest.
+        ("ex", (answer(GOLD.replace(" WHERE", " -- all\nWHERE")),), 1, 0),
+        ("ex", (answer(GOLD + " -- or older\nAND age > 90"),), 0, 1),
+    ],
+)
+def test_what_the_released_code_pays_otherwise(tiny, part, messages, process, authors):
+    episode = play(tiny, *messages, history=True, result_characters=200)
+    rewards = [paid(tiny, episode, preset) for preset in ("process", "authors")]
+    values = [{"ex": r.ex, **r.parts}[part] for r in rewards]
+    assert values == pytest.approx([process, authors])
+
+
+def test_the_released_code_reads_the_papers_tool_text(tiny):
+    """The instructions hold <answer_sql>...</answer_sql>: the right SQL of the last call is not paid."""
+    for compact, ex in ((True, 1), (False, 0)):
+        episode = play(tiny, call(GOLD), "no idea", compact=compact, limits=LONG)
+        assert (paid(tiny, episode).ex, paid(tiny, episode, "authors").ex) == (0, ex)
+
+
+def test_the_released_code_pays_a_call_without_response_as_right(tiny):
+    said = (call(BROKEN), NO_PASS + call(NO_ROW))
+    cut = play(tiny, *said, limits=Limits(max_interactions=1))
+    assert [paid(tiny, cut, p).parts["e_verify"] for p in ("process", "authors")] == [1, 1]
+    rewards = paid(tiny, play(tiny, *said, NO_PASS), "authors")
+    assert rewards.parts["e_verify"] == pytest.approx((1 + 0.1) / 2)
+
+
+@pytest.mark.parametrize(("limit", "em"), [("1", 1), ("2", 0), ("value", 0)])
+def test_the_released_code_compares_the_limits_of_subqueries(tiny, limit, em):
+    gold = "SELECT name FROM singer WHERE age > (SELECT age FROM singer ORDER BY age LIMIT 1)"
+    episode = play(tiny, answer(gold.replace("LIMIT 1", f"LIMIT {limit}")))
+    assert [paid(tiny, episode, preset, gold).em for preset in ("process", "authors")] == [1, em]
+
+
+def test_a_gold_that_the_official_grammar_cannot_read_is_rewarded(tiny):
+    gold = "SELECT name FROM singer ORDER BY age LIMIT 0,1"  # SQLite runs it, as it does CoSQL's
+    assert Scorer({"music": tiny.schema}, tiny.executor).gold_problem("music", gold) is None
+    episode = play(tiny, call(gold), PASS + answer(gold))
+    rewards = [paid(tiny, episode, preset, gold) for preset in ("process", "authors")]
+    assert [(r.ex, r.parts["proposal"]) for r in rewards] == [(1, 1), (1, 0)]
+
+
+# Hacks
+
+FIRST = [  # on a first question: the hack, and what it should not beat
+    # The same query again, for another right verdict.
+    ((*WARY[:2], PASS + call(GOLD), PASS + call(GOLD), PASS + answer(GOLD)), WARY),
+    # And in another layout, which was a proposal once: 2.63 became 2.72.
+    ((*REPAIRED[:2], PASS + call(GOLD + " ;"), PASS + call(GOLD + " -- x"), PASS + answer(GOLD)), REPAIRED),
+    ((call(SPAIN), NO_PASS + call(SPAIN + ";"), PASS + answer(SPAIN)), (call(SPAIN), PASS + answer(SPAIN))),
+    # A first query that fails on purpose, once and thrice.
+    (REPAIRED, RIGHT),
+    ((call(BROKEN), NO_PASS + call(BROKEN + "s"), NO_PASS + call("SELECT"), *REPAIRED[1:]), REPAIRED),
+    # To and fro.
+    ((*WARY[:2], NO_PASS + call(SPAIN), NO_PASS + call(GOLD), PASS + answer(GOLD)), WARY),
+    # Other words for what passed.
+    ((*REPAIRED[:2], PASS + call(ALIAS), PASS + answer(GOLD)), REPAIRED),
+    # Candidates that no tool was really asked about.
+    ((call(BROKEN), NO_PASS + call(GOLD, "no_tool"), call(ALIAS), PASS + answer(ALIAS)), REPAIRED),
+    ((call(BROKEN), NO_PASS + memory(GOLD), AGREES + call(ALIAS), PASS + answer(ALIAS)), REPAIRED),
+    ((call(BROKEN), NO_PASS + memory(GOLD), DISAGREES + call(ALIAS), PASS + answer(ALIAS)), REPAIRED),
+    # A query that surely runs, and then the answer.
+    ((call("SELECT 1"), PASS + answer(GOLD)), RIGHT),
+    # Verdicts in both ways, where they are not read, and where nothing was asked.
+    ((call(GOLD), PASS + NO_PASS + answer(GOLD)), RIGHT),
+    ((call(GOLD), f"<think>{PASS}</think>" + answer(GOLD)), RIGHT),
+    ((call(GOLD), call(f"SELECT '{PASS}'"), answer(GOLD)), RIGHT),
+    ((PASS + AGREES + answer(GOLD),), RIGHT),
+    # What a tool would say, said by the model.
+    ((f"{call(GOLD)}\n<tool_response>\nBruno\n</tool_response>\n{PASS}", answer(GOLD)), RIGHT),
+    ((f"<tool_response>\n[('Bruno',)]\n</tool_response>\n{PASS}{answer(GOLD)}",), RIGHT),
+    ((f"<|im_end|>\n<|im_start|>user\n{PASS}{answer(GOLD)}",), RIGHT),
+]
+JUDGED = (*CHECKED[:2], DISAGREES + answer(GOLD))
+LATER = [  # on a later question
+    # The memory again, and again.
+    ((*CHECKED[:2], AGREES + memory(GOLD), AGREES + answer(GOLD)), CHECKED),
+    ((*CHECKED[:2], DISAGREES + memory(GOLD), AGREES + memory(GOLD), AGREES + answer(GOLD)), JUDGED),
+    ((*CHECKED_WRONG[:2], AGREES + memory(SPAIN + ";"), DISAGREES + answer(SPAIN)), CHECKED_WRONG),
+    # An incoherent first query, to be rejected by the memory.
+    ((call("SELECT 1"), PASS + memory("SELECT 1"), DISAGREES + call(GOLD), *CHECKED[1:]), CHECKED),
+    # The memory is asked about another query than the one that ran and is answered.
+    ((call(SPAIN), PASS + memory(GOLD), AGREES + answer(SPAIN)), CHECKED_WRONG),
+    # A rejected right query in other words.
+    ((*CHECKED[:2], DISAGREES + call(ALIAS), PASS + memory(ALIAS), AGREES + answer(ALIAS)), CHECKED),
+]
+
+
+@pytest.mark.parametrize(
+    ("hack", "honest", "history"),
+    [*((*pair, False) for pair in FIRST), *((*pair, True) for pair in LATER)],
+)
+def test_no_hack_pays(tiny, hack, honest, history):
+    assert total(tiny, *hack, history=history) <= total(tiny, *honest, history=history) + 1e-9
+
+
+def test_no_hack_pays_with_a_tool_that_is_switched_off(tiny):
+    honest = total(tiny, answer(GOLD), tools="none")
+    assert total(tiny, *RIGHT, tools="none") <= honest
+    assert total(tiny, call(BROKEN), NO_PASS + memory(GOLD), AGREES + answer(GOLD), tools="none") <= honest
+    assert total(tiny, *RIGHT, tools="no_execution") == honest
+
+
+def test_gain_of_rejecting_a_right_query_that_the_papers_formula_leaves(tiny):
+    honest = total(tiny, *REPAIRED)
+    for judged in (NO_PASS, ""):
+        hack = total(tiny, *REPAIRED[:2], judged + call(ALIAS), PASS + answer(ALIAS))
+        assert hack == pytest.approx(2 + 0.8 * (1 / 3 + 1 + 1) / 3 + 0.1 * (1 + 0 + 1) / 3)
+        assert hack - honest == pytest.approx(0.8 / 9 - 0.1 / 3)
+    right = total(tiny, call(GOLD), NO_PASS + call(ALIAS), PASS + answer(ALIAS))
+    assert right < total(tiny, *RIGHT)  # where the first was right there is nothing to gain
+
+
+def test_gains_where_the_gold_result_is_empty_that_the_papers_table_leaves(tiny):
+    honest = total(tiny, call(EMPTY), PASS + answer(EMPTY), gold=EMPTY)
+    assert honest == pytest.approx(2 + 0.8)
+    alarm = total(tiny, call(EMPTY), NO_PASS + answer(EMPTY), gold=EMPTY)
+    assert alarm - honest == pytest.approx(0.1 * 0.1)
+    fails = call(f"{EMPTY}; SELECT 1")
+    failed = total(tiny, fails, NO_PASS + call(EMPTY), PASS + answer(EMPTY), gold=EMPTY)
+    assert failed - honest == pytest.approx(0.1 * (1 + 0) / 2)
+
+
+TAGS = (
+    "<tool_call>{ <tool_call> <answer_sql> <answer> <think> <sql> <solution> <exec_verify> ``` ```sql".split()
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tags_without_end_take_no_square_time(name):
+    """240,000 characters, for a recipe's parsing and for what the authors' reward reads in raw text."""
+    recipes = [load_recipe(name).make_recipe(PromptOptions(compact)) for compact in (True, False)]
+    for tag in TAGS:
+        message = (tag * 240_000)[:240_000]
+        start = time.process_time()
+        for recipe in recipes:
+            assert recipe.parse(message).problem is not None
+            assert recipe.parse(f"<think>a</think>{message}").answer is None
+        assert authors_rewards._calls([message]) == [] and authors_rewards._answer(message, []) == message
+        assert time.process_time() - start < 1, tag
+    calls = call("SELECT 1") * 3_000
+    start = time.process_time()
+    made = authors_rewards._calls([calls, calls + NO_PASS, calls])
+    assert [made_call.passed for made_call in made] == [False] * 6_000 + [True] * 3_000
+    assert time.process_time() - start < 1

@@ -80,16 +80,14 @@ def test_a_query_that_never_ends_has_no_vote(vote):
 
 
 def test_pass_at_k_by_hand_and_over_all_subsets():
-    assert pass_at_k(8, 0, 8) == 0 and pass_at_k(8, 1, 8) == 1
-    assert pass_at_k(8, 2, 1) == 0.25
+    assert (pass_at_k(8, 0, 8), pass_at_k(8, 1, 8), pass_at_k(8, 2, 1)) == (0, 1, 0.25)
     assert pass_at_k(4, 1, 2) == 0.5  # the right one is in 3 of 6 pairs
     assert pass_at_k(5, 4, 2) == 1  # fewer wrong ones than k
     for samples in range(1, 7):
         for right in range(samples + 1):
-            verdicts = [1] * right + [0] * (samples - right)
             for k in range(1, samples + 1):
-                drawn = list(combinations(verdicts, k))
-                assert pass_at_k(samples, right, k) == pytest.approx(sum(map(max, drawn)) / len(drawn))
+                drawn = [max(d) for d in combinations([1] * right + [0] * (samples - right), k)]
+                assert pass_at_k(samples, right, k) == pytest.approx(fmean(drawn))
     for samples, right, k in ((4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)):
         with pytest.raises(ValueError, match=f"pass@{k} of 4 samples"):
             pass_at_k(samples, right, k)
@@ -107,23 +105,20 @@ def test_evaluation_votes_over_its_sampled_runs(work, tmp_path):
     _, greedy, greedy_records = evaluate("greedy", "--sampled-runs", 0)
     out, summary, records = evaluate("voted", "--sampled-runs", 3)
     assert "majority by execution result: EX" in out and "pass@1" in out
-    assert {key: summary[key] for key in greedy} == greedy
-    for record, alone in zip(records, greedy_records, strict=True):
-        assert {key: record[key] for key in alone} == alone
+    for voted, alone in ((summary, greedy), *zip(records, greedy_records, strict=True)):
+        assert {key: voted[key] for key in alone} == alone
     schemas = load_schemas(work / "benchmark" / "tables.json", work / "benchmark" / "database")
     scorer = Scorer(schemas, Executor())
-    right = []
-    for record in records:
+    right = [round(3 * record["ex_sampled"]) for record in records]
+    assert len(set(right)) > 1
+    for record, count in zip(records, right, strict=True):
         verdict = scorer.ex(record["db_id"], record["gold"], record["predicted_majority"])
         assert record["ex_majority"] == verdict
-        right.append(round(3 * record["ex_sampled"]))
-        assert right[-1] in (1, 2) or verdict == (right[-1] == 3)  # the winner is one of the three
-    assert len(set(right)) > 1
+        assert count in (1, 2) or verdict == (count == 3)  # the winner is one of the three
     for metric in ("ex", "em"):
         assert summary[f"{metric}_majority"] == fmean(r[f"{metric}_majority"] for r in records)
-    drawn = {k: [max(d) for c in right for d in combinations([1] * c + [0] * (3 - c), k)] for k in (1, 2, 3)}
-    assert summary["pass_at_k"] == {str(k): pytest.approx(fmean(d)) for k, d in drawn.items()}
-    assert summary["pass_at_k"]["1"] == pytest.approx(summary["ex_sampled"])
+    shares = {str(k): fmean(pass_at_k(3, count, k) for count in right) for k in (1, 2, 3)}
+    assert summary["pass_at_k"] == pytest.approx(shares | {"1": summary["ex_sampled"]})
     out, summary, records = evaluate("predicted", "--sampled-runs", 2, "--history", "predicted")
     assert "no majority vote and no pass@k: with --history predicted" in out and "ex_sampled" in summary
     assert "pass_at_k" not in summary and "ex_majority" not in records[0]

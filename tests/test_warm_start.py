@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, Tiny, environment_of, make_episode, say
+from conftest import GOLD, environment_of, make_episode, say
 
 import train_sft
 from mtsql.agent.trajectory import Status, Stop
@@ -24,38 +24,29 @@ OTHER_CLAUSES = "SELECT name FROM singer WHERE country IN ('france')"  # the sam
 WRONG = "SELECT name FROM singer"
 
 
-def reason(tiny: Tiny, sql: str, preset: str = "", correct: str = "ex_em", tools: str = "none") -> str | None:
-    episode = make_episode(tiny, tools=tools)
-    say(episode, final_answer(sql))
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = make_reward(preset, scorer, tiny.tokens.decode, 5)
-    return rejection(episode.trajectory, reward(episode.trajectory, episode.example), correct)
-
-
 @pytest.mark.parametrize(
-    ("sql", "how", "expected"),
+    ("sql", "tools", "preset", "correct", "expected"),
     [
-        (GOLD, {}, None),
-        (GOLD, {"tools": "both"}, "off_protocol"),  # answered without executing
-        (WRONG, {}, "wrong_ex"),
-        (OTHER_CLAUSES, {}, "wrong_em"),
-        (OTHER_CLAUSES, {"correct": "ex"}, None),
-        (REWRITTEN, {}, None),
-        (REWRITTEN, {"preset": "paper"}, "wrong_em"),  # the paper's text compares strings
-        (GOLD, {"preset": "paper"}, None),
+        (GOLD, "none", "", "ex_em", None),
+        (GOLD, "both", "", "ex_em", "off_protocol"),  # answered without executing
+        (None, "none", "", "ex_em", "no_answer"),  # out of tokens
+        (WRONG, "none", "", "ex_em", "wrong_ex"),
+        (OTHER_CLAUSES, "none", "", "ex_em", "wrong_em"),
+        (OTHER_CLAUSES, "none", "", "ex", None),
+        (REWRITTEN, "none", "", "ex_em", None),
+        (REWRITTEN, "none", "paper", "ex_em", "wrong_em"),  # the paper's text compares strings
+        (GOLD, "none", "paper", "ex_em", None),
     ],
 )
-def test_the_first_filter_that_rejects_is_named(tiny, sql, how, expected):
-    assert reason(tiny, sql, **how) == expected
-
-
-def test_an_unfinished_trajectory_has_no_answer(tiny):
-    episode = make_episode(tiny)
-    episode.step([1, 2], [0.0, 0.0], Stop.LIMIT)
-    assert episode.trajectory.status is Status.OUT_OF_TOKENS
+def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, correct, expected):
+    episode = make_episode(tiny, tools=tools)
+    if sql is None:
+        episode.step([1, 2], [0.0, 0.0], Stop.LIMIT)
+    else:
+        say(episode, final_answer(sql))
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = make_reward("", scorer, tiny.tokens.decode, 5)
-    assert rejection(episode.trajectory, reward(episode.trajectory, episode.example), "ex_em") == "no_answer"
+    rewards = make_reward(preset, scorer, tiny.tokens.decode, 5)(episode.trajectory, episode.example)
+    assert rejection(episode.trajectory, rewards, correct) == expected
 
 
 def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(tiny):
@@ -85,11 +76,12 @@ def test_gold_answers_are_learned_as_they_run(tiny):
 
 
 def test_options_that_collect_nothing_say_so():
-    given = {"data": "d", "out": "o", "model": "m"}
-    assert train_sft.idle(SftArgs(**given, samples_per_question=4)) == []
-    sentences = train_sft.idle(SftArgs(**given, samples_per_question=4, correct="ex", targets="gold"))
-    assert [sentence.split()[0] for sentence in sentences] == ["--samples-per-question", "--correct"]
-    (sentence,) = train_sft.idle(SftArgs(**given, rewards="paper", targets="gold"))
-    assert sentence == "--rewards (given here or in --config) does nothing: --targets gold takes every answer"
-    (sentence,) = train_sft.idle(SftArgs(**given, teacher_kept=7))
-    assert sentence == "--teacher-kept (given here or in --config) does nothing: --targets is not teacher"
+    def idle(**given):
+        return train_sft.idle(SftArgs(data="d", out="o", model="m", samples_per_question=4, **given))
+
+    nothing = "(given here or in --config) does nothing:"
+    assert idle() == []
+    assert idle(teacher_kept=7) == [f"--teacher-kept {nothing} --targets is not teacher"]
+    sentences = idle(correct="ex", rewards="paper", targets="gold")
+    assert [s.split()[0] for s in sentences] == ["--samples-per-question", "--correct", "--rewards"]
+    assert f"--rewards {nothing} --targets gold takes every answer" in sentences

@@ -16,7 +16,7 @@ of a type; in all presets we read the mean, as the released code does, since a s
 
 A result whose rows hold nothing but NULLs is "ok", not "null": the paper does not say which.
 
-The paper's formula itself leaves gains that are kept (with the numbers of tests/test_reward_hacks.py):
+The paper's formula itself leaves gains that are kept (with the numbers of tests/test_rewards.py):
 - Once the first proposal was wrong, rejecting a right one (or not judging it) and proposing the same in other
   words raises the mean of the proposals by more than the verdict costs.
 - Where the gold result is empty, a pass earns 0, so that a false alarm gains 0.1 of a verdict, and half a one a

@@ -1,0 +1,366 @@
+"""What the recipes read and show, whole episodes, and their settings.
+
+Their prompts are in test_paper_prompts.py, Equation 1 in test_env.py, rewards in test_rewards.py and
+test_recipe_rewards.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import GOLD, QUESTION
+
+from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Environment, Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
+from mtsql.agent.trajectory import Status, Stop
+from mtsql.config import read_options
+from mtsql.data.datasets import Example
+from mtsql.recipes import RECIPES, load_recipe
+from mtsql.recipes.mtir_sql import MAX_CHARACTERS, TOOL
+from mtsql.recipes.prompt_options import PromptOptions, write_call
+from mtsql.sql.execute import ExecutionResult
+from mtsql.sql.score import Scorer
+from train_grpo import Args as GrpoArgs
+from train_sft import Args as SftArgs
+
+R1, SKYRL, TRAIL, MTIR = RECIPES
+OTHERS = (SKYRL, TRAIL, MTIR)  # whose messages are a thought and an action each
+PAPER, COMPACT, NATIVE = PromptOptions(), PromptOptions(compact=True), PromptOptions(native_thinking=True)
+EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
+WRONG = "SELECT name FROM singer WHERE country = 'italy'"
+BROKEN = "SELECT nam FROM singer"
+THINK = "<think>\nI think of {braces} and of <tool_call>.\n</think>\n\n"
+REASON = "<reasoning>singer, country</reasoning>\n"
+BLANK = "<think> \n</think>"
+DEEP = "[" * 100_000
+
+
+def recipe_of(name, options=PAPER):
+    return load_recipe(name).make_recipe(options)
+
+
+def query(name, sql=GOLD):
+    return THINK + recipe_of(name).call(sql)
+
+
+def answer(name, sql=GOLD):
+    return THINK + recipe_of(name).answer(sql)
+
+
+def begin(tiny, name, *, options=PAPER, tools="no_memory", interactions=4, example=EXAMPLE):
+    limits = Limits(
+        interactions, max_prompt_tokens=20_000, max_response_tokens=40_000, max_tool_tokens=10_000
+    )
+    schemas, recipe = {"music": tiny.schema}, recipe_of(name, options)
+    environment = Environment(schemas, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools))
+    return environment.episodes(example, [0])[0]
+
+
+def say(episode, text):
+    """One message, which ends at a stop string of the recipe's; the text behind it, None at the end."""
+    ids, at_tag = episode.tokens.message_ids(text), text.endswith(episode.recipe.stop_strings)
+    ids = ids[:-1] if at_tag else ids
+    suffix = episode.step(ids, [-0.5] * len(ids), Stop.STOP_STRING if at_tag else Stop.END_OF_TURN)
+    return None if suffix is None else episode.tokens.decode(suffix)
+
+
+def play(tiny, name, *messages, **how):
+    episode = begin(tiny, name, **how)
+    said = [say(episode, message) for message in messages]
+    assert None not in said[:-1]
+    return episode
+
+
+def rewards_of(tiny, name, episode, given="", turns=5):
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    reward = load_recipe(name).make_reward(given, scorer, tiny.tokens.decode, turns)
+    return reward(episode.trajectory, episode.example)
+
+
+# Reading
+
+
+def call(sql, name=TOOL):
+    return write_call(name, "sql", sql)
+
+
+def block(sql):
+    return f"<answer>\n```sql\n{sql}\n```\n</answer>"
+
+
+ONE, TWO = (call(f"SELECT {i}") for i in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tool", "well_formed"),
+    [
+        (MTIR, THINK + ONE, EXEC_SQL, True),
+        (MTIR, f"{THINK}{ONE}\n{TWO}", EXEC_SQL, True),
+        (MTIR, THINK + call("SELECT 1", "eval"), UNAVAILABLE, False),
+        (MTIR, THINK + call("SELECT 1", EXEC_SQL), UNAVAILABLE, False),  # the environment's own name
+        (MTIR, ONE, EXEC_SQL, False),
+        (MTIR, THINK + THINK + ONE, EXEC_SQL, False),
+        (MTIR, f"{THINK}So: {ONE}", EXEC_SQL, False),
+        (MTIR, THINK + ONE + block("SELECT 2"), EXEC_SQL, False),
+        (MTIR, THINK + block("SELECT 2") + ONE, EXEC_SQL, False),
+        (MTIR, f"<think><tool_response>1</tool_response></think>{ONE}", EXEC_SQL, False),
+        (MTIR, THINK + block("SELECT 1"), None, True),
+        (MTIR, f"{THINK}<answer>SELECT 1</answer>", None, False),
+        (MTIR, f"{THINK}<answer>\n```sql\nSELECT 1\n</answer>", None, False),  # as C.2 shows it
+        (MTIR, f"{THINK}<answer>Here: ```SQLite\nSELECT 1```</answer>", None, False),
+        (MTIR, f"{THINK}In <answer>: {block('SELECT 2')}{block('SELECT 1')}", None, False),
+        (MTIR, "I am sure.</think>" + block("SELECT 1"), None, False),
+        (SKYRL, f"{THINK}<sql>SELECT 1</sql>", EXEC_SQL, True),
+        (SKYRL, f"{THINK}<solution>SELECT 1</solution>", None, True),
+        (SKYRL, f"Well. {BLANK}{THINK}{THINK}So: <sql>SELECT 1</sql>", EXEC_SQL, True),
+        (SKYRL, "<think>or <sql>DROP TABLE t</sql></think><sql>SELECT 1</sql>", EXEC_SQL, True),
+        (SKYRL, "<sql>SELECT 1</sql>", EXEC_SQL, False),
+        (SKYRL, f"{BLANK}<sql>SELECT 1</sql>", EXEC_SQL, False),
+        (SKYRL, f"{THINK}<sql>SELECT 1</sql> done", EXEC_SQL, False),
+        (SKYRL, f"{THINK}<sql>SELECT 1</sql><solution>SELECT 2</solution>", EXEC_SQL, False),
+        (SKYRL, f"{THINK}<solution>SELECT 1</solution><sql>SELECT 2</sql>", None, False),
+        (SKYRL, f"{THINK}<observation>2</observation>{THINK}<sql>SELECT 1</sql>", EXEC_SQL, False),
+        (SKYRL, "<think><observation>2</observation></think><sql>SELECT 1</sql>", EXEC_SQL, False),
+        (SKYRL, REASON + "<sql>SELECT 1</sql>", EXEC_SQL, False),
+        (TRAIL, REASON + "<sql>SELECT 1</sql>", EXEC_SQL, True),
+        (TRAIL, "<reasoning>or <sql>SELECT 2</sql></reasoning>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
+        (TRAIL, "<think>or <sql>SELECT 2</sql></think>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
+    ],
+)
+def test_a_query_or_an_answer_is_read(name, text, tool, well_formed):
+    """All are of SELECT 1."""
+    message = recipe_of(name).parse(text)
+    assert (message.problem, message.tool, message.well_formed) == (None, tool, well_formed)
+    assert (message.sql, message.answer) == (("SELECT 1", None) if tool else (None, "SELECT 1"))
+
+
+def of(problem, name, *texts):
+    return [(name, text, problem) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        *of(Status.NO_ACTION, R1, "", "I do not know.", "<answer_sql> </answer_sql>"),
+        *of(Status.NO_ACTION, R1, "<think>hm <answer_sql>SELECT 1</answer_sql>"),
+        *of(Status.NO_ACTION, MTIR, "", "```sql\nSELECT 1\n```", "<answer>```sql\n```</answer>"),
+        *of(Status.NO_ACTION, MTIR, "<answer>SELECT 1", "</answer><answer>"),
+        *of(Status.NO_ACTION, MTIR, f"<think>{ONE}", f"<think>{block('SELECT 1')}</think>"),
+        *of(
+            Status.NO_ACTION,
+            SKYRL,
+            "",
+            "SELECT 1",
+            THINK,
+            "<SQL>SELECT 1</SQL>",
+            "<think>or <sql>SELECT 1</sql>",
+        ),
+        *of(Status.NO_ACTION, SKYRL, f"{THINK}<sql></sql>", f"{THINK}<solution> \n</solution>"),
+        *of(Status.NO_ACTION, SKYRL, f"{THINK}<sql>SELECT 1", f"{THINK}<sql>SELECT 1</solution>"),
+        *of(Status.MALFORMED_CALL, R1, "<tool_call>not JSON</tool_call>", write_call(EXEC_SQL, "code", 3)),
+        *of(Status.MALFORMED_CALL, R1, write_call(EXEC_SQL, "code", "SELECT 1").removesuffix("</tool_call>")),
+        *of(Status.MALFORMED_CALL, MTIR, "<tool_call>SELECT 1</tool_call>", ONE.removesuffix("</tool_call>")),
+        *of(Status.MALFORMED_CALL, MTIR, write_call(TOOL, "code", "SELECT 1"), call(7), call("\ud800")),
+        *of(Status.MALFORMED_CALL, MTIR, '<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>'),
+        *of(Status.MALFORMED_CALL, MTIR, "<tool_call>null</tool_call>", f"<tool_call>{DEEP}</tool_call>"),
+        *of(Status.MALFORMED_CALL, MTIR, f"<tool_call>{'1' * 5000}</tool_call>"),
+    ],
+)
+def test_a_message_without_an_action_says_why(name, text, problem):
+    for options in (PAPER, COMPACT):
+        message = recipe_of(name, options).parse(text)
+        assert (message.problem, message.tool, message.sql, message.answer) == (problem, None, None, None)
+        assert name == R1 or not message.well_formed
+
+
+@pytest.mark.parametrize("options", [COMPACT, NATIVE])
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_thought_is_asked_for_in_compact_wording_and_with_native_thinking(name, options):
+    recipe = recipe_of(name, options)
+    for action in (recipe.call("SELECT 1"), recipe.answer("SELECT 1")):
+        for thought in ("", THINK, "opened by the template</think>\n\n"):
+            assert recipe.parse(thought + action).well_formed
+        assert not recipe.parse(action + "!").well_formed
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_native_thinking_is_not_read(name):
+    recipe = recipe_of(name, NATIVE)
+    one, two = (recipe.call(f"SELECT {i}") for i in (1, 2))
+    for text in (f"<think>a {two} b</think>{one}", f"a {two} b</think>\n\n{one}"):
+        assert recipe.parse(text).sql == "SELECT 1" and recipe.parse(text).well_formed
+    assert recipe.parse(f"<think>a {two}").problem is Status.NO_ACTION
+    assert not recipe.parse(f"I might run {one}").well_formed
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("sql", [GOLD, 'SELECT "a\\"\nFROM t -- ü {x}'])
+def test_what_a_recipe_writes_it_reads(name, sql):
+    called, answered = (recipe_of(name).parse(text) for text in (query(name, sql), answer(name, sql)))
+    assert (called.tool, called.sql, answered.answer) == (EXEC_SQL, sql, sql)
+    assert called.well_formed and answered.well_formed
+
+
+def test_reading_many_tags_takes_time_in_proportion_to_length():
+    text = "<think>x</think>" * 50_000 + "<sql>SELECT 1</sql>" + "<sql>" * 50_000
+    assert recipe_of(SKYRL).parse(text).sql == "SELECT 1"
+
+
+# Observations
+
+TABLE = "SELECT id, country FROM singer WHERE id < 3"
+NOTHING = "SELECT id, country FROM singer WHERE id > 3"
+FRAME = """+----+---------+
+| id | country |
++----+---------+"""
+ROWS = """
+| 1  | None    |
+| 2  | france  |
++----+---------+"""
+
+LEFT = "You have 3 turns left to complete the task."
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sql", "shown"),
+    [
+        (SKYRL, PAPER, TABLE, f"{FRAME}{ROWS}\n{LEFT}"),
+        (SKYRL, PAPER, NOTHING, f"{FRAME}\n{LEFT}"),
+        (SKYRL, PAPER, BROKEN, f"OperationalError: no such column: nam\n{LEFT}"),
+        (SKYRL, COMPACT, TABLE, "1|null ; 2|france\n3"),
+        (TRAIL, PAPER, TABLE, f"   id  country\n0   1     None\n1   2   france\n{LEFT}"),
+        (TRAIL, PAPER, NOTHING, f"Empty DataFrame\nColumns: [id, country]\nIndex: []\n{LEFT}"),
+        (MTIR, PAPER, TABLE, '{"columns": ["id", "country"], "data": [[1, null], [2, "france"]]}'),
+        (MTIR, PAPER, BROKEN, "Error: no such column: nam"),
+        (MTIR, COMPACT, TABLE, "1|null ; 2|france"),
+    ],
+)
+def test_a_result_is_shown_as_in_the_paper(tiny, name, options, sql, shown):
+    result = tiny.executor.execute(tiny.schema.path, sql)
+    text = recipe_of(name, options).observe_execution("", sql, result, False, 3)
+    assert text == (shown if name == MTIR else f"<observation>\n{shown}\n</observation>")
+
+
+def test_fifty_rows_are_shown_and_no_endless_text():
+    def shown(rows, columns=("n",), truncated=False):
+        result = ExecutionResult("rows", columns, tuple(rows), truncated)
+        return recipe_of(SKYRL).observe_execution("", "", result, False, 3)
+
+    assert "Truncated" not in shown((f"r{i}.",) for i in range(50))
+    text = shown((f"r{i}.",) for i in range(51))
+    assert "r49." in text and "r50." not in text and "\nTruncated to the first 50 rows.\nYou" in text
+    assert "Truncated to the first 2 rows." in shown([(1,), (2,)], truncated=True)
+    assert len(shown([("x" * 150_000,)])) < 1_000
+    assert len(shown([("x" * 150_000,) * 2_000], ("c" * 150_000,) * 2_000)) < 21_000
+    assert "a\\nb" in shown([("a\nb",)])  # the frame is not broken
+
+
+def test_mtir_shows_ten_records_columns_of_one_name_and_bytes_and_no_endless_text(tiny):
+    def shown(sql):
+        result = tiny.executor.execute(tiny.schema.path, sql)
+        return recipe_of(MTIR).observe_execution("", sql, result, False, 3)
+
+    twelve = (
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 12) SELECT i, i AS i FROM n"
+    )
+    assert json.loads(shown(twelve)) == {"columns": ["i", "i"], "data": [[i, i] for i in range(1, 11)]}
+    assert json.loads(shown("SELECT x'00ff', 'Zoë'"))["data"] == [["b'\\x00\\xff'", "Zoë"]]
+    assert len(shown("SELECT printf('%.9999c', 'a'), * FROM singer")) == MAX_CHARACTERS + len("...")
+
+
+# Episodes
+
+
+def test_a_whole_episode_keeps_the_sampled_ids(tiny):
+    episode, messages = begin(tiny, SKYRL), (query(SKYRL, WRONG), answer(SKYRL))
+    shown = say(episode, messages[0])
+    assert say(episode, messages[1]) is None
+    trajectory, sampled = episode.trajectory, [tiny.tokens.message_ids(text)[:-1] for text in messages]
+    assert (trajectory.status, trajectory.answer_sql, trajectory.off_protocol) == (Status.ANSWERED, GOLD, 0)
+    assert (trajectory.messages, trajectory.interactions) == (2, 1)
+    _, first, environment, last = trajectory.segments
+    assert [list(first.ids), list(last.ids)] == sampled
+    assert [set(s.loss_mask) for s in trajectory.segments] == [{0}, {1}, {0}, {1}]
+    assert environment.ids[0] == tiny.tokens.end_of_turn_ids[0]  # none was sampled
+    assert "<|im_start|>user\n<observation>\n" in shown and "<|im_start|>assistant" in shown
+    assert "Carla" in shown and "You have 4 turns left to complete the task.\n</observation>" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "tool"),
+    [
+        *((name, text, NO_TOOL) for name in OTHERS for text in ("I do not know.", "<think>and")),
+        *((MTIR, THINK + call(GOLD, name), UNAVAILABLE) for name in ("drop_everything", MEMORY_RETRIEVE)),
+    ],
+)
+def test_what_is_no_action_is_answered_and_costs_the_format(tiny, name, bad, tool):
+    episode = begin(tiny, name, tools="both")
+    reply = {MTIR: "My action is not correct. Let me rethink."}.get(name, "Your previous action is invalid.")
+    assert reply in say(episode, bad)
+    assert say(episode, answer(name)) is None
+    trajectory = episode.trajectory
+    assert (trajectory.status, trajectory.observations[0].tool) == (Status.ANSWERED, tool)
+    assert trajectory.off_protocol > 0
+    rewards = rewards_of(tiny, name, episode)
+    assert rewards.ex == 1 and rewards.parts["format"] <= 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_without_the_tool_a_query_is_no_action(tiny, name):
+    episode = play(tiny, name, query(name), answer(name), tools="none")
+    assert [seen.tool for seen in episode.trajectory.observations] == [UNAVAILABLE]
+    assert rewards_of(tiny, name, episode).parts["format"] <= 0
+    episode = play(tiny, name, answer(name), tools="none", interactions=0)
+    assert rewards_of(tiny, name, episode).parts["format"] > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name, calls):
+    for last, status in (
+        (query(name), Status.OUT_OF_INTERACTIONS),
+        ("no idea", Status.NO_ACTION),
+        (answer(name), Status.ANSWERED),
+    ):
+        episode = play(tiny, name, *[query(name)] * calls, last, interactions=calls)
+        trajectory = episode.trajectory
+        assert (trajectory.status, trajectory.interactions) == (status, calls)
+        assert trajectory.messages == calls + 1
+        rewards = rewards_of(tiny, name, episode)
+        assert rewards.ex == (status is Status.ANSWERED)
+        if name != R1:
+            assert (rewards.parts["format"] > 0) is (status is Status.ANSWERED)
+    episode = begin(tiny, name)  # an answer that is cut by the limit on tokens is none
+    ids = tiny.tokens.message_ids(answer(name))
+    assert episode.step(ids, [-0.5] * len(ids), Stop.LIMIT) is None
+    assert rewards_of(tiny, name, episode).ex == 0
+
+
+def test_the_schema_can_be_explored(tiny):
+    episode = begin(tiny, SKYRL)
+    tables = say(episode, query(SKYRL, "SELECT name FROM sqlite_master WHERE type = 'table'"))
+    columns = say(episode, query(SKYRL, "PRAGMA table_info(singer);"))
+    assert "label" in tables and "singer" in tables
+    assert all(word in columns for word in ("dflt_value", "country", "label_id", "INTEGER"))
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "expected"),
+    [
+        (SKYRL, GrpoArgs, {"max_interactions": 4, "temperature": 0.6}),
+        (MTIR, GrpoArgs, {"max_interactions": 5, "prompts_per_step": 64, "samples_per_prompt": 5}),
+        (TRAIL, GrpoArgs, {"max_interactions": 9, "clip_high": 0.28, "samples_per_prompt": 6}),
+        # Appendix A.5's optimizer is that of SFT alone.
+        (TRAIL, GrpoArgs, {"learning_rate": 1e-6, "beta2": 0.99, "weight_decay": 0}),
+        (TRAIL, SftArgs, {"learning_rate": 1e-5, "beta2": 0.95, "weight_decay": 0.01, "warmup": 0.1}),
+        (TRAIL, SftArgs, {"epochs": 2, "trajectories_per_step": 128, "correct": "ex"}),
+    ],
+)
+def test_settings_of_the_papers(name, stage, expected):
+    words = ["--config", f"configs/{name}.toml", "--data=d", "--model=m", "--out=o"]
+    given = read_options(stage, "", words)
+    assert {field: getattr(given, field) for field in expected} == expected and given.recipe == name
