@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -9,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -508,52 +510,23 @@ def test_a_row_takes_the_positions_that_it_uses(model):
     ]  # fmt: skip
 
 
-class FakeGraph:
-    """A CUDA graph that replays by computing anew; its memory pool is watched."""
-
-    def replay(self) -> None:
-        self.recorded()
-
-
-class FakeCuda:
-    """What DecodeGraphs takes from torch.cuda, on a CPU."""
-
-    def __init__(self) -> None:
-        self.pools = self.streams = self.captures = 0
-        self.alive: dict[int, weakref.WeakSet] = {}
-        self.used: set[int] = set()
-        self.CUDAGraph = FakeGraph
-
-    def current_device(self) -> int:
-        return 0
-
-    def Stream(self, device: int) -> SimpleNamespace:
-        self.streams += 1
-        return SimpleNamespace(wait_stream=lambda other: None)
-
-    def current_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: None)
-
-    def stream(self, stream: SimpleNamespace) -> nullcontext:
-        return nullcontext()
-
-    def graph_pool_handle(self) -> int:
-        self.pools += 1
-        self.alive[self.pools] = weakref.WeakSet()
-        return self.pools
-
-    def graph(self, graph: FakeGraph, pool: int, stream: SimpleNamespace) -> nullcontext:
-        assert self.alive[pool] or pool not in self.used, "a pool that lost all its graphs is used again"
-        self.used.add(pool)
-        self.alive[pool].add(graph)
-        self.captures += 1
-        return nullcontext()
-
-
 def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
-    """With a stand-in for CUDA: the same tokens, few captures, one stream, none on storage that moved."""
+    """With a stand-in for CUDA, whose graphs replay by computing anew: the same tokens, few captures, one
+    stream, none on storage that moved."""
     plain = greedy(model, static_shapes=True)
-    cuda = FakeCuda()
+    alive: dict[int, weakref.WeakSet] = {}  # graphs of each memory pool
+
+    class Graph:
+        def replay(self) -> None:
+            self.recorded()
+
+    def graph(new: Graph, pool: int, stream: object) -> nullcontext:
+        assert pool not in alive or alive[pool], "a pool that lost all its graphs is used again"
+        alive.setdefault(pool, weakref.WeakSet()).add(new)
+        return nullcontext()
+
+    cuda = MagicMock(CUDAGraph=Graph, graph=graph)
+    cuda.graph_pool_handle.side_effect = itertools.count()
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
     capture = graphs.DecodeGraphs._capture
@@ -572,12 +545,14 @@ def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
 
     monkeypatch.setattr(graphs.DecodeGraphs, "_capture", captured)
     graphs.capture_stream.cache_clear()
+    rollouts = [graphs.DecodeGraphs() for _ in range(2)]
     try:
-        for _ in range(2):  # two rollouts
-            assert greedy(model, static_shapes=True, graphs=graphs.DecodeGraphs()) == plain
+        for own in rollouts:
+            assert greedy(model, static_shapes=True, graphs=own) == plain
     finally:
         graphs.capture_stream.cache_clear()
-    assert 2 < cuda.captures <= 12 and cuda.pools >= 2 and cuda.streams == 1
+    assert 2 < sum(own.captures for own in rollouts) <= 12
+    assert len(alive) >= 2 and cuda.Stream.call_count == 1
 
 
 def test_stop_strings_end_a_message(model):
