@@ -12,15 +12,16 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
 five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the parts of the recipe's reward,
-the mean and deviation of turns, the length of thoughts (SQL-Trail, A.8), and latency.
+the mean and deviation of turns, and the length of thoughts (SQL-Trail, A.8).
 --sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
 of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). Of a model that
 takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 4.
 --ex bird makes EX, the vote and pass@k BIRD's: equal sets of rows, as the papers report it on BIRD.
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
 server of OpenAI's form, in the same environment (mtsql/extras/served.py).
-The run folder gets summary.json, predictions.jsonl (one record a question) and trajectories.jsonl. Answers
-are kept as they come: the same command goes on after an interruption.
+The run folder gets summary.json, predictions.jsonl (one record a question), trajectories.jsonl, and as
+chat.jsonl what was answered as chat messages, for train_sft.py --teacher (a teacher answers --split train).
+Answers are kept as they come: the same command goes on after an interruption.
 
 Departures from the paper:
 - One database a question, DISTINCT ignored (the official default), as in the authors' code.
@@ -69,7 +70,6 @@ class Args(Served, Common):
         0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
     )
     concurrency: Positive = option(8, "questions that --address is asked at once")
-    latency_questions: Count = option(0, "so many questions are also answered one at a time, for the latency")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
@@ -81,22 +81,19 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     OPTIONS = read_options(Args, __doc__)
 
 import json
-import time
-from collections.abc import Sequence
 from statistics import fmean
 
-from mtsql.agent.env import Episode
 from mtsql.agent.rollout import trajectory_seed
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.extras.errors import add_errors
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
 from mtsql.report.answer_log import AnswerLog
-from mtsql.report.evaluation import answer_dialogues, score_records
+from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
-from mtsql.report.records import question_record
+from mtsql.report.records import chat_record, question_record
 from mtsql.report.voting import add_votes, format_votes
 from mtsql.task import (
     Task,
@@ -131,9 +128,6 @@ def main(config: Args) -> None:
         sampling = make_sampling(config, task.environment, temperature, config.top_p)
         return answer_split(config, task, dialogues, sampling, seed, title, log)
 
-    latency = None
-    if config.latency_questions and task.processes.is_main:  # before any result is cached
-        latency = seconds_an_answer(config, task)
     answered = answer(config.temperature, 0)
     samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
     leave_processes(task.processes)
@@ -146,8 +140,6 @@ def main(config: Args) -> None:
     sampled = [score_records(pairs, task.scorer, verifies) for pairs in samples]
     summary = summarise(records)
     summary |= add_errors(records, task.scorer)
-    if latency is not None:
-        summary["latency_seconds"] = latency
     if sampled:
         summary |= add_sampled(records, sampled)
     if len(sampled) > 1 and config.history != "predicted":
@@ -182,31 +174,22 @@ def write_evaluation(
     """Write the run folder; the answers that were kept for an interruption are no longer needed."""
     save_config(config, task.out)
     write_atomically(task.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
-    decode, lines = task.tokens.tokenizer.decode, []
+    decode, lines, chats = task.tokens.tokenizer.decode, [], []
     for (example, trajectory), record in zip(answered, records, strict=True):
         scores = {"ex": record["ex"], "em": record["em"]}
         lines.append(
             json.dumps(question_record(trajectory, example, task.scorer, decode, None, scores)) + "\n"
         )
+        if trajectory.status is Status.ANSWERED:
+            chat = chat_record(trajectory, example, task.environment)
+            for message in chat["messages"]:
+                message.pop("weight", None)  # a server's ids are not ours, but its words can be learned
+            chats.append(json.dumps(chat, ensure_ascii=False) + "\n")
     write_atomically(task.out / "trajectories.jsonl", "".join(lines))
+    write_atomically(task.out / "chat.jsonl", "".join(chats))
     write_atomically(task.out / "summary.json", json.dumps(summary, indent=1))
     for log in task.out.glob(".answers_*.jsonl"):
         log.unlink()
-
-
-def seconds_an_answer(config: Args, task: Task) -> float:
-    """Mean latency of --latency-questions, answered one at a time (whole dialogues)."""
-    started, asked = time.perf_counter(), []
-    sampling = make_sampling(config, task.environment, config.temperature, config.top_p)
-
-    def play(episodes: Sequence[Episode]) -> object:
-        return task.play(episodes, sampling, rows=1)
-
-    for dialogue in task.dataset.dialogues[: config.dialogues or None]:
-        if len(asked) >= config.latency_questions:
-            break
-        asked += answer_dialogues(play, task.environment, [dialogue], config.history, 0)
-    return (time.perf_counter() - started) / len(asked)
 
 
 def add_sampled(records: list[dict], sampled: list[list[dict]]) -> dict:

@@ -85,6 +85,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -100,7 +101,7 @@ from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
-from mtsql.learn.selection import Embedder, make_embedder, select_trajectories
+from mtsql.learn.selection import Embedder, embed_with_policy, select_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog, format_coverage
@@ -125,7 +126,11 @@ def main(config: Args) -> int:
     processes, out = task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     optimizer, first, state = resume(config, out, task.policy, processes)
-    embed = make_embedder(task.policy, task.tokens, config.embedding)
+    embed: Embedder = partial(embed_with_policy, task.policy)
+    if config.embedding:
+        from mtsql.extras.embedding import text_embedder
+
+        embed = text_embedder(config.embedding, task.policy, task.tokens)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
     if config.targets == "teacher":  # each of whose lines is accounted for, so that none is left out before
@@ -330,6 +335,7 @@ def write_collected(config: Args, task: Task, progress: Progress, pool: Sequence
     example_of = {example.id: example for example in pool}
     if config.targets == "self":
         print(format_coverage(len(pool), progress.coverage))
+    if config.targets != "gold":
         rejected = progress.coverage[-1]["rejected"]
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     if config.targets == "gold":

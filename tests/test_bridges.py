@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,11 +14,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from urllib.request import urlopen
 
 import pytest
 import torch
-from conftest import ROOT, TOY, run
+from conftest import ROOT, run
 from transformers import PreTrainedTokenizerBase
 
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
@@ -28,7 +26,7 @@ from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras.bridges.rows import RowsConfig
 from mtsql.extras.bridges.rows import main as write_rows
-from mtsql.extras.bridges.task import as_arguments, completion, from_mapping, load_task, play_in_lockstep
+from mtsql.extras.bridges.task import completion, load_task, play_in_lockstep, read_line
 from mtsql.extras.http_client import Server
 from mtsql.extras.served import ServedPolicy, find_protocol
 from mtsql.learn.advantages import group_advantages, informative_groups
@@ -43,24 +41,27 @@ GREEDY = 0.0
 
 
 @pytest.fixture
-def options(work, tmp_path):
-    return {
-        "config": str(ROOT / "configs" / "toy.toml"),
-        "data": [str(work / "benchmark")],
-        "model": str(work / "imitation"),
-        "out": str(tmp_path / "out"),
-        "max_turn_tokens": 120,
-    }
+def model(work):
+    return str(work / "imitation")
 
 
 @pytest.fixture
-def task(options):
-    return load_task(from_mapping(options))
+def line(work, model, tmp_path):
+    """The options, as an engine's configuration has them."""
+    return (
+        f"--config {ROOT}/configs/toy.toml --data {work}/benchmark --model {model} --out {tmp_path}/out"
+        " --max-turn-tokens 120"
+    )
 
 
 @pytest.fixture
-def policy(options):
-    return load_policy(options["model"]).eval()
+def task(line):
+    return load_task(read_line(line))
+
+
+@pytest.fixture
+def policy(model):
+    return load_policy(model).eval()
 
 
 def played(task, policy, count=12):
@@ -100,12 +101,8 @@ def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(ta
         assert task.rewards(episode.trajectory) == task.rewards(trajectory)
 
 
-def test_threads_that_ask_at_once_load_once(tiny, tmp_path, monkeypatch):
-    folder = shutil.copytree(tiny.folder, tmp_path / "data")
-    turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
-    (folder / "train.json").write_text(json.dumps([{"database_id": "music", "interaction": turns}]))
-    tiny.tokens.tokenizer.save_pretrained(tmp_path / "model")
-    loaded = []
+def test_threads_that_ask_at_once_load_once(line, monkeypatch):
+    loaded, config = [], read_line(f"{line} --seed 7")  # which no other test has loaded
 
     def load_slowly(name: str) -> PreTrainedTokenizerBase:
         loaded.append(name)
@@ -113,7 +110,6 @@ def test_threads_that_ask_at_once_load_once(tiny, tmp_path, monkeypatch):
         return load_tokenizer(name)
 
     monkeypatch.setattr("mtsql.extras.bridges.task.load_tokenizer", load_slowly)
-    config = from_mapping({"data": [str(folder)], "model": str(tmp_path / "model")})
     with ThreadPoolExecutor(8) as pool:
         tasks = list(pool.map(load_task, [config] * 8))
     assert len(loaded) == 1 and all(task is tasks[0] for task in tasks)
@@ -139,16 +135,15 @@ def test_a_message_ends_with_a_stop_string_wherever_its_last_token_holds_it(task
         assert episode.trajectory.status is status
 
 
-def test_trl_with_vllm_writes_message_by_message(options, task, policy):
+def test_trl_with_vllm_writes_message_by_message(line, task, policy):
     """vLLM itself needs a GPU; here stands a loop over the model with the answers of TRL's VLLMGeneration."""
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    from mtsql.extras.bridges.trl import make_rollout, message_options
+    from mtsql.extras.bridges.trl import make_rollout
 
-    sent = message_options(task)
-    assert sent == {"max_tokens": 120, "stop_token_ids": list(task.tokens.end_of_turn_ids)}
+    assert task.message_options() == {"stop_token_ids": list(task.tokens.end_of_turn_ids)}
 
     def generate(prompts, images, num_generations):
-        messages = [write_greedily(task, policy, ids, sent["max_tokens"]) for ids in prompts]
+        messages = [write_greedily(task, policy, ids, task.sampling.max_turn_tokens) for ids in prompts]
         return prompts, [ids for ids, _ in messages], [[[v] for v in values] for _, values in messages], None
 
     trainer = SimpleNamespace(
@@ -156,22 +151,21 @@ def test_trl_with_vllm_writes_message_by_message(options, task, policy):
         vllm_generation=SimpleNamespace(generate=generate),
     )  # fmt: skip
     expected = played(task, policy)
-    fields = make_rollout(task, from_mapping(options))([t.example_id for t in expected], trainer)
+    fields = make_rollout(task, read_line(line))([t.example_id for t in expected], trainer)
     assert fields["reward"] == [task.rewards(t).total for t in expected]
-    for number, trajectory in enumerate(expected):
-        ids = (fields["prompt_ids"][number], fields["completion_ids"][number], fields["env_mask"][number])
-        assert ids == completion(trajectory)[:3]
+    ids = zip(fields["prompt_ids"], fields["completion_ids"], fields["env_mask"], strict=True)
+    assert list(ids) == [completion(t)[:3] for t in expected]
 
 
-def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(options, tmp_path):
+def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(line, model, tmp_path):
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
     from mtsql.extras.bridges.trl import check_vllm, make_trainer
 
-    config = from_mapping(options)
+    config = read_line(line)
     with pytest.raises(UserError, match=r"behind --: .*--max_stepz"):
         make_trainer(config, ["--max_stepz", "3"])
     (tmp_path / "adapter").mkdir()
-    adapter = json.dumps({"base_model_name_or_path": options["model"]})
+    adapter = json.dumps({"base_model_name_or_path": model})
     (tmp_path / "adapter" / "adapter_config.json").write_text(adapter)
     with pytest.raises(UserError, match="leave out --use_peft"):
         make_trainer(replace(config, model=str(tmp_path / "adapter")), ["--use_peft", "true"])
@@ -184,14 +178,14 @@ def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(optio
             check_vllm(SimpleNamespace(**fine | bad))
 
 
-def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
+def test_trl_has_our_ids_loss_masks_and_gradient(line, model, task):
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
     from transformers import TrainerCallback
 
     from mtsql.extras.bridges.trl import make_trainer
 
     trainer = make_trainer(
-        from_mapping(options),
+        read_line(line),
         "--max_steps 1 --per_device_train_batch_size 48 --num_generations 6 --max_grad_norm 0 "
         "--learning_rate 0 --gradient_checkpointing False".split(),
     )
@@ -209,7 +203,7 @@ def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
     trainer.add_callback(KeepGradients())
     trainer.train()
 
-    policy = load_policy(options["model"])
+    policy = load_policy(model)
     episodes = [task.episode(name, trajectory_seed(0, 0, 0, i)) for i, name in enumerate(kept["prompts"])]
     trajectories = rollout(policy, task.tokens, episodes, Sampling(1.0, 120))
     assert [completion(t)[:3] for t in trajectories] == list(
@@ -235,38 +229,30 @@ def test_trl_has_our_ids_loss_masks_and_gradient(options, task):
 
 KEEP_WEIGHTS = """
 import torch
-from transformers import TrainerCallback
 from mtsql.config import user_errors
 from mtsql.extras.bridges import trl
 
-class KeepWeights(TrainerCallback):
-    def on_train_end(self, args, state, control, model, **_):
-        torch.save(list(model.parameters()), f"{args.output_dir}/weights_{args.process_index}.pt")
+def train(trainer, train=trl.GRPOTrainer.train, **how):
+    train(trainer, **how)
+    torch.save(list(trainer.model.parameters()), f"{trainer.args.output_dir}_{trainer.args.process_index}.pt")
 
-def make_trainer(*given, make=trl.make_trainer):
-    trainer = make(*given)
-    trainer.add_callback(KeepWeights())
-    return trainer
-
-trl.make_trainer = make_trainer
+trl.GRPOTrainer.train = train
 user_errors(trl.main)
 """
 
 
-def test_trl_trains_two_processes_as_one(options, tmp_path, monkeypatch):
+def test_trl_trains_two_processes_as_one(line, model, tmp_path, monkeypatch):
     """Each has its own episodes, so that their weights stay equal only if their gradients are summed."""
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "train.py").write_text(KEEP_WEIGHTS)
     processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, tmp_path / "train.py"]
-    given = [*TOY, "--data", *options["data"], "--model", options["model"], "--out", options["out"]]
     own = ["--max_steps", 3, "--per_device_train_batch_size", 8, "--num_generations", 4]
-    out = run(*processes, *given, "--", *own)
+    out = run(*processes, *line.split(), "--", *own)
     assert out.count("'rewards/ex/mean'") == 3
-    one, other = (torch.load(f"{options['out']}/weights_{i}.pt", weights_only=False) for i in range(2))
-    assert all(map(torch.equal, one, other))
-    before, after = load_policy(options["model"]), load_policy(Path(options["out"]) / "policy")
-    assert all(map(torch.equal, one, after.parameters()))
+    one, other = (torch.load(tmp_path / f"out_{i}.pt", weights_only=False) for i in range(2))
+    before, after = load_policy(model), load_policy(tmp_path / "out" / "policy")
+    assert all(map(torch.equal, one, other)) and all(map(torch.equal, one, after.parameters()))
     assert not all(map(torch.equal, one, before.parameters()))
 
 
@@ -287,7 +273,7 @@ def stub_verl(monkeypatch):
     monkeypatch.delitem(sys.modules, "mtsql.extras.bridges.verl", raising=False)
 
 
-def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeypatch):
+def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, monkeypatch):
     if find_spec("verl") is None:
         stub_verl(monkeypatch)
     from mtsql.extras.bridges.verl import MtsqlAgentLoop
@@ -302,7 +288,7 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeyp
         loop = MtsqlAgentLoop(
             trainer_config=SimpleNamespace(config=config), server_manager=FakeServer(), processor=None,
             tokenizer=task.tokens.tokenizer, dataset_cls=None, data_config=SimpleNamespace(config={}),
-            options=options,
+            options=line,
         )  # fmt: skip
         loop.loop = asyncio.get_running_loop()
         place = {"example_id": trajectory.example_id, "split": "train"}
@@ -316,7 +302,7 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(options, task, policy, monkeyp
         assert output.extra_fields["reward_extra_info"]["ex"] == task.rewards(trajectory).ex
 
 
-def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
+def test_skyrl_gets_our_ids_and_rewards(line, task, policy):
     skyrl_gym = pytest.importorskip("skyrl_gym", reason="requirements-bridges.txt is not installed")
     if "mtsql" not in skyrl_gym.envs.registration.registry:
         skyrl_gym.register("mtsql", "mtsql.extras.bridges.skyrl:MtsqlEnv")
@@ -325,7 +311,7 @@ def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
     tokenizer = task.tokens.tokenizer
     for trajectory in played(task, policy):
         extras = {"example_id": trajectory.example_id, "split": "train"}
-        env = skyrl_gym.make("mtsql", env_config=OmegaConf.create({"options": options}), extras=extras)
+        env = skyrl_gym.make("mtsql", env_config=OmegaConf.create({"options": line}), extras=extras)
         messages, _ = env.init([])
         said = [task.tokens.decode(s.ids) for s in trajectory.segments if s.role == "model"]
         for text in said:
@@ -337,72 +323,51 @@ def test_skyrl_gets_our_ids_and_rewards(options, task, policy):
         assert env.get_metrics()["ex"] == task.rewards(trajectory).ex
 
 
-def test_rows_are_the_questions_that_can_be_trained_on(options, task, tmp_path):
-    config = read_options(RowsConfig, None, as_arguments(options | {"out": str(tmp_path / "rows.jsonl")}))
+def test_rows_are_the_questions_that_can_be_trained_on(line, task, tmp_path):
+    config = read_options(RowsConfig, None, line.split())
 
     def rows_of(**changed: str) -> list[dict]:
         write_rows(replace(config, **changed))
-        return [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+        return [json.loads(row) for row in (tmp_path / "out").open()]
 
     rows = rows_of()
     assert [row["extra_info"]["example_id"] for row in rows] == task.playable()
     assert {row["agent_name"] for row in rows} == {"mtsql"}
-    dev = load_task(from_mapping(options), "dev")
+    dev = load_task(read_line(line), "dev")
     for row in rows_of(engine="skyrl", split="dev"):
         assert row["split"] == "dev"
         assert row["prompt"][0]["content"] == dev.examples[row["example_id"]].question
     with pytest.raises(UserError, match="give --out"):
         rows_of(out="")
-    short = load_task(from_mapping(options | {"max_prompt_tokens": 40}))
+    short = load_task(read_line(f"{line} --max-prompt-tokens 40"))
     assert len(short.playable()) < len(rows)
     drawn = load_task(replace(config, questions=3))
     assert len(drawn.playable()) == 3 and set(drawn.playable()) < set(drawn.examples)
 
 
-@pytest.fixture
-def address(options, tmp_path, monkeypatch):
-    """`transformers serve` with the policy."""
+def test_transformers_serve_gives_the_ids_of_the_policy_here(model, task, policy, tmp_path, monkeypatch):
+    """It answers HTTP 500 to a call that is no JSON, and drops the text beside earlier calls."""
     pytest.importorskip("openai", reason="requirements-bridges.txt is not installed")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        host = f"http://127.0.0.1:{free.getsockname()[1]}"
-    serve = [Path(sys.executable).with_name("transformers"), "serve", "--port", host.rpartition(":")[2]]
-    serve += ["--device", "cpu", "--dtype", "float32", options["model"]]
+        port = free.getsockname()[1]
+    serve = [Path(sys.executable).with_name("transformers"), "serve", "--port", str(port), "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    log = (tmp_path / "log").open("w")
-    with log, subprocess.Popen(serve, stdout=log, stderr=log, env=environment) as process:
-        try:
-            while not healthy(host):
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.2)
-            yield f"{host}/v1"
-        finally:
-            process.kill()
-
-
-def healthy(host: str) -> bool:
-    """Whether the server answers."""
-    try:
-        with urlopen(f"{host}/health") as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def test_transformers_serve_gives_the_ids_of_the_policy_in_process(options, task, policy, address):
-    """It answers HTTP 500 to a call that is no JSON, and drops the text beside earlier calls."""
-    server = Server(address, pauses=())
-    protocol = find_protocol(server, options["model"], task.tokens)
-    assert protocol == "chat"
-    served = ServedPolicy(server, options["model"], protocol, task.tokens)
     sampling = Sampling(GREEDY, task.sampling.max_turn_tokens)
     compared = [
         t for t in played(task, policy, 24) if t.status is not Status.MALFORMED_CALL and t.interactions < 2
     ]
-    for trajectory in compared:
-        episode = task.episode(trajectory.example_id, 0)
-        served.play(episode, sampling)
-        assert episode.trajectory.ids == trajectory.ids
+    with subprocess.Popen([*serve, "--dtype", "float32", model], env=environment) as process:
+        try:
+            patient = Server(f"http://127.0.0.1:{port}/v1", pauses=(0.5,) * 120)  # until it is there
+            assert find_protocol(patient, model, task.tokens) == "chat"
+            served = ServedPolicy(replace(patient, pauses=()), model, "chat")
+            for trajectory in compared:
+                episode = task.episode(trajectory.example_id, 0)
+                served.play(episode, sampling)
+                assert episode.trajectory.ids == trajectory.ids
+        finally:
+            process.kill()
     # How many there are depends on the processor that has trained the tests' model: seen were 5 and more.
     assert len(compared) >= 4 and any(t.interactions for t in compared)

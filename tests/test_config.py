@@ -20,7 +20,6 @@ from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
 from mtsql.extras import curriculum
 from mtsql.extras.chat import __main__ as chat
-from mtsql.extras.served import idle_policy
 from mtsql.task import find_split
 from mtsql.toy.imitation import ImitationConfig
 from train_grpo import Args as GrpoArgs
@@ -214,16 +213,6 @@ def test_options_that_do_nothing_say_so():
     assert said("--clip-high", "0.3", "--evaluate-dialogues", "3") == ["--clip-high", "--evaluate-dialogues"]
     assert said("--clip-high", "0.3", "--updates-per-batch", "2") == []
     assert said("--config", "configs/mtir_sql.toml") == []
-
-
-def test_options_of_the_other_policy_say_so():
-    def said(*argv):
-        config = read_options(EvaluateArgs, "", ["--data", "d", "--out", "o", *argv])
-        return [sentence.split()[0] for sentence in idle_policy(config)]
-
-    assert said("--model", "m", "--rows", "3") == []
-    assert said("--model", "m", "--concurrency", "3", "--api-model", "x") == ["--api-model", "--concurrency"]
-    assert said("--address", "http://a", "--rows", "3", "--concurrency", "3") == ["--rows"]
 
 
 def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mtsql.sql.clauses import clause_f1
 from mtsql.sql.execute import Executor, as_scored, execution_match, results_equal, set_match
 from mtsql.sql.grammar import parse_sql
-from mtsql.sql.match import exact_set_match, partial_f1, whole_clause_f1
+from mtsql.sql.match import exact_set_match, partial_match, whole_clause_f1
 from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.text import with_gold_values
 
@@ -57,12 +57,8 @@ def at_once(database):
     some = [sql for kind, sql, _ in STATEMENTS if kind in ("unbounded recursion", "cell bomb", "cross join")]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda sql: executor.execute(database, sql), some))
-    return (
-        len(some),
-        results,
-        resident_bytes() - start,
-        executor.execute(database, "SELECT count(*) FROM singer"),
-    )
+    after = executor.execute(database, "SELECT count(*) FROM singer").rows
+    return results, resident_bytes() - start, after
 
 
 def test_the_hostile_suite(database, monkeypatch):
@@ -80,10 +76,9 @@ def test_the_hostile_suite(database, monkeypatch):
 
 
 def test_hostile_statements_at_once(database):
-    asked, results, more, after = in_new_process(at_once, database)
-    assert len(results) == asked and {r.status for r in results} <= {"rows", "empty", "error", "timeout"}
-    assert more < 200_000_000
-    assert after.rows == ((3,),)
+    results, more, after = in_new_process(at_once, database)
+    assert results and {r.status for r in results} <= {"rows", "empty", "error", "timeout"}
+    assert more < 200_000_000 and after == ((3,),)
 
 
 texts = st.one_of(
@@ -91,12 +86,10 @@ texts = st.one_of(
     st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
     st.builds(
         lambda seed, at, length, new: seed[:at] + new + seed[at + length :],
-        st.sampled_from(SEEDS),
-        st.integers(0, 120),
-        st.integers(0, 20),
+        st.sampled_from(SEEDS), st.integers(0, 120), st.integers(0, 20),
         st.one_of(st.sampled_from(WORDS), st.text(max_size=5)),
     ),
-)
+)  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -112,15 +105,14 @@ def test_fuzzed_sql_is_run_read_and_scored(database, fuzz_executor, sql):
         with suppress(SqlParseError):
             parse_sql(sql, schema, keep_limit)
             assert exact_set_match(sql, sql, schema, {})
-    assert set(partial_f1(GOLD, sql, schema, {}).values()) <= {0.0, 1.0}
+    assert {part.f1 for part in partial_match(GOLD, sql, schema, {}).values()} <= {0.0, 1.0}
     assert 0.0 <= clause_f1(GOLD, sql, schema) <= 1.0
     assert 0.0 <= whole_clause_f1(GOLD, sql, schema) <= 1.0
     for candidate in with_gold_values(GOLD, sql):
         found = fuzz_executor.execute(database, *as_scored(candidate, keep_distinct=False))
         right = execution_match(fuzz_executor, database, GOLD, candidate)
-        assert found.truncated or right == (found.ok and results_equal(gold_rows, found.rows, True)), (
-            candidate
-        )
+        expected = found.ok and results_equal(gold_rows, found.rows, True)
+        assert found.truncated or right == expected, candidate
     right = set_match(fuzz_executor, database, GOLD, sql)
     assert result.truncated or right == (result.ok and set(result.rows) == set(gold_rows))
 

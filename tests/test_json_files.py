@@ -114,17 +114,8 @@ def test_hidden_files_beside_a_database_are_none_of_its_suite(tiny: Tiny, tmp_pa
     (music / "database_description").mkdir()
     (music / "database_description" / "._singer.csv").write_bytes(b"\0\5\x16\7\n")
     (tmp_path / "gold.txt").write_text(f"{GOLD}\tmusic\n")
-    command = [
-        sys.executable,
-        ROOT / "evaluate.py",
-        "--gold",
-        "gold.txt",
-        "--pred",
-        "gold.txt",
-        "--etype",
-        "exec",
-    ]
-    command += ["--databases", "database"]
+    options = "--gold gold.txt --pred gold.txt --etype exec --databases database"
+    command = [sys.executable, ROOT / "evaluate.py", *options.split()]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "1.000" in run.stdout and "gold failed" not in run.stdout, run.stderr
 

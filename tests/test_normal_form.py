@@ -20,44 +20,24 @@ FILES = [SAMPLE / "dev.json"]
 FILES += [SHARED / f"{name}.json" for name in ("sparc/dev", "cosql/dev", "spider/dev")]
 
 
+T1 = "SELECT T1 . Name FROM singer AS T1 join label as t2 ON t1 . label_id = T2 . ID"
+
+
 @pytest.mark.parametrize(
     ("written", "normal"),
     [
         ("select  NAME , age from SINGER;", "SELECT name, age FROM singer"),
         ("SELECT COUNT ( * ) FROM Singer AS T1", "SELECT count(*) FROM singer AS t1"),
-        (
-            "SELECT T1 . Name FROM singer AS T1 join label as t2 ON t1 . label_id = T2 . ID",
-            "SELECT t1.name FROM singer AS t1 JOIN label AS t2 ON t1.label_id = t2.id",
-        ),
-        (
-            'SELECT "Name" FROM singer WHERE country="it\'s  France"',
-            "SELECT \"Name\" FROM singer WHERE country = 'it''s  France'",
-        ),
-        (
-            "SELECT name FROM singer WHERE age > =30 AND age! = -1.5",
-            "SELECT name FROM singer WHERE age >= 30 AND age != -1.5",
-        ),
-        (
-            "SELECT age-1, age - 1, age * 2, 'a'||name FROM singer",
-            "SELECT age-1, age - 1, age * 2, 'a' || name FROM singer",
-        ),
-        (
-            "SELECT name FROM singer -- all\nWHERE id IN(SELECT max(id) FROM singer)",
-            "SELECT name FROM singer WHERE id IN (SELECT max(id) FROM singer)",
-        ),
-        (
-            'SELECT "NAME" FROM "Singer" WHERE age = "a ""b"""',
-            'SELECT "NAME" FROM "Singer" WHERE age = \'a "b"\'',
-        ),
-        (
-            'SELECT name FROM singer WHERE age = "never closed',
-            'SELECT name FROM singer WHERE age = "never closed',
-        ),
+        (T1, "SELECT t1.name FROM singer AS t1 JOIN label AS t2 ON t1.label_id = t2.id"),
+        ('SELECT "Name" WHERE country="it\'s  France"', "SELECT \"Name\" WHERE country = 'it''s  France'"),
+        ("SELECT name WHERE age > =30 AND age! = -1.5", "SELECT name WHERE age >= 30 AND age != -1.5"),
+        ("SELECT age-1, age - 1, age * 2, 'a'||name", "SELECT age-1, age - 1, age * 2, 'a' || name"),
+        ("SELECT -- all\nid IN(SELECT max(id))", "SELECT id IN (SELECT max(id))"),
+        ('SELECT "NAME" WHERE age = "a ""b"""', 'SELECT "NAME" WHERE age = \'a "b"\''),
         ('SELECT \'say "x"\', "" -- "y"', "SELECT 'say \"x\"', ''"),
         ("SELECT [Name], `age` FROM singer", "SELECT [Name], `age` FROM singer"),
-        ("SELECT name FROM singer WHERE name = 'open", "SELECT name FROM singer WHERE name = 'open"),
+        ("SELECT NAME WHERE name = 'open", "SELECT NAME WHERE name = 'open"),
         ("SELECT count FROM t", "SELECT count FROM t"),  # a column, since no bracket follows
-        ("", ""),
     ],
 )
 def test_how_it_reads(written, normal, tiny):

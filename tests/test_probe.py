@@ -11,9 +11,12 @@ import torch
 from conftest import TOY, run
 
 from evaluate import Args as EvaluateArgs
+from mtsql.agent.tools import EXEC_SQL
 from mtsql.data.datasets import examples
 from mtsql.errors import UserError
-from mtsql.extras.probe import Args, Failure, own_failures, probe, repair_contexts
+from mtsql.extras.demonstrations import Mistake
+from mtsql.extras.probe import Args, own_failures, probe
+from mtsql.recipes.mtsql_r1_prompts import verdict
 from mtsql.task import begin_task
 
 KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
@@ -35,7 +38,7 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
     )  # fmt: skip
     means = json.loads((tmp_path / "probe" / "probe.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "probe" / "probe.jsonl").open()]
-    assert "P(gold) seen" in out and {"own", "stale column", "stale table"} <= set(means)
+    assert "gold_seen" in out and {"own", "stale column", "stale table"} <= set(means)
     assert all(set(row) == KEYS for row in means.values())
     own = [row for row in rows if row["kind"] == "own"]
     assert own and {row["failed"] for row in own} == {"SELECT absent FROM nowhere"}  # what fails, alone
@@ -56,22 +59,32 @@ def test_failures_from_another_file_are_one_sentence(tmp_path, line):
         list(own_failures(config, run_))
 
 
-def test_its_probabilities_are_those_of_a_plain_forward_pass(work):
+def test_its_probabilities_are_of_the_token_where_repair_and_copy_part(work):
     options = EvaluateArgs(
-        model=str(work / "imitation"), data=(str(work / "benchmark"),), out="", split="train"
-    )
-    options = replace(options, wording="compact", error_hints=True, max_prompt_tokens=2000)
-    run_ = begin_task(options, "train")
-    example = examples(run_.dataset.dialogues)[1]
-    failure = Failure("own", example, "SELECT absent FROM nowhere")
-    found = probe(run_, failure)
-    contexts = repair_contexts(run_.environment, failure)
-    policy = run_.policy.eval()
-    for name, (given, gold, copy) in contexts.items():
+        model=str(work / "imitation"), data=(str(work / "benchmark"),), out="", split="train",
+        wording="compact", error_hints=True, max_prompt_tokens=2000,
+    )  # fmt: skip
+    task, asked = begin_task(options, "train"), []
+    example, policy, text = examples(task.dataset.dialogues)[1], task.policy.eval(), task.tokens.decode
+    shown = (example, task.environment.schemas[example.db_id])
+
+    def watched(ids, **how):
+        asked.append(ids)
+        return policy(ids, **how)
+
+    watched.device = policy.device
+    copied = "SELECT absent FROM nowhere"
+    found = probe(replace(task, policy=watched), example, Mistake(copied, shown))
+    judged, call = verdict(EXEC_SQL, False) + "\n", task.environment.recipe.call
+    gold, copy = (task.tokens.message_ids(judged + call(sql)) for sql in (example.gold_sql, copied))
+    place = next(i for i, (a, b) in enumerate(zip(gold, copy, strict=False)) if a != b)
+    for ids, name in zip(asked, ("seen", "blind"), strict=True):
+        given = text(ids[0].tolist())
+        assert ("error: the query fails" in given) == (name == "blind")
+        assert ("tables" in given) == (name == "seen")  # the hint
+        assert ids[0, -place:].tolist() == gold[:place]
         with torch.no_grad():
-            logits = policy(torch.tensor([given])).logits[0, -1]  # (vocabulary,)
-        expected = torch.softmax(logits, -1)
-        assert abs(expected[gold].item() - found[f"gold_{name}"]) < 1e-4
-        assert abs(expected[copy].item() - found[f"copy_{name}"]) < 1e-4
-        assert ("tables" in run_.tokens.decode(given)) == (name == "seen")
-    assert probe(run_, Failure("own", example, example.gold_sql)) is None  # it does not fail
+            expected = torch.softmax(policy(ids).logits[0, -1], -1)  # (vocabulary,)
+        assert abs(expected[gold[place]].item() - found[f"gold_{name}"]) < 1e-4
+        assert abs(expected[copy[place]].item() - found[f"copy_{name}"]) < 1e-4
+    assert probe(task, example, Mistake(example.gold_sql, shown)) is None  # it does not fail

@@ -15,6 +15,7 @@ from mtsql.config import Data
 from mtsql.data.datasets import examples
 from mtsql.extras import make_mix
 from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
+from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.task import load_split, make_environment
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
@@ -22,7 +23,7 @@ from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 SPARC = ROOT / "tests" / "data" / "sparc"
 
 
-def test_a_good_agent_earns_all_that_there_is(tiny):
+def test_a_good_agent_earns_all_that_there_is_and_is_exported(tiny):
     config = EvaluateArgs(data=(str(SPARC),), model="none", out="none", wording="compact")
     split = load_split(config, "dev")
     environment = make_environment(config, split, tiny.tokens, "both")
@@ -34,8 +35,13 @@ def test_a_good_agent_earns_all_that_there_is(tiny):
         (episode,) = environment.episodes(example, [0])
         trajectory = demonstrate(episode, [], ATTENTIVE, random.Random(0))
         assert trajectory.status is Status.ANSWERED, example.id
-        rewards = reward(trajectory, example, scorer, PRESETS["process"])
-        assert (rewards.ex, rewards.em, rewards.parts["proposal"]) == (1, 1, 1), example.id
+        earned = reward(trajectory, example, scorer, PRESETS["process"])
+        assert (earned.ex, earned.em, earned.parts["proposal"]) == (1, 1, 1), example.id
+        if trajectory.messages <= 3:  # the agent suspects an empty result or a lone zero, and looks again
+            assert trajectory.off_protocol == 0 and earned.parts["e_verify"] == 1
+            assert earned.parts["m_verify"] == (1 if example.history else 0)
+        record = chat_record(trajectory, example, environment)
+        assert record["messages"][-1]["content"].endswith(f"<answer_sql>{example.gold_sql}</answer_sql>")
 
 
 def test_the_training_mix_is_made_of_the_official_layouts(tmp_path):

@@ -305,7 +305,7 @@ def test_viewer_options(records, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     main([str(records)])
     assert GREEN in capsys.readouterr().out
-    main([str(records), "--no-color"])
+    main([str(records), "--color", "never"])
     assert "\033" not in capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")
     main([str(records)])
@@ -381,7 +381,7 @@ def test_the_page_holds_every_record_and_is_safe_from_what_they_say(records, tmp
     assert data["prompts"] == ["<1> <2>"]  # held once
     first, second = data["files"][0]["records"]
     assert second["question"] == hostile.replace("\ud800", "?")
-    assert [s["learned"] for s in first["segments"]] == [False, True, False]
+    assert [s["loss_mask_sum"] for s in first["segments"]] == [0, 3, 0]
     assert first["segments"][1]["logprobs"] == [-0.1, -0.2, -0.3]
     refuse([str(records), "--beside", str(records)])
     assert "--beside needs --html" in capsys.readouterr().err

@@ -82,10 +82,10 @@ def test_recipe_end_to_end(work, base, tmp_path):
 
     out = run(
         "evaluate.py", *TOY, *data, "--model", grpo / "policy", "--out", answers, "--split", "test",
-        "--history", "predicted", "--latency-questions", 2,
+        "--history", "predicted",
     )  # fmt: skip
     for part in (
-        "latency, one at a time", "ability: calls EXECUTE", "error: schema_linking", "EX %",
+        "ability: calls EXECUTE", "error: schema_linking", "EX %",
         "whole dialogues", "turn 1", "easy", "out_of_interactions", "interactions",
     ):  # fmt: skip
         assert part in out

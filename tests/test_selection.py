@@ -18,8 +18,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
+from mtsql.extras.embedding import text_embedder
 from mtsql.learn import selection
-from mtsql.learn.selection import cluster, make_embedder, select_trajectories
+from mtsql.learn.selection import cluster, embed_with_policy, select_trajectories
 from mtsql.recipes.mtsql_r1_prompts import tool_call
 
 OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
@@ -164,7 +165,7 @@ def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, posit
     """Against one row at a time, whether all are embedded at once or each alone."""
     monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
     policy = small_model(tiny, lora)
-    vectors = make_embedder(policy, tiny.tokens)(played)
+    vectors = embed_with_policy(policy, played)
     assert policy.training and vectors.dtype == np.float32
     policy.eval()
     inner = policy.get_base_model() if lora else policy
@@ -173,7 +174,7 @@ def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, posit
             hidden = inner.model(torch.tensor([trajectory.ids])).last_hidden_state[0]  # (positions, d)
         expected = hidden[torch.tensor(trajectory.loss_mask).bool()].mean(0)
         np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
-    make_embedder(policy, tiny.tokens)(played[:1])
+    embed_with_policy(policy, played[:1])
     assert not policy.training
 
 
@@ -187,7 +188,7 @@ def test_embedding_model_gives_the_state_of_its_end_of_text(tiny, played, tmp_pa
     tokenizer.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
-    vectors = make_embedder(small_model(tiny), tiny.tokens, str(tmp_path))(played)
+    vectors = text_embedder(str(tmp_path), small_model(tiny), tiny.tokens)(played)
     for trajectory, vector in zip(played, vectors, strict=True):
         text = "".join(tiny.tokens.tokenizer.decode(s.ids) for s in trajectory.segments[1:])
         ids = [*tiny.tokens.tokenizer.encode(text.removesuffix("<|im_end|>")), end]
@@ -201,7 +202,7 @@ def test_a_folder_without_a_whole_embedding_model_is_named(tiny, tmp_path):
 
     def refused(message: str, folder: Path | str = tmp_path) -> None:
         with pytest.raises(ValueError, match=message):
-            make_embedder(policy, tiny.tokens, str(folder))
+            text_embedder(str(folder), policy, tiny.tokens)
 
     for folder in ("no/such/folder", tmp_path):
         refused(f"loaded from {folder}; give a folder with config.json", folder)

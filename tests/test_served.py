@@ -17,6 +17,7 @@ import torch
 from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, run, say
 from tqdm import tqdm
 
+from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
@@ -24,7 +25,6 @@ from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Segment, Status, Trajectory
 from mtsql.data.datasets import Dialogue, Example, Turn
 from mtsql.errors import UserError
-from mtsql.extras import collect
 from mtsql.extras.http_client import Server, ServerError
 from mtsql.extras.served import ServedPolicy, check_policy, find_protocol, play_served
 from mtsql.learn.model import load_policy
@@ -101,14 +101,49 @@ def in_turn(*answers: tuple[int, dict] | dict) -> Reply:
     return reply
 
 
-def policy_of(tiny: Tiny, server: Server, protocol: str = "chat") -> ServedPolicy:
-    return ServedPolicy(server, "teacher", protocol, tiny.tokens)
+def policy_of(server: Server, protocol: str = "chat") -> ServedPolicy:
+    return ServedPolicy(server, "teacher", protocol)
+
+
+def about(tiny: Tiny, *questions: str) -> list[Episode]:
+    """An episode for each of these questions."""
+    episodes = [make_episode(tiny) for _ in questions]
+    for number, (episode, question) in enumerate(zip(episodes, questions, strict=True)):
+        episode.example = replace(episode.example, question=question)
+        episode.trajectory.example_id = str(number)
+    return episodes
+
+
+@pytest.fixture
+def ask(tiny, serve) -> Callable[..., tuple[Trajectory, list[dict]]]:
+    """Plays an episode with a chat server of these answers; gives it and what the server was sent."""
+
+    def play(*answers: dict | tuple, **options: object) -> tuple[Trajectory, list[dict]]:
+        server, requests = serve(in_turn(*answers), **options)
+        (trajectory,) = play_served(policy_of(server), [make_episode(tiny)], GREEDY, 1)
+        return trajectory, requests
+
+    return play
+
+
+@pytest.fixture
+def ask_three(tiny, serve) -> Callable[..., None]:
+    """The second of three episodes, whose messages are these answers, ends alone without an answer."""
+
+    def play(*answers: dict | tuple, protocol: str = "chat", **options: object) -> list[Trajectory]:
+        policy = policy_of(serve(in_turn(*answers), **options)[0], protocol)
+        played = play_served(policy, [make_episode(tiny) for _ in range(3)], GREEDY, 1, skip_refused=True)
+        assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
+        assert policy.costs.refused == 1
+        return played
+
+    return play
 
 
 def test_chat_echoes_the_servers_message_and_answers_its_call(tiny, serve):
     thinking = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Draft it."}
     server, requests = serve(in_turn(choice(thinking), said(verdict(EXEC_SQL, True) + final_answer(GOLD))))
-    policy, episode = policy_of(tiny, server), make_episode(tiny, compact=False)
+    policy, episode = policy_of(server), make_episode(tiny, compact=False)
     (trajectory,) = play_served(policy, [episode], GREEDY, 1)
     assert (trajectory.status, trajectory.answer_sql) == (Status.ANSWERED, GOLD)
     seen = trajectory.observations[0].text
@@ -135,27 +170,13 @@ def test_a_call_that_nobody_can_read_is_the_policys_mistake(tiny, serve, argumen
     call = {"id": "1", "type": "function", "function": {"name": EXEC_SQL, "arguments": arguments}}
     alone, behind = ({"content": "\ud800", "tool_calls": calls} for calls in ([call], [CALL, call]))
     server, _ = serve(in_turn(choice(alone), choice(behind), said(final_answer(GOLD))))
-    policy = policy_of(tiny, server)
-    (trajectory,) = play_served(policy, [make_episode(tiny)], long, 1)
-    assert trajectory.status is Status.MALFORMED_CALL and trajectory.sampled_length > 0
-    (trajectory,) = play_served(policy, [make_episode(tiny)], long, 1)
-    assert trajectory.status is Status.ANSWERED  # the first call counts, as in process
-    assert "Bruno" in trajectory.observations[0].text
+    first, second = play_served(policy_of(server), [make_episode(tiny) for _ in range(2)], long, 1)
+    assert first.status is Status.MALFORMED_CALL and first.sampled_length > 0
+    assert second.status is Status.ANSWERED  # the first call counts, as in process
+    assert "Bruno" in second.observations[0].text
 
 
-def test_what_waits_is_not_asked_after_ctrl_c(tiny, serve, monkeypatch):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    server, requests = serve(in_turn(said(final_answer(GOLD))))
-    monkeypatch.setattr(tqdm, "update", interrupt)
-    episodes = [make_episode(tiny) for _ in range(50)]
-    with pytest.raises(KeyboardInterrupt):
-        play_served(policy_of(tiny, server), episodes, GREEDY, 1)
-    assert len(requests) < 50
-
-
-def test_ctrl_c_waits_for_the_message_on_its_way_alone(tiny, serve, monkeypatch):
+def test_after_ctrl_c_only_messages_on_their_way_are_waited_for(tiny, serve, monkeypatch):
     asked, go_on = threading.Event(), threading.Event()
 
     def reply(path: str, body: dict) -> tuple[int, dict]:
@@ -172,72 +193,65 @@ def test_ctrl_c_waits_for_the_message_on_its_way_alone(tiny, serve, monkeypatch)
 
     server, requests = serve(reply)
     monkeypatch.setattr(tqdm, "update", interrupt)
-    quick, slow = make_episode(tiny), make_episode(tiny)
-    quick.example = replace(quick.example, question="quick")
+    slow, *quick = about(tiny, "slow", *["quick"] * 50)
     with pytest.raises(KeyboardInterrupt):
-        play_served(policy_of(tiny, server), [slow, quick], GREEDY, 2)
-    assert len(requests) == 2 and slow.trajectory.messages == 1 and slow.trajectory.status is None
+        play_served(policy_of(server), [slow, *quick], GREEDY, 2)
+    assert len(requests) < 50 and slow.trajectory.messages == 1 and slow.trajectory.status is None
 
 
-def test_a_line_break_before_a_call_is_not_doubled(tiny, serve):
+def test_a_line_break_before_a_call_is_not_doubled(tiny, ask):
     """Servers leave it in the text when they take the call out."""
     looked = {"role": "assistant", "content": verdict(EXEC_SQL, True) + "\n", "tool_calls": [CALL]}
-    server, requests = serve(in_turn(choice(looked), said(final_answer(GOLD))))
-    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    trajectory, requests = ask(choice(looked), said(final_answer(GOLD)))
     text = tiny.tokens.decode(trajectory.segments[1].ids)
     assert text.startswith(verdict(EXEC_SQL, True) + "\n<tool_call>\n{")
     assert requests[1]["messages"][1]["content"] == verdict(EXEC_SQL, True)
     assert trajectory.answer_sql == GOLD
 
 
-def test_a_cut_message_is_not_read_and_a_busy_server_is_asked_again(tiny, serve):
+def test_a_cut_message_is_not_read_and_a_busy_server_is_asked_again(ask):
     cut = choice({"role": "assistant", "content": final_answer(GOLD)}, "length")
-    server, requests = serve(in_turn((503, {}), (429, {}), cut))
-    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    trajectory, requests = ask((503, {}), (429, {}), cut)
     assert trajectory.status is Status.OUT_OF_TOKENS and len(requests) == 3
 
 
-def test_a_server_that_does_not_answer_is_one_sentence_without_the_key(tiny, serve):
-    for answer, problem in (
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
         ((401, {"error": "wrong key sk-123"}), r"HTTP 401, .*wrong key \*\*\*"),
-        ({"choices": []}, "no choices"),
-        (choice({"role": "assistant", "content": 7}), "no message that can be read"),
-    ):
-        server, _ = serve(in_turn(answer), key="sk-123")
-        with pytest.raises(ServerError, match=problem) as error:
-            play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
-        assert "sk-123" not in str(error.value) + repr(server)
+        ({"choices": []}, r'cannot be read, IndexError: .* \{"choices": \[\]\}'),
+        (choice({"role": "assistant", "content": 7}), "cannot be read, TypeError: "),
+    ],
+)
+def test_a_server_that_does_not_answer_is_one_sentence_without_the_key(ask, answer, problem):
+    with pytest.raises(ServerError, match=problem) as error:
+        ask(answer, key="sk-123")
+    assert "sk-123" not in str(error.value) + repr(Server("http://h/v1", "sk-123"))
 
 
 @pytest.mark.parametrize("status", [400, 500])
-def test_an_episode_that_the_server_refuses_does_not_stop_the_others(tiny, serve, tmp_path, status):
-    """Nor is it asked again when the command goes on; what it was refused for is kept, to be said."""
+def test_an_episode_that_the_server_refuses_does_not_stop_the_others(tiny, serve, tmp_path, status, capsys):
+    """Nor is it asked again when the command goes on; what it was refused for is said."""
 
     def reply(path: str, body: dict) -> tuple[int, dict]:
         long = "too long" in json.dumps(body)
         return (status, {"error": "context length"}) if long else (200, said(final_answer(GOLD)))
 
-    def episodes(*questions: str) -> list[Episode]:
-        asked = [make_episode(tiny) for _ in questions]
-        for number, (episode, question) in enumerate(zip(asked, questions, strict=True)):
-            episode.example = replace(episode.example, question=question)
-            episode.trajectory.example_id = str(number)
-        return asked
-
     server, requests = serve(reply)
-    policy, path = policy_of(tiny, server), tmp_path / "answers.jsonl"
+    policy, path = policy_of(server), tmp_path / "answers.jsonl"
     mixed = ("too long", "short", "short", "too long")
-    waiting, trajectories = play_unanswered(episodes(*mixed), AnswerLog(path, {}))
+    waiting, trajectories = play_unanswered(about(tiny, *mixed), AnswerLog(path, {}))
     play_served(policy, waiting, GREEDY, 1, skip_refused=True)
     ends = [Status.NO_ACTION, Status.ANSWERED, Status.ANSWERED, Status.NO_ACTION]
     assert [t.status for t in trajectories] == ends
-    assert policy.costs.refused == 2 and "context length" in policy.costs.refusal
-    assert play_unanswered(episodes(*mixed), AnswerLog(path, {}))[0] == []
+    assert policy.costs.refused == 2
+    assert "question 00000/1 ends without an answer: http" in capsys.readouterr().out
+    assert play_unanswered(about(tiny, *mixed), AnswerLog(path, {}))[0] == []
     with pytest.raises(ServerError, match="context length"):  # in a dialogue, whose user is told why
-        play_served(policy, episodes("too long"), GREEDY, 1)
+        play_served(policy, about(tiny, "too long"), GREEDY, 1)
     with pytest.raises(ServerError, match="context length"):  # it has refused them all
-        play_served(policy_of(tiny, server), episodes(*["too long"] * 4), GREEDY, 1, skip_refused=True)
-    asked, many = len(requests), episodes(*["too long"] * 80)
+        play_served(policy_of(server), about(tiny, *["too long"] * 4), GREEDY, 1, skip_refused=True)
+    asked, many = len(requests), about(tiny, *["too long"] * 80)
     with pytest.raises(ServerError, match="context length"):  # nor does it go on for ever
         play_served(policy, many, GREEDY, 1, skip_refused=True)
     assert len(requests) - asked <= 18 * 3 and many[0].trajectory.status is None
@@ -254,75 +268,59 @@ BAD = {  # answers with status 200 but for the last
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_one_bad_answer_is_asked_for_again_or_ends_its_own_question(tiny, serve, bad):
+def test_one_bad_answer_is_asked_for_again_or_ends_its_own_question(ask, ask_three, bad):
     good = said(final_answer(GOLD)) | {"usage": "many"}
-    server, _ = serve(in_turn(bad, good), timeout=0.6)
-    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
-    assert trajectory.answer_sql == GOLD
-    server, _ = serve(in_turn(good, bad, bad, bad, good), timeout=0.6)
-    policy = policy_of(tiny, server)
-    played = play_served(policy, [make_episode(tiny) for _ in range(3)], GREEDY, 1, skip_refused=True)
-    assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
-    assert policy.costs.refused == 1 and "gave no answer" in policy.costs.refusal
+    assert ask(bad, good, timeout=0.6)[0].answer_sql == GOLD
+    ask_three(good, bad, bad, bad, good, timeout=0.6)
 
 
-@pytest.mark.parametrize("ids", [["1", "2"], [1.0, 2.0], [-1, 2], [1, 2**40], [1], []])
-def test_ids_that_are_none_end_their_own_question(tiny, serve, ids):
-    def sampled(ids: list, logprobs: list) -> dict:
+@pytest.mark.parametrize("ids", [["1", "2"], [1.0, 2.0], [-1, 2], [1, 2**40], [1], [], None, 7])
+def test_ids_that_are_none_end_their_own_question(tiny, serve, ask_three, ids):
+    def sampled(ids: object, logprobs: list) -> dict:
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]}
 
-    answer = tiny.tokens.message_ids(final_answer(GOLD))
+    answer, bad = tiny.tokens.message_ids(final_answer(GOLD)), sampled(ids, [-0.5, -0.5])
     good = sampled(answer, [None, float("nan"), *[-0.5] * (len(answer) - 2)])
-    server, _ = serve(in_turn(good, *[sampled(ids, [-0.5, -0.5])] * 3, good))
-    episodes = [make_episode(tiny) for _ in range(3)]
-    played = play_served(policy_of(tiny, server, "tokens"), episodes, GREEDY, 1, skip_refused=True)
-    assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
+    played = ask_three(good, bad, bad, bad, good, protocol="tokens")
     assert played[0].segments[1].loss_mask[:3] == (0, 0, 1)  # what has no log-probability is not learned
-    assert find_protocol(server, "any", tiny.tokens) == "tokens"
-    server, _ = serve(in_turn(sampled(ids, [-0.5, -0.5])))
-    assert find_protocol(server, "any", tiny.tokens) == "chat"
+    for reply, protocol in ((good, "tokens"), (bad, "chat")):
+        assert find_protocol(serve(in_turn(reply))[0], "any", tiny.tokens) == protocol
 
 
-def test_thoughts_in_pieces_and_a_call_without_arguments(tiny, serve):
+def test_thoughts_in_pieces_and_a_call_without_arguments(tiny, ask):
     thought = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}]
     answer = {"content": [*thought, {"type": "text", "text": final_answer(GOLD)}]}
-    server, _ = serve(in_turn(choice(answer)))
-    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    trajectory, _ = ask(choice(answer))
     text = tiny.tokens.decode(trajectory.segments[1].ids)
     assert trajectory.answer_sql == GOLD and text.startswith("<think>\nHm.\n</think>\n\n<answer")
     for function in ({"name": EXEC_SQL}, {"name": EXEC_SQL, "arguments": None}, {"arguments": "{}"}):
-        server, _ = serve(in_turn(choice({"content": None, "tool_calls": [{"function": function}]})))
-        (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+        trajectory, _ = ask(choice({"content": None, "tool_calls": [{"function": function}]}))
         assert trajectory.status is Status.MALFORMED_CALL
 
 
-def test_only_fields_of_the_protocol_are_sent_back(tiny, serve):
+def test_only_fields_of_the_protocol_are_sent_back(ask):
     """As a server wants that refuses its own other fields."""
     own = {"annotations": [], "reasoning": None, "refusal": None, "audio": None, "function_call": None}
     given = {"role": "model", "content": "", "tool_calls": [CALL | {"index": 0}], **own}
-    server, requests = serve(in_turn(choice(given), said(final_answer(GOLD))))
-    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    trajectory, requests = ask(choice(given), said(final_answer(GOLD)))
     sent = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert trajectory.answer_sql == GOLD and requests[1]["messages"][1] == sent
     no_id = {"content": None, "tool_calls": [{"function": CALL["function"]} for _ in range(2)]}
-    server, requests = serve(in_turn(choice(no_id), said(final_answer(GOLD))))
-    play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    _, requests = ask(choice(no_id), said(final_answer(GOLD)))
     called, *answered = requests[1]["messages"][-3:]
     names = [call["id"] for call in called["tool_calls"]]
     assert names == [message["tool_call_id"] for message in answered] and len(set(names)) == 2
 
 
-def test_a_server_that_names_a_pause_gets_it(tiny, serve):
+def test_a_server_that_names_a_pause_gets_it(ask):
     began = time.monotonic()
     date = formatdate(time.time() + 2, usegmt=True)
     busy = [(429, {}, ("Retry-After", value)) for value in ("1", date)]
-    server, _ = serve(in_turn(*busy, said(final_answer(GOLD))), pauses=())
-    (trajectory,) = play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
+    trajectory, _ = ask(*busy, said(final_answer(GOLD)), pauses=())
     assert trajectory.answer_sql == GOLD and time.monotonic() - began > 1.5
-    server, requests = serve(in_turn((429, {}, ("Retry-After", "7000"))))
     with pytest.raises(ServerError, match="HTTP 429"):  # longer than anybody waits
-        play_served(policy_of(tiny, server), [make_episode(tiny)], GREEDY, 1)
-    assert len(requests) == 1
+        ask((429, {}, ("Retry-After", "7000")))
+    assert time.monotonic() - began < 10
 
 
 def test_an_address_with_a_password_is_refused_without_showing_it():
@@ -335,13 +333,10 @@ def test_an_address_with_a_password_is_refused_without_showing_it():
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
-def test_a_server_that_refuses_for_good_stops_the_others(tiny, serve, status):
-    server, _ = serve(in_turn(said(final_answer(GOLD)), (status, {}), said(final_answer(GOLD))))
-    server = replace(server, pauses=())
+def test_a_server_that_refuses_for_good_stops_the_others(ask_three, status):
+    good = said(final_answer(GOLD))
     with pytest.raises(ServerError, match=f"HTTP {status}"):
-        play_served(
-            policy_of(tiny, server), [make_episode(tiny) for _ in range(3)], GREEDY, 1, skip_refused=True
-        )
+        ask_three(good, (status, {}), good, pauses=())
 
 
 def test_a_server_that_wants_the_limits_newer_name_gets_it(tiny, serve):
@@ -352,11 +347,10 @@ def test_a_server_that_wants_the_limits_newer_name_gets_it(tiny, serve):
         return 200, said(final_answer(GOLD))
 
     server, requests = serve(reply)
-    played = play_served(policy_of(tiny, server), [make_episode(tiny) for _ in range(3)], GREEDY, 1)
+    played = play_served(policy_of(server), [make_episode(tiny) for _ in range(3)], GREEDY, 1)
     assert [t.status for t in played] == [Status.ANSWERED] * 3
-    names = [next(name for name in body if name.startswith("max_")) for body in requests]
-    assert names == ["max_tokens"] + ["max_completion_tokens"] * 3
-    assert [body[name] for body, name in zip(requests, names, strict=True)] == [120] * 4
+    limits = [{name: limit for name, limit in body.items() if name.startswith("max_")} for body in requests]
+    assert limits == [{"max_tokens": 120}] + [{"max_completion_tokens": 120}] * 3
 
 
 class ModelServer:
@@ -398,18 +392,17 @@ def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
     stub = ModelServer(folder)
     server, _ = serve(stub)
     assert find_protocol(server, "tiny", stub.tokens) == "tokens"
-    own = replace(tiny, tokens=stub.tokens)
+    questions = (QUESTION, "How many singers are there?", "names", "Who is the oldest?")
 
     def asked() -> list[Episode]:
         """Many questions, since how many of the answers can be compared depends on the processor."""
-        questions = (QUESTION, "How many singers are there?", "names", "Who is the oldest?")
-        return [
-            episode
-            for history, tools, question in itertools.product((False, True), ("both", "none"), questions)
-            for episode in environment_of(own, tools).episodes(
-                replace(make_episode(own, history).example, question=question), [0]
-            )
-        ]
+        episodes = []
+        for history, tools in itertools.product((False, True), ("both", "none")):
+            environment = environment_of(replace(tiny, tokens=stub.tokens), tools)
+            example = make_episode(tiny, history).example
+            for question in questions:
+                episodes += environment.episodes(replace(example, question=question), [0])
+        return episodes
 
     def is_its_text(segment: Segment) -> bool:
         """Whether a message's text gives its tokens again: not if it was cut, or is spelt oddly."""
@@ -418,7 +411,7 @@ def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
 
     here = rollout(load_policy(folder), stub.tokens, asked(), GREEDY, 4)
     there, chatted = (
-        play_served(ServedPolicy(server, "tiny", protocol, stub.tokens), asked(), GREEDY, 2)
+        play_served(ServedPolicy(server, "tiny", protocol), asked(), GREEDY, 2)
         for protocol in ("tokens", "chat")
     )
     for ours, theirs in zip(here, there, strict=True):
@@ -426,38 +419,17 @@ def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     same = [pair for pair in zip(here, chatted, strict=True) if all(map(is_its_text, pair[0].segments))]
     assert same and not any(sum(theirs.loss_mask) for theirs in chatted)
-    for ours, theirs in same:
-        assert (ours.ids, ours.status, ours.answer_sql) == (theirs.ids, theirs.status, theirs.answer_sql)
+    assert all((ours.ids, ours.status) == (theirs.ids, theirs.status) for ours, theirs in same)
 
 
 def test_a_server_without_token_ids_is_asked_by_chat(tiny, serve):
-    no_ids = {"choices": [{"text": "x"}]}
-    for answer in (no_ids, (404, {})):
-        server, _ = serve(in_turn(answer))
-        assert find_protocol(server, "any", tiny.tokens) == "chat"
-    busy, _ = serve(in_turn((429, {})))
-    for server in (busy, Server("http://127.0.0.1:9/v1", pauses=())):  # which says nothing
+    no_ids, missing, busy = (serve(in_turn(reply))[0] for reply in (said("x"), (404, {}), (429, {})))
+    assert {find_protocol(server, "any", tiny.tokens) for server in (no_ids, missing)} == {"chat"}
+    for server in (busy, Server("http://127.0.0.1:9/v1", pauses=())):  # where nothing is
         with pytest.raises(ServerError, match="gave no answer"):
             find_protocol(server, "any", tiny.tokens)
-    server, _ = serve(in_turn(no_ids))
     with pytest.raises(ServerError, match="use --protocol chat"):
-        play_served(policy_of(tiny, server, "tokens"), [make_episode(tiny)], GREEDY, 1)
-
-
-def test_answers_are_kept_and_not_asked_again(tiny, serve, tmp_path):
-    path, options = tmp_path / "answers.jsonl", {"temperature": 0.0}
-    server, requests = serve(in_turn(said(final_answer(GOLD)), (400, {})))
-    waiting, _ = play_unanswered([make_episode(tiny)], AnswerLog(path, options))
-    play_served(policy_of(tiny, server), waiting, GREEDY, 1)
-    with path.open("a") as file:
-        file.write('{"cut')  # as a killed process leaves it
-    waiting, found = play_unanswered([make_episode(tiny)], AnswerLog(path, options))
-    assert waiting == [] and found[0].answer_sql == GOLD and len(requests) == 1
-    with pytest.raises(UserError, match="differs in temperature;"):
-        AnswerLog(path, {"temperature": 1.0})
-    assert AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 1}).answers == {}
-    with pytest.raises(UserError, match="differs in dialogues;"):  # a tuple is read back as a list
-        AnswerLog(tmp_path / "new.jsonl", {"data": ("a",), "dialogues": 2})
+        play_served(policy_of(no_ids, "tokens"), [make_episode(tiny)], GREEDY, 1)
 
 
 def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_path):
@@ -482,13 +454,17 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
     for most in (3, 2):  # then three are left, so a fourth must not be played
         with pytest.raises(KeyboardInterrupt):
             answer_until(most, AnswerLog(path, {}))
+    with path.open("a") as file:
+        file.write('{"cut')  # as a killed process leaves it
     resumed = answer_until(1, AnswerLog(path, {}))
     assert [t.answer_sql for _, t in resumed] == [t.answer_sql for _, t in whole]
     assert [e.history for e, _ in resumed] == [e.history for e, _ in whole]
     assert whole[-1][1].answer_sql == "SELECT '2 00001 1'"
+    with pytest.raises(UserError, match="differs in temperature;"):
+        AnswerLog(path, {"temperature": 1.0})
 
 
-def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path):
+def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
     folder = work / "imitation"
     stub, asked = ModelServer(str(folder)), itertools.count(1)
     data = [*TOY, "--data", work / "benchmark", "--split", "test", "--dialogues", 2]
@@ -501,15 +477,13 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     def rows(out: str) -> str:
         return (tmp_path / out / "predictions.jsonl").read_text()
 
-    def served(out: str) -> dict:
-        return json.loads((tmp_path / out / "summary.json").read_text())["served_in_last_session"]
-
     run("evaluate.py", *data, "--model", folder, "--out", tmp_path / "here")
     given, requests = there(stub, "there")
     out = run("evaluate.py", *data, *given)
     assert "tiny at http://127.0.0.1" in out and "protocol tokens" in out
     assert rows("there") == rows("here")
-    assert served("there")["requests"] == len(requests) - 1  # the first asked for the protocol
+    served = json.loads((tmp_path / "there" / "summary.json").read_text())["served_in_last_session"]
+    assert served["requests"] == len(requests) - 1  # the first asked for the protocol
     assert not list((tmp_path / "there").glob(".answers_*"))
 
     given, again = there(lambda *of: (401, {}) if next(asked) == 4 else stub(*of), "again")
@@ -520,23 +494,13 @@ def test_the_commands_evaluate_and_collect_from_an_address(work, serve, tmp_path
     assert rows("again") == rows("here")
     assert len(again) < 2 * len(requests)  # what was answered was not asked again
 
-    asked = itertools.count(1)
-    given, _ = there(lambda *of: (400, {}) if next(asked) == 4 else stub(*of), "refused")
-    out = run("evaluate.py", *data, *given)
-    assert "1 episode(s) end without an answer, since the server refused theirs: http" in out
-    assert served("refused")["refused"] == 1
-
     given, _ = there(stub, "taught")
-    toy = ["-m", "mtsql.extras.collect", *TOY, "--data", work / "benchmark", "--questions", 16]
-    out = run(*toy, *given, "--protocol", "chat")
-    lines = (tmp_path / "taught" / "teacher.jsonl").read_text().splitlines()
-    assert f"{len(lines)} of 16 trajectories have an answer" in out and lines
-    assert all("weight" not in m for line in lines for m in json.loads(line)["messages"])
-    with pytest.raises(UserError, match="exists already; take another --out"):
-        collect.main(collect.Args(data=("other",), out=str(tmp_path / "taught")))
+    run("evaluate.py", *data, *given, "--split", "train", "--dialogues", 4, "--protocol", "chat")
+    lines = (tmp_path / "taught" / "chat.jsonl").read_text().splitlines()  # for train_sft.py --teacher
+    assert lines and all("weight" not in m for line in lines for m in json.loads(line)["messages"])
     for wrong, problem in (
         ({}, "give --model FOLDER"),
         ({"address": "http://127.0.0.1:9"}, "needs --api-model"),
     ):
         with pytest.raises(UserError, match=problem):
-            check_policy(collect.Args(data=(), out="", **wrong))
+            check_policy(EvaluateArgs(data=(), out="", **wrong))

@@ -13,7 +13,9 @@ import pytest
 from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny, environment_of
 
 from evaluate import Args as EvaluateArgs
-from mtsql.data.datasets import Dataset, Turn, example_after, examples, load_dataset
+from mtsql.agent.env import Environment
+from mtsql.agent.trajectory import Trajectory
+from mtsql.data.datasets import Dataset, Example, Turn, example_after, examples, load_dataset
 from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError
 from mtsql.recipes.mtir_sql import make_reward
@@ -65,6 +67,12 @@ def lay_out(tiny: Tiny, root: Path, files: dict[str, object], databases: str) ->
 
 def load(data: Path, split: str = "dev", **options) -> Dataset:
     return load_split(EvaluateArgs(model="", out="", data=(str(data),), **options), split)
+
+
+def demonstrated(environment: Environment, asked: list[Example]) -> list[tuple[Example, Trajectory]]:
+    """Each question with what the scripted agent makes of it."""
+    rng = random.Random(0)
+    return [(e, demonstrate(environment.episodes(e, [0])[0], [], ATTENTIVE, rng)) for e in asked]
 
 
 def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_path, capsys):
@@ -152,27 +160,19 @@ def test_other_layouts(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "holds an empty list"),
+        ([], "holds no dialogue or question"),
         ([SPIDER, "text"], "item 1 should be an object with named fields, not str"),
         ([SPIDER, {}], "item 1 has none of the fields .* its fields are none"),
         ([{"db_id": "music", "question": "?"}], r"item 0 has none .* SQL \(BIRD\).* are db_id, question$"),
-        ([{"db_id": "music", "query": GOLD}], "item 0 \\(Spider\\) lacks the field question"),
         ([SPIDER, {"question": "?", "query": GOLD}], "item 1 \\(Spider\\) lacks the field db_id"),
         ([{k: v for k, v in SYN.items() if k != "query"}], "item 0 \\(Spider-Syn\\) lacks .* query"),
         ([BIRD | {"SQL": None}], "item 0 \\(BIRD\\): the field SQL should be text, not NoneType"),
-        ([BIRD | {"evidence": ["a"]}], "item 0 \\(BIRD\\): the field evidence should be text, not list"),
-        ([SPIDER | {"db_id": ["music"]}], "item 0 \\(Spider\\): the field db_id should be text, not list"),
         ([SYNSQL | {"sql": {"select": []}}], "item 0 \\(SynSQL\\): the field sql should be text, not dict"),
         ([SPIDER, SPIDER | {"db_id": "../music"}], r"item 1: database '\.\./music' is not in"),
         ({"data": [SPIDER]}, "should hold a list"),
-        ([DIALOGUE | {"interaction": 3}], "expected SParC's fields"),
         ([DIALOGUE | {"interaction": []}], "item 0: expected SParC's fields"),
         ([DIALOGUE | {"interaction": ["a"]}], "item 0: expected SParC's fields"),
-        (
-            [DIALOGUE | {"interaction": [TURN, {"utterance": "a"}]}],
-            "0, turn 1 lacks the field query",
-        ),
-        ([DIALOGUE | {"interaction": [TURN | {"query": None}]}], "query should be text, not NoneType"),
+        ([DIALOGUE | {"interaction": [TURN, {"utterance": "a"}]}], "0, turn 1 lacks the field query"),
     ],
 )
 def test_hostile_items_are_named(tiny, tmp_path, content, message):
@@ -190,7 +190,7 @@ def test_missing_databases_are_skipped_on_request_and_ids_stay(tiny, tmp_path):
     assert dataset.missing.total() == 1 and [d.id for d in dataset.dialogues] == ["00001"]
     assert dataset.dialogues[0].turns[0].knowledge == ""
     data.write_text(json.dumps([SPIDER | {"db_id": "gone"}]))
-    with pytest.raises(UserError, match="no dialogue whose database"):
+    with pytest.raises(UserError, match="no dialogue or question whose database"):
         load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
 
 
@@ -255,15 +255,6 @@ def test_what_is_no_json_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=r"odd\.json is not valid JSON"):
             read_json(path)
-    with pytest.raises(UserError, match="is a folder, not a file"):
-        read_json(tmp_path)
-
-
-def test_a_file_that_is_no_database_is_named(tiny, tmp_path):
-    (tmp_path / "music").mkdir()
-    (tmp_path / "music" / "music.sqlite").write_text("this is no database " * 100)
-    with pytest.raises(UserError, match=r"music\.sqlite is not a usable SQLite database"):
-        load_schemas(tiny.folder / "tables.json", tmp_path)
 
 
 def test_bird_descriptions_stand_behind_their_columns_in_the_paper_text_only(tiny, tmp_path):
@@ -321,12 +312,9 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     environment = make_environment(config, dataset, tiny.tokens, "both")
     scorer = Scorer(environment.schemas, environment.executor)
     asked = examples(dataset.dialogues)
-    played = [
-        (e, demonstrate(environment.episodes(e, [0])[0], [], ATTENTIVE, random.Random(0))) for e in asked
-    ]
-    played[1][
-        1
-    ].answer_sql = "SELECT country FROM singer ORDER BY name DESC"  # another order: wrong in Spider
+    played = demonstrated(environment, asked)
+    example, trajectory = played[1]
+    trajectory.answer_sql = "SELECT country FROM singer ORDER BY name DESC"  # another order: wrong in Spider
     records = score_records(played, scorer)
     assert [(r["ex"], r["ex_bird"]) for r in records] == [(1, 1), (0, 1)]
     by_bird = Scorer(environment.schemas, environment.executor, "bird")
@@ -334,15 +322,10 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     assert [[r["ex"] for r in run] for run in sampled] == [[1, 1], [1, 0]]
     assert summarise(sampled[0])["ex"]["by_difficulty"] == {"moderate": 1}
     assert add_votes(sampled[0], sampled, by_bird)["pass_at_k"] == {"1": 0.75, "2": 1}
-    example, trajectory = played[1]
-    earned = [
-        make_reward("", s, tiny.tokens.tokenizer.decode, 6)(trajectory, example) for s in (scorer, by_bird)
-    ]
-    assert [r.ex for r in earned] == [0, 1]
-    lines = format_summary(summarise(records)).splitlines()
-    assert ["EX of BIRD (set of rows)", "100.0 %"] in [
-        [part.strip() for part in (x[:28], x[28:])] for x in lines
-    ]
+    rewards = (make_reward("", s, tiny.tokens.tokenizer.decode, 6) for s in (scorer, by_bird))
+    assert [reward(trajectory, example).ex for reward in rewards] == [0, 1]
+    shown = [" ".join(line.split()) for line in format_summary(summarise(records)).splitlines()]
+    assert "EX of BIRD (set of rows) 100.0 %" in shown
 
 
 def test_the_kinds_of_ex_differ_in_distinct_in_order_and_in_columns(tiny):
@@ -352,15 +335,15 @@ def test_the_kinds_of_ex_differ_in_distinct_in_order_and_in_columns(tiny):
         (f"SELECT city {rows} ORDER BY age", f"SELECT city {rows} ORDER BY -age"),
         (f"SELECT city, age {rows}", f"SELECT age, city {rows}"),
     ]
-
-    def verdicts(kind):
+    verdicts = {
+        "official": [True, False, True],
+        "keep_distinct": [False, False, True],
+        "bird": [True, True, False],
+    }
+    for kind, expected in verdicts.items():
         scorer = Scorer({"music": tiny.schema}, tiny.executor, kind)
         assert "failed" in scorer.gold_problem("music", "SELECT nothing")
-        return [scorer.ex("music", *pair) for pair in pairs]
-
-    assert verdicts("official") == [True, False, True]
-    assert verdicts("keep_distinct") == [False, False, True]
-    assert verdicts("bird") == [True, True, False]
+        assert [scorer.ex("music", *pair) for pair in pairs] == expected
 
 
 def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, tmp_path):
@@ -381,12 +364,7 @@ def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, tmp_
             clause_f1(sql, sql, scorer.schemas["music"])
         assert scorer.clause_f1("music", sql, sql) == 1.0
         assert scorer.clause_f1("music", sql, "SELECT name FROM singer") == 0.0
-    environment = environment_of(tiny)
-    episodes = [environment.episodes(e, [0])[0] for e in asked]
-    played = [
-        (e, demonstrate(episode, [], ATTENTIVE, random.Random(0)))
-        for e, episode in zip(asked, episodes, strict=True)
-    ]
+    played = demonstrated(environment_of(tiny), asked)
     assert [(r["ex"], r["gold_problem"]) for r in score_records(played, scorer)] == [(1, None)] * len(golds)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mtsql.sql.execute import Executor, execution_match
 from mtsql.sql.grammar import parse_sql
-from mtsql.sql.match import exact_set_match, hardness, partial_f1
+from mtsql.sql.match import exact_set_match, hardness, partial_match
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 from mtsql.sql.text import official_prediction
 
@@ -33,7 +33,7 @@ def verdicts(executor, path, schema, keys, record):
         "hardness": hardness(gold, schema),
         "pred_parses": parses,
         "em": int(exact_set_match(gold, pred, schema, keys)),
-        "partial_f1": partial_f1(gold, pred, schema, keys),
+        "partial_f1": {n: part.f1 for n, part in partial_match(gold, pred, schema, keys).items()},
         "ex": matches,
     }
 

@@ -37,6 +37,13 @@ def executor():
     return Executor(timeout_seconds=0.5, max_rows=100)
 
 
+def change(database, *statements):
+    with closing(sqlite3.connect(database)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
 def test_statuses(executor, database):
     rows = executor.execute(database, "SELECT name, age FROM singer WHERE age = 25;")
     assert rows.ok and rows.status == "rows"
@@ -56,74 +63,54 @@ def test_row_and_size_limits(executor, database):
     assert wide.truncated and 0 < len(wide.rows) < 120 and wide.bytes < 17_000_000
 
 
-def test_broken_text_is_decoded_without_the_bad_bytes(executor, database):
-    assert executor.execute(database, "SELECT CAST(x'41FF42' AS TEXT)").rows == (("AB",),)
-
-
 def test_missing_database(executor, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"gone\.sqlite does not exist"):
         executor.execute(tmp_path / "gone.sqlite", "SELECT 1")
 
 
-def test_cache_follows_the_file(executor, database):
-    query = "SELECT count(*) FROM singer"
+def test_cache_follows_the_file_and_its_write_ahead_log(executor, database):
+    query, insert = "SELECT count(*) FROM singer", "INSERT INTO singer VALUES ({}, 'x', 'y', 1)"
     first = executor.execute(database, query)
     assert executor.execute(str(database), query) is first
-    connection = sqlite3.connect(database)
-    connection.executemany("INSERT INTO singer VALUES (?, 'x', 'y', 1)", [(i,) for i in range(10, 500)])
-    connection.commit()
-    connection.close()
-    assert executor.execute(database, query).rows == ((493,),)
-
-
-def test_cache_follows_a_write_ahead_log(executor, database):
-    query = "SELECT count(*) FROM singer"
-    connection = sqlite3.connect(database)
-    connection.execute("PRAGMA journal_mode = WAL")
-    for number in range(3, 6):
-        assert executor.execute(database, query).rows == ((number,),)
-        connection.execute("INSERT INTO singer VALUES (?, 'x', 'y', 1)", (number + 10,))
+    change(database, insert.format(10), "PRAGMA journal_mode = WAL")
+    with closing(sqlite3.connect(database)) as connection:
+        for number in range(4, 7):
+            assert executor.execute(database, query).rows == ((number,),)
+            connection.execute(insert.format(number + 10))
+            connection.commit()
+        connection.execute("CREATE TABLE late (a)")
         connection.commit()
-    connection.execute("CREATE TABLE late (a)")
-    connection.commit()
-    assert "late" in SqlSchema.from_database(database).tables
-    connection.close()
+        assert "late" in SqlSchema.from_database(database).tables
 
 
 def test_full_text_tables_can_be_read(executor, database):
-    connection = sqlite3.connect(database)
     try:
-        connection.execute("CREATE VIRTUAL TABLE song USING fts5(title)")
+        change(
+            database,
+            "CREATE VIRTUAL TABLE song USING fts5(title)",
+            "INSERT INTO song VALUES ('a red rose')",
+            "CREATE VIEW broken AS SELECT a FROM nowhere",
+        )
     except sqlite3.OperationalError as error:
         pytest.skip(f"this SQLite has no FTS5 ({error})")
-    connection.execute("INSERT INTO song VALUES ('a red rose')")
-    connection.execute("CREATE VIEW broken AS SELECT a FROM nowhere")
-    connection.commit()
-    connection.close()
-    assert executor.execute(database, "SELECT title FROM song WHERE song MATCH 'rose'").rows == (
-        ("a red rose",),
-    )
-    assert executor.execute(database, "DELETE FROM song").status == "refused"
-    assert executor.execute(database, "INSERT INTO song (song) VALUES ('rebuild')").status == "refused"
+    found = executor.execute(database, "SELECT title FROM song WHERE song MATCH 'rose'")
+    assert found.rows == (("a red rose",),)
+    for write in ("DELETE FROM song", "INSERT INTO song (song) VALUES ('rebuild')"):
+        assert executor.execute(database, write).status == "refused"
 
 
 def test_a_table_of_an_absent_module_is_left_out(database):
-    connection = sqlite3.connect(database)
-    connection.execute("PRAGMA writable_schema = ON")
-    made = "CREATE VIRTUAL TABLE odd USING absent(a)"
-    connection.execute("INSERT INTO sqlite_master VALUES ('table', 'odd', 'odd', 0, ?)", (made,))
-    connection.commit()
-    connection.close()
+    made = "'table', 'odd', 'odd', 0, 'CREATE VIRTUAL TABLE odd USING absent(a)'"
+    change(database, "PRAGMA writable_schema = ON", f"INSERT INTO sqlite_master VALUES ({made})")
     assert set(SqlSchema.from_database(database).tables) == {"singer", "number", "words", "pairs"}
 
 
 def test_a_locked_database_is_an_error_of_the_moment(database):
     executor, query = Executor(timeout_seconds=0.5), "SELECT count(*) FROM singer"
     other = sqlite3.connect(database, isolation_level=None)
-    executor.execute(database, query + " -- opens it")
     other.execute("BEGIN EXCLUSIVE")
     locked = executor.execute(database, query)
-    assert (locked.status, locked.message) == ("error", "database is locked")
+    assert locked.status == "error" and "database is locked" in locked.message
     other.execute("ROLLBACK")
     other.close()
     assert executor.execute(database, query).ok
@@ -139,14 +126,6 @@ def test_a_timeout_is_remembered_only_if_the_statement_had_the_processor(executo
     had_it = late.message == "stopped after 0.5 seconds"  # not on a machine with much else to do
     assert had_it or late.message == "stopped before it had computed for half of its 0.5 seconds"
     assert (executor.execute(database, ENDLESS) is late) == had_it
-
-
-def test_the_current_year_is_what_the_official_evaluation_makes_of_it(executor, database):
-    gold = NAMES + " WHERE age < 2020"
-    assert execution_match(executor, database, gold, NAMES + " WHERE age < YEAR(CURDATE())")
-    word_behind = NAMES + " WHERE age < YEAR ( CURDATE ( ) ) AND age > 1"
-    assert not execution_match(executor, database, gold, word_behind)  # it becomes 2020AND
-    assert execution_match(executor, database, "SELECT '2020'", "SELECT 'year(curdate())'")  # even there
 
 
 def test_a_gold_result_is_kept_when_the_machine_is_busy(database, monkeypatch):
@@ -205,32 +184,26 @@ def test_results_equal_ends_where_columns_are_permutations_of_one_another():
 @pytest.mark.parametrize(
     ("gold", "pred", "match", "match_keeping_distinct"),
     [
-        ("SELECT name, age FROM singer", "SELECT age, name FROM singer", True, True),
         ("SELECT DISTINCT country FROM singer", "SELECT country FROM singer", True, False),
         ("SELECT count(DISTINCT age) FROM singer", "SELECT count(age) FROM singer", True, False),
         (NAMES, NAMES + " ORDER BY age", True, True),
         (NAMES + " ORDER BY name", NAMES + " ORDER BY name DESC", False, False),
         (NAMES + " ORDER  BY name", NAMES + " ORDER BY name DESC", True, True),  # two spaces: unordered
         (NAMES + " WHERE age > 90", "SELECT name, age FROM singer WHERE age > 90", True, True),
-        ("SELECT 3", "SELECT 3.0", True, True),
-        ("SELECT 3", "SELECT '3'", False, False),
         (NAMES, NAMES + "; DROP TABLE singer", True, False),
+        (NAMES + " WHERE age < 2020", NAMES + " WHERE age < YEAR(CURDATE())", True, True),
+        (NAMES, NAMES + " WHERE age < YEAR ( CURDATE ( ) ) AND age > 1", False, False),  # it becomes 2020AND
+        ("SELECT '2020'", "SELECT 'year(curdate())'", True, True),  # even there, as officially
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM singer WHERE age > = 1", True, True),
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM nowhere", False, False),
         (NAMES + " WHERE age > 90", "", False, False),
         (NAMES + " WHERE age > 90", "-- nothing", False, False),
-        (NAMES, None, False, False),
         ("SELECT 'a;b distinct'", "SELECT 'a;b distinct'", True, True),
         ("SELECT n FROM number", "SELECT n + 0 FROM number", True, True),  # beyond the row limit
         ("SELECT n FROM number", "SELECT max(n, 1) FROM number", False, False),
         # DISTINCT as an operator is kept, and what is in quotes is not rewritten: both departures
         (NAMES + " WHERE age IS NOT DISTINCT FROM 30", NAMES + " WHERE age = 30", True, True),
-        (
-            "SELECT DISTINCT 1 is /**/ distinct -- y\n FROM 2 FROM singer",
-            "SELECT 1 FROM singer",
-            True,
-            False,
-        ),
+        ("SELECT DISTINCT 1 is /**/ distinct -- y\n FROM 2 FROM singer", "SELECT 1 FROM singer", True, False),
         ("SELECT 'a > = b', \"< =\" FROM (SELECT 1 AS [< =])", "SELECT 'a > ' || '= b', 1", True, True),
     ],
 )
@@ -245,23 +218,16 @@ LARGE = "SELECT 9223372036854775807 AS x"
 
 
 @pytest.mark.parametrize(
-    ("slow", "right", "wrong"),
+    ("slow", "right"),
     [
-        (
-            f"SELECT count(*) FROM {ONE}, {ONE}, {ONE}",
-            "SELECT 1",
-            "SELECT 8000000000",
-        ),  # no time for 2,000 ** 3
-        (f"SELECT sum(DISTINCT x) FROM ({LARGE} UNION ALL {LARGE})", LARGE, "SELECT 1"),  # the sum overflows
+        (f"SELECT count(*) FROM {ONE}, {ONE}, {ONE}", "SELECT 1"),  # no time for 2,000 ** 3
+        (f"SELECT sum(DISTINCT x) FROM ({LARGE} UNION ALL {LARGE})", LARGE),  # the sum overflows
     ],
 )
-def test_distinct_stays_where_nothing_runs_without_it(executor, database, slow, right, wrong):
-    assert execution_match(executor, database, slow, slow)
-    assert execution_match(executor, database, slow, right) and execution_match(
-        executor, database, right, slow
-    )
-    assert not execution_match(executor, database, slow, wrong)
-    assert not execution_match(executor, database, wrong, slow)
+def test_distinct_stays_where_nothing_runs_without_it(executor, database, slow, right):
+    for gold, pred in ((slow, slow), (slow, right), (right, slow)):
+        assert execution_match(executor, database, gold, pred)
+    assert not execution_match(executor, database, slow, NAMES)
 
 
 def test_where_the_gold_query_keeps_its_distinct_the_prediction_does(executor, database, monkeypatch):
@@ -278,23 +244,20 @@ def test_a_failing_gold_query_is_named(executor, database):
         execution_match(executor, database, "SELECT 1 FROM nowhere", "SELECT 1")
 
 
-def test_connections_do_not_pile_up(database, tmp_path):
-    """As in training: new threads for every rollout, many databases, no garbage collection for long."""
-    paths = [tmp_path / f"{number}.sqlite" for number in range(40)]
-    for path in paths:
-        path.write_bytes(database.read_bytes())
+def test_workers_do_not_pile_up(database):
+    """As in training: new threads for every rollout, no garbage collection for long."""
     end_workers()  # those of other tests
     executor, before = Executor(), len(os.listdir("/proc/self/fd"))
     gc.disable()
     try:
-        for turn in range(12):
+        for turn in range(5):
             with ThreadPoolExecutor(8) as pool:
-                query = f"SELECT printf('%d', {turn}), count(*), max(n) FROM number"
-                results = list(pool.map(lambda path, q=query: executor.execute(path, q), paths * 4))
-            assert {r.rows for r in results} == {((str(turn), 2_000, 1_999),)}
+                queries = [f"SELECT {number}, {turn}, max(n) FROM number" for number in range(40)]
+                results = list(pool.map(lambda query: executor.execute(database, query), queries))
+            assert [r.rows for r in results] == [((number, turn, 1_999),) for number in range(40)]
             assert len(os.listdir("/proc/self/fd")) - before <= 2 * 4
             assert len(workers()) <= 4
-            assert max(len(os.listdir(f"/proc/{worker}/fd")) for worker in workers()) <= 32 + 3
+            assert max(len(os.listdir(f"/proc/{worker}/fd")) for worker in workers()) <= 4
     finally:
         gc.enable()
 
@@ -400,6 +363,7 @@ def cpu_ticks(process: int) -> int:
 def test_values_are_those_of_sqlite(executor, database):
     values = "9223372036854775807, -9223372036854775807 - 1, -0.0, 1e999, 0.1, NULL, '', x'00ff'"
     values += ", 'Ä' || char(0, 128512)"
+    assert executor.execute(database, "SELECT CAST(x'41FF42' AS TEXT)").rows == (("AB",),)
     with closing(sqlite3.connect(database)) as connection:
         expected = connection.execute(f"SELECT {values}").fetchall()
     found = executor.execute(database, f"SELECT {values}").rows

@@ -1,4 +1,4 @@
-"""Parsing, exact set match, clause F1 and hardness: sections 2 to 5 and 7 of the notes."""
+"""Parsing, exact set match and clause F1: sections 2 to 4 and 7 of the notes."""
 
 import random
 import sqlite3
@@ -8,7 +8,7 @@ import pytest
 
 from mtsql.sql.clauses import clause_f1
 from mtsql.sql.grammar import parse_sql
-from mtsql.sql.match import exact_set_match, hardness, partial_f1, partial_sizes, string_match
+from mtsql.sql.match import exact_set_match, partial_match, string_match
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 from mtsql.sql.text import official_prediction
 
@@ -44,16 +44,11 @@ def schema(tmp_path_factory):
         CREATE TABLE Singer (Singer_ID INT, Name TEXT, Country TEXT, Age INT);
         CREATE TABLE Concert (Concert_ID INT, Singer_ID INT, Host_ID INT, Year INT, Stadium_ID INT);
         CREATE TABLE Stadium (Stadium_ID INT, Name TEXT);
+        CREATE VIEW v AS SELECT country, count(*) AS total FROM Singer GROUP BY country;
         """
     )
     connection.close()
     return SqlSchema.from_database(path)
-
-
-def test_only_short_statements_keep_their_reading(schema):
-    for blanks, kept in ((3_000, True), (4_000, False)):
-        sql = f"SELECT count(*) FROM singer{' ' * blanks}"
-        assert (parse_sql(sql, schema) is parse_sql(sql, schema)) == kept
 
 
 def test_foreign_keys_to_one_key_share_its_first_column():
@@ -88,33 +83,23 @@ def test_structure(schema):
     assert sql["union"] is sql["intersect"] is sql["except"] is None
 
 
-UNPARSEABLE = {
+DOUBLED = ", ".join(f"a{i} + a{i} AS a{i + 1}" for i in range(40))
+REFUSED = {
     "no space around =": "SELECT name FROM singer WHERE age=1",
-    "no space after >=": "SELECT name FROM singer WHERE age >=1",
     "no space after !=": "SELECT name FROM singer WHERE age !=1",
     "<>": "SELECT name FROM singer WHERE age <> 1",
     "alias without AS": "SELECT s.name FROM singer s",
     "SELECT alias": "SELECT name AS n FROM singer",
     "LEFT JOIN": "SELECT T1.name FROM singer AS T1 LEFT JOIN concert AS T2 ON T1.singer_id = T2.singer_id",
-    "comma join": "SELECT age FROM singer, concert",
     "IS NULL": "SELECT name FROM singer WHERE age IS NULL",
     "brackets": "SELECT name FROM singer WHERE (age > 1 OR age < 3) AND country = 'x'",
-    "T.*": "SELECT T1.* FROM singer AS T1",
     "column over a sub-query": "SELECT name FROM (SELECT name FROM singer)",
     "value list": "SELECT name FROM singer WHERE age IN (1, 2)",
     "function": "SELECT upper(name) FROM singer",
     "CASE": "SELECT CASE WHEN age > 1 THEN 1 ELSE 2 END FROM singer",
-    "EXISTS": "SELECT name FROM singer WHERE EXISTS (SELECT age FROM singer)",
     "WITH": "WITH x AS (SELECT name FROM singer) SELECT name FROM x",
-    "window": "SELECT rank() OVER (PARTITION BY country ORDER BY age) FROM singer",
-    "rows": "SELECT name FROM singer WHERE (name, age) IN (SELECT name, age FROM singer)",
-    "VALUES": "SELECT name FROM singer UNION VALUES ('x')",
-    "full join": "SELECT name FROM singer FULL OUTER JOIN concert USING (singer_id)",
     "unknown column": "SELECT shoe FROM singer",
     "unknown table": "SELECT name FROM band",
-}
-DOUBLED = ", ".join(f"a{i} + a{i} AS a{i + 1}" for i in range(40))
-UNREADABLE = {
     "words": "I do not know",
     "unbalanced quote": "SELECT name FROM singer WHERE name = 'Ann",
     "empty": "",
@@ -122,7 +107,6 @@ UNREADABLE = {
     "early end": "SELECT name FROM singer WHERE age >",
     "deep": "SELECT name FROM singer WHERE age = " + "(SELECT age FROM singer WHERE age = " * 500,
     "long chain": " UNION ".join([NAMES] * 600),
-    "middling chain": " UNION ".join([NAMES] * 200),
     "private-use character": "SELECT name FROM singer WHERE name = \ue000 AND 'x",
     "doubling names": "SELECT x+x AS x FROM (" * 30 + "SELECT age AS x FROM singer" + ")" * 30,
     "doubling aliases": f"SELECT 1 AS a0, {DOUBLED} FROM singer ORDER BY a40",
@@ -131,26 +115,21 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("name", [*UNPARSEABLE, *UNREADABLE])
+@pytest.mark.parametrize("name", REFUSED)
 def test_the_official_grammar_refuses(schema, name):
-    sql = (UNPARSEABLE | UNREADABLE)[name]
     with pytest.raises(SqlParseError):
-        parse_sql(sql, schema)
-    assert not exact_set_match("SELECT name FROM singer", sql, schema, KEYS)
+        parse_sql(REFUSED[name], schema)
+    assert not exact_set_match(NAMES, REFUSED[name], schema, KEYS)
+    assert 0.0 <= clause_f1(NAMES, REFUSED[name], schema) <= 1.0
 
 
-@pytest.mark.parametrize(
-    "sql",
-    [
+def test_the_official_grammar_accepts(schema):
+    for sql in (
         "SELECT name FROM singer WHERE age>1",
         "SELECT name FROM singer WHERE age > = 1 ;",
-        "SELECT name FROM singer UNION SELECT name FROM stadium",
-        "SELECT count(*) FROM (SELECT name FROM singer GROUP BY country)",
         "SELECT name FROM singer WHERE age IN (SELECT year FROM concert) ; whatever follows",
-    ],
-)
-def test_the_official_grammar_accepts(schema, sql):
-    assert parse_sql(sql, schema)["from"]["table_units"]
+    ):
+        assert parse_sql(sql, schema)["from"]["table_units"]
 
 
 JOIN = "SELECT T1.name FROM singer AS T1 JOIN concert AS T2 ON T1.singer_id = T2.singer_id"
@@ -162,21 +141,15 @@ SIBLING = "SELECT name FROM singer WHERE singer_id IN (SELECT {} FROM concert)"
     ("gold", "pred"),
     [
         (NAMES + " LIMIT 3", NAMES + " LIMIT 5"),
-        ("SELECT name, age FROM singer", "SELECT age, name FROM singer"),
-        (NAMES + " WHERE age > 3", NAMES + " WHERE age > 4"),
         (NAMES + " WHERE age = singer_id", NAMES + " WHERE age = country"),
         (JOIN, JOIN.replace("ON T1.singer_id", "ON T1.age")),
         (JOIN, JOIN.replace("T2.singer_id", "T2.host_id")),
-        ("SELECT singer_id FROM concert", "SELECT host_id FROM concert"),
         ("SELECT DISTINCT name FROM singer", NAMES),
         ("SELECT count(DISTINCT age) FROM singer", "SELECT count(age) FROM singer"),
         (f"{NAMES} WHERE age = 1 AND age = 2 OR age = 3", f"{NAMES} WHERE age = 1 OR age = 2 AND age = 3"),
-        (NESTED.format("age > 1"), NESTED.format("age > 2")),
         (NESTED.format("age > 1 LIMIT 1"), NESTED.format("age > 1 LIMIT 9")),
         (COUNT + "singer AS T1 JOIN concert AS T2", COUNT + "concert AS T1 JOIN singer AS T2"),
         (NAMES + " ORDER BY age DESC, singer_id ASC", NAMES + " ORDER BY age ASC, singer_id ASC"),
-        (NAMES + " WHERE age BETWEEN 1 AND 2", NAMES + " WHERE age BETWEEN 3 AND 4"),
-        (NAMES + " WHERE name LIKE 'a'", NAMES + " WHERE name LIKE 'b'"),
         (COUNT + "concert GROUP BY singer_id", COUNT + "concert GROUP BY host_id"),
         (NAMES + " WHERE name = 'Ann'", 'select NAME from SINGER where Name = "Bob" ;'),
     ],
@@ -184,7 +157,7 @@ SIBLING = "SELECT name FROM singer WHERE singer_id IN (SELECT {} FROM concert)"
 def test_exact_set_match_is_true(schema, gold, pred):
     assert exact_set_match(gold, pred, schema, KEYS)
     assert exact_set_match(pred, gold, schema, KEYS)
-    assert set(partial_f1(gold, pred, schema, KEYS).values()) == {1.0}
+    assert {part.f1 for part in partial_match(gold, pred, schema, KEYS).values()} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -195,9 +168,7 @@ def test_exact_set_match_is_true(schema, gold, pred):
         (SIBLING.format("singer_id"), SIBLING.format("host_id")),
         (NESTED.format("age > 1 AND name = 'a'"), NESTED.format("name = 'a' AND age > 1")),
         (COUNT + f"({NAMES} WHERE age > 1)", COUNT + f"({NAMES} WHERE age > 2)"),
-        (COUNT + "singer", COUNT + "concert"),
         (NAMES + " LIMIT 3", NAMES),
-        (NAMES, NAMES + " UNION SELECT name FROM stadium"),
         (NAMES, None),
     ],
 )
@@ -206,7 +177,7 @@ def test_exact_set_match_is_false(schema, gold, pred):
 
 
 def test_an_unparseable_gold_query_is_an_error(schema):
-    for judge in (exact_set_match, partial_f1):
+    for judge in (exact_set_match, partial_match):
         with pytest.raises(SqlParseError):
             judge("SELECT", None, schema, KEYS)
     with pytest.raises(SqlParseError):
@@ -214,8 +185,8 @@ def test_an_unparseable_gold_query_is_an_error(schema):
 
 
 def test_partial_f1_of_a_missing_prediction_is_that_of_an_empty_query(schema):
-    scores = partial_f1("SELECT name FROM singer", None, schema, KEYS)
-    assert [name for name, score in scores.items() if score == 0] == ["select", "select(no AGG)"]
+    found = partial_match(NAMES, None, schema, KEYS)
+    assert [name for name, part in found.items() if not part.f1] == ["select", "select(no AGG)"]
 
 
 def test_a_condition_without_a_connector_is_counted_among_the_connectors(schema):
@@ -225,16 +196,15 @@ def test_a_condition_without_a_connector_is_counted_among_the_connectors(schema)
         "SELECT name FROM singer WHERE age = 1 age IN (SELECT age FROM singer)",
     )
     assert not exact_set_match(gold, pred, schema, KEYS)
-    assert partial_sizes(gold, pred, schema, KEYS)["and/or"] == (0, 1)
-    assert partial_sizes(gold, gold, schema, KEYS)["and/or"] == (1, 1)
+    assert partial_match(gold, pred, schema, KEYS)["and/or"] == (0.0, 0, 1)
+    assert partial_match(gold, gold, schema, KEYS)["and/or"] == (1.0, 1, 1)
 
 
 def test_partial_f1_names_the_wrong_components(schema):
     gold = "SELECT max(age) FROM singer WHERE age > 1 AND name = 'a'"
     pred = "SELECT min(age) FROM singer WHERE age < 1 OR name = 'a'"
-    scores = partial_f1(gold, pred, schema, KEYS)
-    wrong = {name for name, score in scores.items() if score == 0}
-    assert wrong == {"select", "where", "and/or", "keywords"}
+    found = partial_match(gold, pred, schema, KEYS)
+    assert {name for name, part in found.items() if not part.f1} == {"select", "where", "and/or", "keywords"}
 
 
 def test_string_match():
@@ -292,9 +262,9 @@ def test_clause_f1_of_a_gold_query_with_itself_is_one_whatever_it_holds(schema):
         assert clause_f1(sql, sql, schema) == 1.0
 
 
-ALL, NAMED = "WITH c AS (SELECT * FROM singer) SELECT {} FROM c", "(SELECT name AS n FROM singer)"
+NAMED = "(SELECT name AS n FROM singer)"
 LATER = "SELECT name FROM singer AS s WHERE age > (SELECT year FROM concert WHERE s.age = year)"
-TOTAL = "SELECT total FROM v WHERE country = 'France'"  # a view
+TOTAL = "SELECT total FROM v WHERE country = 'France'"
 
 
 @pytest.mark.parametrize(
@@ -305,85 +275,54 @@ TOTAL = "SELECT total FROM v WHERE country = 'France'"  # a view
             "SELECT max(age) FROM singer ORDER BY max(singer.age)",
         ),
         (f"SELECT t.n FROM {NAMED} AS t", f"SELECT name FROM ({NAMES})"),
+        (f"SELECT n FROM (SELECT n FROM {NAMED})", f"SELECT name FROM (SELECT name FROM ({NAMES}))"),
         (LATER, LATER.replace(" AS s", "").replace("s.age", "singer.age")),
-        (NAMES, "-- the answer\nSELECT name FROM singer"),
-        (NAMES, "/* x */ ( /* y */ SELECT name FROM singer)"),
+        (NAMES, "/* x */ ( -- y\n SELECT name FROM singer)"),
         (NAMES + " WHERE age = 1", 'SELECT `name` FROM [singer] WHERE "singer"."age" = 1'),
-        (C + "SELECT x FROM c WHERE x > 1", C + 'SELECT "x" FROM c WHERE "x" > 1'),
-        (C + "SELECT x FROM c", C + "SELECT [x] FROM c"),
         (C + "SELECT x FROM c ORDER BY x", C + 'SELECT d.x FROM c AS d ORDER BY "d"."X"'),
         (C + "SELECT x FROM c", 'WITH c("x") AS (SELECT singer_id FROM singer) SELECT c.[x] FROM c'),
-        (ALL.format("name"), ALL.format('"name"')),
         ("SELECT name FROM (SELECT * FROM singer) AS s", 'SELECT s."name" FROM (SELECT * FROM singer) AS s'),
-        (f"SELECT n FROM {NAMED}", f'SELECT "n" FROM {NAMED}'),
-        ("SELECT name AS n FROM singer ORDER BY n", 'SELECT name AS [n] FROM singer ORDER BY "n"'),
         (NAMES + " UNION SELECT 1 ORDER BY name", NAMES + ' UNION SELECT 1 ORDER BY "name"'),
-        (TOTAL, 'SELECT "total" FROM v WHERE "country" = "France"'),
-        (TOTAL, "SELECT v.total FROM v WHERE [country] = 'France'"),
-        # a generated column, which the schema lacks
-        ("SELECT max(made) FROM singer GROUP BY made", 'SELECT max("made") FROM singer GROUP BY singer.made'),
-        ("SELECT rowid FROM singer", 'SELECT "rowid" FROM singer'),
-        # still a text
-        (NAMES + " WHERE country IN ('a', 'b')", NAMES + ' WHERE country IN ("a", "b")'),
-        (NAMES + " WHERE x = 'a' OR age = 1", NAMES + ' WHERE "x" = "a" OR age = 1'),
+        (TOTAL, 'SELECT "total" FROM v WHERE [country] = "France"'),  # a text in double quotes
     ],
 )
 def test_clause_f1_sees_through_names(schema, one, other):
     assert clause_f1(one, other, schema) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("sql", "level"),
-    [
-        ("SELECT name FROM singer WHERE age > 1", "easy"),
-        ("SELECT name, age FROM singer WHERE age > 1", "medium"),
-        (JOIN + " WHERE age > 1", "medium"),
-        (NESTED.format("age > 1"), "hard"),
-        ("SELECT count(*) FROM (SELECT name FROM singer)", "easy"),  # not counted as nested
-        ("SELECT name FROM singer WHERE age > 1 ORDER BY age LIMIT 1", "hard"),
-        ("SELECT name, age FROM singer WHERE name NOT LIKE 'a' UNION " + JOIN, "extra"),
-    ],
-)
-def test_hardness(schema, sql, level):
-    assert hardness(sql, schema) == level
-
-
 # What sqlglot reads in several ways, one after another; nested, each doubles its time or more.
 NESTED_FOREVER = (
-    "SELECT 1 LIMIT (%s)", "SELECT Name FROM Singer ORDER BY 1 LIMIT 1 OFFSET (%s)", "SELECT date((%s))",
-    "SELECT CAST((%s) AS text)", "SELECT decimal ((%s))", "SELECT time((%s))", "SELECT char /* */ ((%s))",
-    "SELECT x FROM Singer JOIN (%s)", "SELECT double precision((%s))", "SELECT (%s, 1)", "SELECT - (%s)",
+    "SELECT 1 LIMIT (%s)", "SELECT date((%s))", "SELECT CAST((%s) AS text)", "SELECT decimal ((%s))",
+    "SELECT char /* */ ((%s))", "SELECT x FROM Singer JOIN (%s)", "SELECT (%s, 1)", "SELECT - (%s)",
     "SELECT CASE WHEN (%s) THEN 1 END", "WITH c AS (%s) SELECT x FROM c", "%s UNION SELECT 1",
-    "SELECT {x: (%s)}",
-    "SELECT struct((%s))", "SELECT array<int>[(%s)]", "SELECT (a, b) -> (%s)", "SELECT interval (%s) day",
+    "SELECT {x: (%s)}", "SELECT array<int>[(%s)]", "SELECT (a, b) -> (%s)", "SELECT interval (%s) day",
     "SELECT Name FROM Singer WHERE Age IN (%s)", "SELECT Name FROM Singer GROUP BY (%s) HAVING (%s)",
 )  # fmt: skip
+
+
+def nested(forms, depth, rng):
+    query = "SELECT 1"
+    for _ in range(depth):
+        query = rng.choice(forms).replace("%s", query, 1).replace("%s", "1")
+    return query
 
 
 def test_nesting_takes_sqlglot_no_longer_than_a_second(schema):
     """Mixtures of what takes it exponential time, and long lists of what takes square time."""
     rng = random.Random(0)
-    queries = [f"SELECT Name FROM Singer {join * 60}" for join in ("JOIN Concert ", "LEFT JOIN Concert ")]
+    queries = [f"{NAMES} {join * 60}" for join in ("JOIN Concert ", "LEFT JOIN Concert ")]
     queries += ["SELECT " + "Age, " * 13_500 + "Age FROM Singer", "SELECT " + "date(" * 1_000]
-    for depth in (28, 28, 28, 28, 60, 90, 300):
-        mixture, query = rng.sample(NESTED_FOREVER, 3), "SELECT 1"
-        for _ in range(depth):
-            query = rng.choice(mixture).replace("%s", query, 1).replace("%s", "1")
-        queries.append(query)
-    for form in NESTED_FOREVER:
-        query = "SELECT 1"
-        for _ in range(28):
-            query = form.replace("%s", query, 1).replace("%s", "1")
-        queries.append(query)
+    queries += [nested(rng.sample(NESTED_FOREVER, 3), depth, rng) for depth in (28, 28, 28, 28, 60, 90, 300)]
+    queries += [nested([form], 28, rng) for form in NESTED_FOREVER]
     for query in queries:
         start = time.process_time()
-        assert 0.0 <= clause_f1("SELECT Name FROM Singer", query, schema) <= 1.0
+        assert 0.0 <= clause_f1(NAMES, query, schema) <= 1.0
         assert time.process_time() - start < 1, query
-    many = "SELECT Name FROM Singer " + "JOIN Concert ON Singer.Singer_ID = Concert.Singer_ID " * 60
-    dates = f"SELECT Name FROM Singer WHERE {'date(datetime(text(Name))) AND ' * 50} 1"
-    calls = f"SELECT Name FROM Singer WHERE {'abs(' * 20}1{')' * 20}"
+    many = f"{NAMES} " + "JOIN Concert ON Singer.Singer_ID = Concert.Singer_ID " * 60
+    dates = f"{NAMES} WHERE {'date(datetime(text(Name))) AND ' * 50} 1"
+    calls = f"{NAMES} WHERE {'abs(' * 20}1{')' * 20}"
     for query in (many, dates, calls):
-        assert clause_f1("SELECT Name FROM Singer", query, schema) > 0
+        assert clause_f1(NAMES, query, schema) > 0
 
 
 def test_the_official_grammar_takes_no_square_time():
@@ -394,35 +333,7 @@ def test_the_official_grammar_takes_no_square_time():
         gold, pred = (clause.format(joint.join(order)) for order in (names, reversed(names)))
         start = time.process_time()
         assert exact_set_match(gold, pred, wide, {})
-        assert set(partial_f1(gold, pred, wide, {}).values()) == {1.0}
+        assert {part.f1 for part in partial_match(gold, pred, wide, {}).values()} == {1.0}
         assert time.process_time() - start < 2
     with pytest.raises(SqlParseError, match="longer than 100000 characters"):
         parse_sql("SELECT c1 FROM w" + " " * 100_000, wide)
-
-
-@pytest.mark.parametrize(
-    "word", "any fetch cross for glob if like outer regexp rollback offset grant qualify".split()
-)
-def test_a_keyword_of_sqlglot_is_a_name_where_it_is_one_in_sqlite(word):
-    keyword = SqlSchema({"t": ("a", word), word: ("a",)})
-    with sqlite3.connect(":memory:") as connection:
-        connection.executescript(f'CREATE TABLE t (a, "{word}"); CREATE TABLE "{word}" (a)')
-        for form in (
-            "SELECT {0} FROM t", "SELECT a, {0} FROM t WHERE {0} = 1 AND a > {0}",
-            "SELECT t.{0} FROM t ORDER BY {0}", "SELECT {0}.a FROM t JOIN {0} ON t.a = {0}.a",
-            "SELECT {0}, count(*) FROM t GROUP BY {0} HAVING max({0}) > 1",
-        ):  # fmt: skip
-            connection.execute(form.format(word))
-            for other in (f'"{word}"', f"[{word}]", f"`{word}`"):
-                assert clause_f1(form.format(word), form.format(other), keyword) == 1.0
-
-
-@pytest.mark.parametrize(
-    "sql",
-    [
-        "SELECT Name FROM Singer FETCH FIRST 3 ROWS ONLY",
-        "SELECT Name FROM Singer WHERE Age IN (SELECT Age FROM Singer FETCH FIRST 3 ROWS ONLY)",
-    ],
-)
-def test_what_sqlglot_reads_but_sqlite_lacks_is_refused(schema, sql):
-    assert clause_f1("SELECT Name FROM Singer", sql, schema) == 0.0

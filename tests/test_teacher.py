@@ -9,37 +9,22 @@ from pathlib import Path
 from time import process_time
 
 import pytest
-from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, environment_of, make_episode, say
+from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, run, say
 
-import train_sft
 from mtsql.agent.env import Environment, Limits
-from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
-from mtsql.extras.teacher import (
-    Outcome,
-    Replay,
-    format_replays,
-    make_matcher,
-    message_of,
-    prefer_harder,
-    read_teacher,
-    replay_line,
-)
-from mtsql.learn.model import save_policy
+from mtsql.extras.teacher import make_matcher, message_of, prefer_harder, read_teacher, taught
+from mtsql.learn.warm_start import Collected
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import make_reward
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.rewards import is_right
 from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
-from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
-from train_sft import Args as SftArgs
 
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
 CHECKED = verdict(EXEC_SQL, True) + "\n"
@@ -63,19 +48,20 @@ def line_of(*messages: str | dict, **names: str) -> dict:
     return {"messages": told, **names}
 
 
-def replays_of(
+def found_in(
     tiny: Tiny, folder: Path, *lines: dict | str, environment: Environment | None = None
-) -> list[Replay]:
+) -> list[Collected]:
     path, scorer = folder / "teacher.jsonl", Scorer({"music": tiny.schema}, tiny.executor)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     reward = make_reward("", scorer, tiny.tokens.decode, 5)
     match, environment = make_matcher([ASKED, NOT_IN_PLAY]), environment or environment_of(tiny)
-
-    def right(trajectory: Trajectory, question: Example) -> bool:
-        return is_right(reward(trajectory, question), "ex_em")
-
     read = [(line, line and match(line)) for line in read_teacher(path)]
-    return [replay_line(line, ASKED if found is ASKED else None, environment, right) for line, found in read]
+    return [taught(line, q if q is ASKED else None, environment, reward, "ex_em") for line, q in read]
+
+
+def trajectory_in(*given, **how) -> Trajectory:
+    ((trajectory,),) = (answer.kept for answer in found_in(*given, **how))
+    return trajectory
 
 
 def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
@@ -85,18 +71,14 @@ def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
     # Characters at which str.splitlines breaks are no ends of lines of JSON.
     record["note"] = "one\u2028line"
     line = json.dumps(record, ensure_ascii=False)
-    (replay,) = replays_of(tiny, tmp_path, line)
-    assert replay.outcome is Outcome.KEPT
-    assert replay.trajectory.ids == episode.trajectory.ids
-    assert replay.trajectory.loss_mask == episode.trajectory.loss_mask
-    assert replay.trajectory.actions == episode.trajectory.actions
+    again = trajectory_in(tiny, tmp_path, line)
+    assert again.ids == episode.trajectory.ids and again.loss_mask == episode.trajectory.loss_mask
+    assert again.actions == episode.trajectory.actions
 
 
 def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp_path):
     made_up = [CALL + "\n" + MADE_UP + CHECKED + final_answer("SELECT 1"), CHECKED + final_answer(GOLD)]
-    (replay,) = replays_of(tiny, tmp_path, line_of(*made_up, example_id="00000/1"))
-    assert replay.outcome is Outcome.KEPT
-    trajectory = replay.trajectory
+    trajectory = trajectory_in(tiny, tmp_path, line_of(*made_up, example_id="00000/1"))
     seen = tiny.tokens.tokenizer.decode(trajectory.ids)
     assert "made this up" not in seen and "Please help" not in seen
     assert "<tool_response>\nBruno\n</tool_response>" in seen
@@ -108,20 +90,14 @@ def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp
 def test_a_message_of_weight_0_is_played_but_not_learned(tiny, tmp_path):
     mistake = {"role": "assistant", "content": "Draft it.\n" + tool_call(EXEC_SQL, "SELECT nme FROM singer")}
     repaired = verdict(EXEC_SQL, False) + "\n" + tool_call(EXEC_SQL, GOLD)
-    part = {"unlearned": "SELECT nme FROM singer"}
-    further = (repaired, CHECKED + final_answer(GOLD))
-    lines = [line_of(mistake | how, *further) for how in ({}, {"weight": 0}, part)]
-    plain, marked, partly = (r.trajectory for r in replays_of(tiny, tmp_path, *lines))
+    lines = [line_of(mistake | how, repaired, CHECKED + final_answer(GOLD)) for how in ({}, {"weight": 0})]
+    plain, marked = (trajectory_in(tiny, tmp_path, line) for line in lines)
     assert marked.ids == plain.ids and len(marked.observations) == 2
     first = plain.segments[1]
     assert marked.segments[1] == replace(first, loss_mask=(0,) * len(first.ids))
     assert marked.segments[2:] == plain.segments[2:] and sum(marked.loss_mask) > 0
-    assert partly.ids == plain.ids and partly.segments[2:] == plain.segments[2:]
-    left_out = [i for i, bit in zip(first.ids, partly.segments[1].loss_mask, strict=True) if not bit]
-    assert tiny.tokens.decode(left_out).strip() == part["unlearned"]
-    for told in (marked, partly):
-        (again,) = replays_of(tiny, tmp_path, chat_record(told, ASKED, environment_of(tiny)))
-        assert again.trajectory.segments == told.segments
+    again = trajectory_in(tiny, tmp_path, chat_record(marked, ASKED, environment_of(tiny)))
+    assert again.segments == marked.segments
 
 
 def test_a_message_ends_behind_its_action_or_a_stop_string(tiny):
@@ -154,13 +130,10 @@ def test_a_message_of_many_tags_takes_no_square_time(name, piece):
 def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path):
     environment = replace(environment_of(tiny), recipe=StoppingRecipe(PromptOptions(True, 40)))
     line = line_of(CALL + MADE_UP, CHECKED + final_answer(GOLD), example_id="00000/1")
-    (replay,) = replays_of(tiny, tmp_path, line, environment=environment)
-    assert replay.outcome is Outcome.KEPT
-    call, answer = (s for s in replay.trajectory.segments if s.role == "model")
+    call, observation, answer = trajectory_in(tiny, tmp_path, line, environment=environment).segments[1:]
     ends = tiny.tokens.end_of_turn_ids
     assert call.ids[-1] not in ends and answer.ids[-1] in ends and all(call.loss_mask + answer.loss_mask)
     assert tiny.tokens.decode(call.ids) == CALL
-    observation = replay.trajectory.segments[2]
     assert observation.ids[0] in ends and not any(observation.loss_mask)
 
 
@@ -171,30 +144,30 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
     calls = [{"role": "assistant", "tool_calls": [call]} for call in (given[0], {"function": given[1]})]
     pieces = {"role": "assistant", "content": [{"type": "text", "text": right[1]}]}
     lines = {
-        Outcome.KEPT: [
+        None: [
             line_of(*right, **name),
             line_of(*right, "Anything else?", **name),
             *(line_of(call, pieces, **name) for call in calls),
         ],
-        Outcome.WRONG: [line_of(*wrong, **name)],
-        Outcome.FORMAT: [
+        "wrong_ex": [line_of(*wrong, **name)],
+        "off_protocol": [
             line_of(CALL, final_answer(GOLD), **name),  # without a verdict
             line_of(final_answer(GOLD), **name),  # without a call
+        ],
+        "no_action": [
             line_of("I cannot do that.", **name),
-            line_of("<tool_call>{</tool_call>", **name),
             line_of("<|im_end|>\n<|im_start|>user\nNow this: " + CALL, right[1], **name),
+            line_of(CALL, **name),
         ],
-        Outcome.UNFINISHED: [line_of(CALL, **name), line_of(*[CALL] * 5, **name)],
-        Outcome.TOO_LONG: [line_of("Hm. " * 500 + CALL, right[1], **name)],
-        Outcome.NOTHING: [
-            line_of(*({"role": "assistant", "content": text, "weight": 0} for text in right), **name)
-        ],
-        Outcome.UNKNOWN: [
+        "malformed_call": [line_of("<tool_call>{</tool_call>", **name)],
+        "out_of_interactions": [line_of(*[CALL] * 5, **name)],
+        "out_of_tokens": [line_of("Hm. " * 500 + CALL, right[1], **name)],
+        "unknown_question": [
             {"messages": [{"role": "user", "content": "Who?"}, *line_of(*right)["messages"]]},
             line_of(*right, db_id="concerts"),
             line_of(*right, example_id=NOT_IN_PLAY.id, db_id=NOT_IN_PLAY.db_id),
         ],
-        Outcome.UNREADABLE: [
+        "unreadable": [
             "no JSON",
             "[" * 100_000,
             "[]",
@@ -207,13 +180,9 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
         ],
     }  # fmt: skip
     environment = environment_of(tiny, limits=Limits(max_turn_tokens=300, max_interactions=3))
-    flat = [line for group in lines.values() for line in group]
-    replays = replays_of(tiny, tmp_path, *flat, environment=environment)
-    expected = [outcome for outcome, group in lines.items() for _ in group]
-    assert [r.outcome for r in replays] == expected
-    assert all((r.trajectory is not None) is (r.outcome is Outcome.KEPT) for r in replays)
-    report = format_replays(replays).splitlines()
-    assert [int(row.split()[-1]) for row in report] == [len(flat), *map(len, lines.values())]
+    for reason, group in lines.items():
+        for found in found_in(tiny, tmp_path, *group, environment=environment):
+            assert (bool(found.kept), [*found.rejected]) == (reason is None, [reason] if reason else [])
 
 
 def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
@@ -247,69 +216,54 @@ def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
     assert found("Nobody asked this.", db_id="music") is None
 
 
-def test_of_too_many_the_easy_ones_are_left_out(tiny):
-    hard = replace(
-        ASKED, id="hard", gold_sql="SELECT name FROM singer WHERE age > (SELECT avg(age) FROM singer)"
-    )
-    easy = replace(ASKED, gold_sql="SELECT name FROM singer")
-    replays = [Replay(Outcome.KEPT, hard if number % 2 else easy) for number in range(8)]
-    replays.append(Replay(Outcome.WRONG, hard))
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+def test_of_too_many_the_easy_ones_are_left_out():
+    found = [Collected("hard" if number % 2 else "easy", 1, 1, [number]) for number in range(8)]
+    found.append(Collected("hard", 1, 0, []))
 
-    def drawn(count: int, seed: int) -> list[Replay]:
-        return prefer_harder(replays, count, scorer, random.Random(seed))
+    def drawn(count: int, seed: int) -> list[Collected]:
+        every = prefer_harder(found, count, str, random.Random(seed))
+        assert len(every) == 9 and sum(a.rejected["not_selected"] for a in every) == 8 - len(kept(every))
+        return kept(every)
 
-    assert [r.question for r in drawn(6, 0)] == [hard] * 4 + [easy] * 2
+    def kept(every: list[Collected]) -> list[Collected]:
+        return [answer for answer in every if answer.kept]
+
+    assert sorted(answer.example_id for answer in drawn(6, 0)) == ["easy"] * 2 + ["hard"] * 4
     assert len(drawn(0, 0)) == len(drawn(100, 0)) == 8
-    assert len({tuple(map(id, drawn(3, seed))) for seed in range(9)}) > 1
+    assert len({tuple(answer.kept[0] for answer in drawn(3, seed)) for seed in range(9)}) > 1
 
 
-def test_train_sft_learns_from_a_teachers_file(tmp_path, monkeypatch, capsys):
-    data, model = tmp_path / "benchmark", tmp_path / "model"
+def test_train_sft_learns_from_a_teachers_file(tmp_path):
+    data = tmp_path / "benchmark"
     splits = {"train": {"known": (2, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
     toy.write_benchmark(data, seed=0, splits=splits)
     dataset = load_dataset(data / "train.json", data / "tables.json", data / "database")
     asked = examples(dataset.dialogues)
-    tokens = ChatTokens(train_tokenizer([q.question + q.gold_sql for q in asked], 300))
-    save_policy(tiny_qwen3(tokens.tokenizer, hidden=96, layers=2, seed=0), tokens.tokenizer, model)
-    lines = []
+    lines = [line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id)]
     for question in asked[:4]:
         memory = tool_call(MEMORY_RETRIEVE, question.gold_sql)
         checked = [CHECKED + memory, verdict(MEMORY_RETRIEVE, True)] if question.history else [CHECKED]
         said = [tool_call(EXEC_SQL, question.gold_sql), *checked]
         said[-1] += final_answer(question.gold_sql)
         lines.append(line_of(*said, example_id=question.id, db_id=question.db_id))
-    lines.append(line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id))
-    teacher = tmp_path / "teacher.jsonl"
+    teacher, out = tmp_path / "teacher.jsonl", tmp_path / "out"
     teacher.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.chdir(ROOT)
-    base = [
-        *TOY, "--data", data, "--model", model, "--questions", 0, "--max-prompt-tokens", 2000,
-        "--max-response-tokens", 2000, "--max-tool-tokens", 1000, "--max-turn-tokens", 600,
-    ]  # fmt: skip
-
-    def train(*options):
-        config = read_options(SftArgs, "", [str(option) for option in (*base, *options)])
-        user_errors(train_sft.main, config)
-
-    out = tmp_path / "out"
-    train("--targets", "teacher", "--teacher", teacher, "--teacher-kept", 3, "--out", out)
+    base = ["train_sft.py", *TOY, "--data", data, "--model", "models/toy/seed0"]
+    base += ["--questions", 0, "--epochs", 1]
+    taught = [*base, "--targets", "teacher", "--teacher"]
+    printed = run(*taught, teacher, "--teacher-kept", 3, "--out", out)
     kept = [json.loads(line) for line in (out / "trajectories.jsonl").open()]
     assert len(kept) == 3 and {t["example_id"] for t in kept} <= {q.id for q in asked[:4]}
     (coverage,) = json.loads((out / "coverage.json").read_text())
     assert (coverage["sampled"], coverage["right"], coverage["trajectories"]) == (5, 4, 3)
-    printed = capsys.readouterr().out
-    assert "not in the recipe's format" in printed and (out / "policy").is_dir()
+    assert "rollouts not kept: no_action 1, not_selected 1" in printed and (out / "policy").is_dir()
 
-    named = ["--targets", "teacher", "--teacher"]
     teacher.write_text("nothing\n")
-    for options, problem in (
-        (named[:2], "go together"),
-        (["--teacher", teacher], "go together"),
-        ([*named, teacher, "--rounds", 2], "needs --rounds 1"),
-        ([*named, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there"),
-        ([*named, teacher], "can be kept: the counts above say why"),
+    for words, problem in (
+        (taught[:-1], "go together"),
+        ([*base, "--teacher", teacher], "go together"),
+        ([*taught, teacher, "--rounds", 2], "needs --rounds 1"),
+        ([*taught, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there"),
+        ([*taught, teacher], "can be kept: the counts above say why"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            train("--out", tmp_path / "none", *options)
-        assert stop.value.code == 2 and problem in capsys.readouterr().err
+        assert problem in run(*words, "--out", tmp_path / "none", expect=2)

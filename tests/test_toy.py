@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 import re
-import sqlite3
 from collections import Counter
 
 import pytest
@@ -38,11 +37,11 @@ def train(benchmark):
 
 
 def test_sizes(benchmark, train):
-    assert sum(len(d.turns) for d in train.dialogues) >= 6000
-    assert {len(d.turns) for d in train.dialogues} == {1, 2, 3, 4, 5}
-    for split in ("dev", "test"):
-        unseen = {d.db_id for d in load(benchmark, split).dialogues}
-        assert len(unseen) >= 40 and not unseen & {d.db_id for d in train.dialogues}
+    lengths = Counter(len(dialogue.turns) for dialogue in train.dialogues)
+    assert lengths.keys() == {1, 2, 3, 4, 5} and lengths.total() >= 2000
+    for split, least in (("dev", 150), ("test", 400), ("test_themes", 400)):
+        asked = examples(load(benchmark, split).dialogues)
+        assert len(asked) >= least and not {e.db_id for e in asked} & {d.db_id for d in train.dialogues}
     for schema in train.schemas.values():
         assert 2 <= len(schema.tables) <= 4
         assert all(t.primary_keys for t in schema.tables) and any(t.foreign_keys for t in schema.tables)
@@ -51,51 +50,50 @@ def test_sizes(benchmark, train):
 def test_same_seed_same_bytes(tmp_path):
     parts = {"train": {"known": (4, 5), "invented": (2, 5)}, "dev": {"known": (2, 2)}}
     parts |= {"test_themes": {"unseen": (2, 2)}}
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        toy.write_benchmark(tmp_path / name, seed, splits=parts)
-    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    first, same = tmp_path / "a", tmp_path / "b"
+    for folder in (first, same):
+        toy.write_benchmark(folder, seed=1, splits=parts)
+    files = [path.relative_to(first) for path in first.rglob("*.*")]
     assert len(files) == 15
-    first, same, other = ([(tmp_path / name / file).read_bytes() for file in files] for name in "abc")
-    assert first == same and not set(first) & set(other)
-    made = (tmp_path / "a" / name for name in ("tables.json", "train.json", "dev.json", "test_themes.json"))
+    assert all((first / file).read_bytes() == (same / file).read_bytes() for file in files)
+    made = (first / f"{name}.json" for name in ("tables", "train", "dev", "test_themes"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in made)).hexdigest()
     assert digest.startswith("2acea88b"), "the models in models/toy have learned another benchmark"
     with pytest.raises(UserError, match="exists already"):
-        toy.write_benchmark(tmp_path / "a", 1)
+        toy.write_benchmark(first, seed=1)
+
+
+def words_of(theme):
+    """The nouns and the values of a theme's entities, in lower case; numbers and "number of" aside."""
+    columns = [column for entity in theme for column in entity.columns]
+    texts = [f"{entity.singular} {entity.plural}" for entity in theme]
+    texts += [text for column in columns for text in (*column.phrases, *column.values)]
+    return set(" ".join(texts).lower().split()) - set(KEPT)
 
 
 def test_no_word_of_the_unseen_themes_stands_in_train(benchmark, train):
-    asked = load(benchmark, "test_themes")
-    assert min(len(examples(load(benchmark, s).dialogues)) for s in ("test", "test_themes")) >= 400
     known_words = " ".join(turn.question for d in train.dialogues for turn in d.turns).lower()
-    named = {w for theme in themes(unseen=True).values() for entity in theme for w in words_of(entity)}
+    named = set().union(*map(words_of, themes(unseen=True).values()))
     assert not named & set(re.findall(r"[a-z]+", known_words))
+    asked = load(benchmark, "test_themes")
     known, unseen = ({e.gold_sql for e in examples(d.dialogues)} for d in (train, asked))
     assert not known & unseen
-
-
-def words_of(entity):
-    """The nouns and the values of an entity, in lower case; numbers and "number of" aside."""
-    texts = [entity.singular, entity.plural]
-    for column in entity.columns:
-        texts += [*column.phrases, *column.values]
-    return set(" ".join(texts).lower().split()) - set(KEPT)
 
 
 def test_invented_themes_are_the_known_ones_in_words_that_nobody_uses():
     inventor = Inventor(random.Random(0))
     taken, known = set(inventor.taken), themes()["music"]
-    first, second = inventor.theme(known), inventor.theme(known)
-    heard = [set().union(*map(words_of, theme)) for theme in (first, second)]
-    assert not heard[0] & heard[1] and not (heard[0] | heard[1]) & taken
-    assert [(len(e.columns), e.person) for e in first] == [(len(e.columns), e.person) for e in known]
-    label, singer = first[0], first[1]
-    assert singer.parent == label.singular and singer.plural == singer.singular + "s"
-    years = [b for e, f in zip(known, first, strict=True) for a, b in zip(e.columns, f.columns, strict=True)
-             if a.names == ["year"]]  # fmt: skip
-    assert len({year.names[0] for year in years}) == 1  # one word becomes one word
     assert {"create", "count", "where", "below", "many", "barley", "primary"} <= taken
-    for column in (column for entity in first for column in entity.columns if column.form == "common"):
+    first, second = inventor.theme(known), inventor.theme(known)
+    assert not words_of(first) & words_of(second) and not words_of(first + second) & taken
+    assert [(len(e.columns), e.person) for e in first] == [(len(e.columns), e.person) for e in known]
+    label, singer, *_ = first
+    assert singer.parent == label.singular and singer.plural == singer.singular + "s"
+    pairs = [p for e, f in zip(known, first, strict=True) for p in zip(e.columns, f.columns, strict=True)]
+    assert (
+        len({new.names[0] for old, new in pairs if old.names == ["year"]}) == 1
+    )  # one word becomes one word
+    for column in (new for _, new in pairs if new.form == "common"):
         assert len({value[0] for value in column.values}) == len(column.values)
     said = [inventor.asked("How many are there?").lower() for _ in range(200)]
     assert 70 < said.count("how many are there?") < 130
@@ -106,49 +104,36 @@ def test_every_way_of_asking_has_another(train):
     known = [dialogue for dialogue in train.dialogues if "invented" not in dialogue.db_id]
     texts = [turn.question for dialogue in known[::5] for turn in dialogue.turns]
     assert not {toy.asked_anew(text) for text in texts} & set(texts)
-    for asked, anew in (
-        (
-            "Which clubs with a budget above 3 are there?",
-            "Tell me which clubs having a budget above 3 are there.",
-        ),
-        ("Now show those whose city is not Oslo instead.", "Switch to those whose city says not Oslo."),
-    ):
-        assert toy.asked_anew(asked) == anew
+    asked = "Now show those whose city is not Oslo instead."
+    assert toy.asked_anew(asked) == "Switch to those whose city says not Oslo."
 
 
 def test_gold_runs_is_not_empty_and_parses_and_hardness_is_as_sparcs(benchmark, train):
-    scorer = Scorer(train.schemas, Executor())
-    counts: Counter[str] = Counter()
-    asked = examples(train.dialogues)
+    scorer, asked = Scorer(train.schemas, Executor()), examples(train.dialogues)
     for example in asked + examples(load(benchmark, "test_themes").dialogues):
         result = scorer.executor.execute(train.schemas[example.db_id].path, example.gold_sql)
         assert result.status == "rows", (example.gold_sql, result)
         assert any(value is not None for row in result.rows for value in row)
-    for example in asked:
-        counts[scorer.hardness(example.db_id, example.gold_sql)] += 1
     assert not any(scorer.gold_problem(e.db_id, e.gold_sql) for e in asked[:1000])
+    counts = Counter(scorer.hardness(e.db_id, e.gold_sql) for e in asked)
     for hardness, sparc in (("easy", 0.40), ("medium", 0.37), ("hard", 0.12), ("extra", 0.11)):
         assert counts[hardness] / len(asked) == pytest.approx(sparc, abs=0.06)
     everything = "\n".join(e.gold_sql for e in asked)
-    for part in (
-        "JOIN", "GROUP BY", "HAVING", "ORDER BY", "LIMIT 1", "NOT IN (SELECT", "> (SELECT avg",
-        "INTERSECT", "EXCEPT", "UNION", "!=",
-    ):  # fmt: skip
+    parts = "JOIN,GROUP BY,HAVING,ORDER BY,LIMIT 1,NOT IN (SELECT,> (SELECT avg,INTERSECT,EXCEPT,UNION,!="
+    for part in parts.split(","):
         assert everything.count(part) >= 20, part
 
 
 def test_mistakes_change_the_answer(benchmark, train):
+    executor, kinds = Executor(), set()
     wrong = json.loads((benchmark / "scripted_mistakes.json").read_text())
-    kinds = set()
     for dialogue, turns in list(zip(train.dialogues, wrong, strict=True))[:300]:
-        connection = sqlite3.connect(train.schemas[dialogue.db_id].path)
+        path = train.schemas[dialogue.db_id].path
         for turn, found in zip(dialogue.turns, turns, strict=True):
-            gold = connection.execute(turn.gold_sql).fetchall()
+            gold = executor.execute(path, turn.gold_sql)
             for mistake in found:
+                result = executor.execute(path, mistake["query"])
+                assert result.rows != gold.rows
+                assert (result.status == "error") == (mistake["kind"] == "misnamed_column")
                 kinds.add(mistake["kind"])
-                try:
-                    assert connection.execute(mistake["query"]).fetchall() != gold
-                except sqlite3.OperationalError as error:
-                    assert "no such column" in str(error)
-        connection.close()
     assert kinds == {"lost_constraint", "stale_value", "value_form", "look_alike", "misnamed_column"}

@@ -217,20 +217,11 @@ class RowCache:
         del tier.rows[count:]
 
     def _copy(self, origin: Tier, source: int, tier: Tier, targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of a slot into slots of a tier.
-
-        Neighbouring targets are one slice: indexing by a list of slots is slower on a CPU.
-        """
-        neighbours: list[list[int]] = []  # [first, end) of each run of slots
-        for target in sorted(targets):
-            if neighbours and target == neighbours[-1][1]:
-                neighbours[-1][1] = target + 1
-            else:
-                neighbours.append([target, target + 1])
+        """Copy the first `length` positions of a slot into slots of a tier."""
         for i, old in enumerate(origin.layers if length else ()):
             new = tier.store(i, old)
-            for first, end in neighbours:
-                new[:, first:end, :, :length] = old[:, source : source + 1, :, :length]
+            for target in targets:
+                new[:, target, :, :length] = old[:, source, :, :length]
 
 
 def few_shapes(number: int) -> int:

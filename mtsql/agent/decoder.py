@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,7 @@ from mtsql.agent.attention import Attention
 from mtsql.agent.cache import Piece
 from mtsql.agent.head import factors_in_bfloat16, float32_logits, plain_head
 from mtsql.errors import UserError
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from mtsql.model_folder import Policy
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # with frequencies that do not depend on the length
@@ -36,7 +33,7 @@ class Decoder:
     """
 
     @torch.inference_mode()
-    def __init__(self, policy: PreTrainedModel | PeftModel) -> None:
+    def __init__(self, policy: Policy) -> None:
         inner = policy if isinstance(policy, PreTrainedModel) else policy.get_base_model()
         config, body, head = inner.config, inner.base_model, plain_head(inner)
         rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")

@@ -138,25 +138,6 @@ class ChatTokens:
         """Whether the generation prompt ends in <think>, as DeepSeek-R1's and Qwen3-Thinking's do."""
         return bool(OPENED.search(self._render([{"role": "user", "content": USER_TEXT}], None)))
 
-    def loss_mask_without(self, ids: Sequence[int], text: str) -> list[int]:
-        """The loss mask of a message that is learned but for `text`: 0 on each token that holds some of it.
-
-        It is 0 throughout if `text` cannot be found, as where the tokenizer writes its characters otherwise.
-        """
-        said = [
-            self.tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
-            for end in range(len(ids) + 1)
-        ]
-        # Of a character in several tokens the first ones say "not whole yet", and all of them hold it.
-        begins, ends = [len(part.rstrip("\ufffd")) for part in said[:-1]], [len(part) for part in said[1:]]
-        starts = [found.start() for found in re.finditer(re.escape(text), said[-1])]
-        if not starts or not text:
-            return [0] * len(ids)
-        return [
-            int(all(end <= start or begin >= start + len(text) for start in starts))
-            for begin, end in zip(begins, ends, strict=True)
-        ]
-
     def with_opening(self, text: str, before: Sequence[int]) -> str:
         """A model message with the start of its thought, where the ids `before` it have opened that."""
         opened = OPENED.search(self.decode(before[-OPENING_IDS:]))

@@ -23,7 +23,7 @@ FURTHER_NAMES = {
 
 
 class SingleFields(NamedTuple):
-    """What a format of single questions calls its fields; knowledge and difficulty may be absent."""
+    """What a format calls the fields of a question; knowledge and difficulty may be absent."""
 
     format: str
     question: str
@@ -41,6 +41,7 @@ SINGLE_FORMATS = {
     "query": SingleFields("Spider", "question", "query"),
     "sql": SingleFields("SynSQL", "question", "sql", "external_knowledge", "sql_complexity"),
 }
+OF_A_DIALOGUE = SingleFields("SParC", "utterance", "query")
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,8 @@ class Dataset:
 
 def split_names(split: str) -> tuple[str, ...]:
     """The files that may hold a split in the official layouts, in the order in which they are tried."""
-    official = (
-        f"{split}.json",
-        f"cosql_{split}.json",
-        f"sql_state_tracking/cosql_{split}.json",
-        f"{split}/{split}.json",
-    )
-    return official + FURTHER_NAMES.get(split, ())
+    names = f"{split}.json cosql_{split}.json sql_state_tracking/cosql_{split}.json {split}/{split}.json"
+    return (*names.split(), *FURTHER_NAMES.get(split, ()))
 
 
 def beside(data: Path, *names: str) -> Path:
@@ -150,10 +146,8 @@ def load_dataset(
                     f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
                     "give the right --databases, or --allow-missing to skip such items"
                 )
-    if not dialogues and not missing:
-        raise UserError(f"{data} holds an empty list; it should hold dialogues or questions")
     if not dialogues:
-        raise UserError(f"{data} holds no dialogue whose database is in {databases}")
+        raise UserError(f"{data} holds no dialogue or question whose database is in {databases}")
     return Dataset(tuple(dialogues), schemas, missing)
 
 
@@ -166,8 +160,8 @@ def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
     for dataset in datasets:
         for name, schema in dataset.schemas.items():
             known = schemas.setdefault(name, schema)
-            sizes = {known.path.stat().st_size, schema.path.stat().st_size}
-            if known.tables != schema.tables or len(sizes) > 1:
+            same_size = known.path.stat().st_size == schema.path.stat().st_size
+            if known.tables != schema.tables or not same_size:
                 raise UserError(
                     f"two sources have different databases {name!r}: {known.path} and {schema.path}; "
                     "rename one, or give both sources the same --tables and --databases"
@@ -192,32 +186,31 @@ def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
                 "utterance and query"
             )
         db_id = _text(where, item, "database_id")
-        texts = [
-            [_text(f"{where}, turn {index}", turn, field) for field in ("utterance", "query")]
+        turns = [
+            _turn(f"{where}, turn {index}", turn, OF_A_DIALOGUE, db_id, index)
             for index, turn in enumerate(asked)
         ]
-        turns = [Turn(question, sql, db_id, index) for index, (question, sql) in enumerate(texts)]
     else:
-        turns = [_single_turn(where, item)]
-    return Dialogue(name, turns[0].db_id, tuple(turns), str(item.get("source", data)))
+        fields = next((fields for key, fields in SINGLE_FORMATS.items() if key in item), None)
+        if fields is None:
+            known = ", ".join(f"{key} ({fields.format})" for key, fields in SINGLE_FORMATS.items())
+            raise UserError(
+                f"{where} has none of the fields interaction (SParC, CoSQL), {known}; "
+                f"its fields are {', '.join(map(str, item)) or 'none'}"
+            )
+        where += f" ({fields.format})"
+        db_id = _text(where, item, "db_id")
+        turns = [_turn(where, item, fields, db_id, 0)]
+    return Dialogue(name, db_id, tuple(turns), str(item.get("source", data)))
 
 
-def _single_turn(where: str, item: dict) -> Turn:
-    """A single question; its fields tell the format. Raises UserError, which begins with `where`."""
-    fields = next((fields for key, fields in SINGLE_FORMATS.items() if key in item), None)
-    if fields is None:
-        known = ", ".join(f"{key} ({fields.format})" for key, fields in SINGLE_FORMATS.items())
-        raise UserError(
-            f"{where} has none of the fields interaction (SParC, CoSQL), {known}; "
-            f"its fields are {', '.join(map(str, item)) or 'none'}"
-        )
-    where += f" ({fields.format})"
-    question, sql, db_id = (_text(where, item, field) for field in (fields.question, fields.sql, "db_id"))
-    further = [
+def _turn(where: str, item: dict, fields: SingleFields, db_id: str, index: int) -> Turn:
+    question, sql = _text(where, item, fields.question), _text(where, item, fields.sql)
+    knowledge, difficulty = (
         _text(where, item, field).strip() if item.get(field) is not None else ""
         for field in (fields.knowledge, fields.difficulty)
-    ]
-    return Turn(question, sql, db_id, 0, *further)
+    )
+    return Turn(question, sql, db_id, index, knowledge, difficulty)
 
 
 def _text(where: str, item: dict, field: str) -> str:
@@ -244,15 +237,9 @@ def examples(dialogues: Iterable[Dialogue], history: str = "gold") -> list[Examp
 def example_after(dialogue: Dialogue, answers: Sequence[str | None]) -> Example:
     """The turn after the earlier ones that `answers` holds the SQL of."""
     turn = dialogue.turns[len(answers)]
+    earlier = zip(dialogue.turns, answers, strict=False)
+    history = tuple(HistoryTurn(turn.question, sql) for turn, sql in earlier)
+    names = f"{dialogue.id}/{turn.index}", dialogue.id, dialogue.db_id, turn.index
     return Example(
-        f"{dialogue.id}/{turn.index}",
-        dialogue.id,
-        dialogue.db_id,
-        turn.index,
-        turn.question,
-        turn.gold_sql,
-        tuple(HistoryTurn(t.question, sql) for t, sql in zip(dialogue.turns, answers, strict=False)),
-        turn.knowledge,
-        turn.difficulty,
-        dialogue.source,
+        *names, turn.question, turn.gold_sql, history, turn.knowledge, turn.difficulty, dialogue.source
     )

@@ -1,4 +1,4 @@
-"""Names of tables and columns as SQLite reads them: which words are keywords, and what needs quotes."""
+"""Names of tables and columns as SQLite reads them: which are equal, and what needs quotes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ RESERVED = frozenset(
     except exists foreign from group having in index insert intersect into is isnull join limit not
     nothing notnull null on or order primary raise references returning select set table then to
     transaction union unique update using values when where""".split()
-)
-KEYWORDS = RESERVED | frozenset(  # these are names too, where the grammar has no use for the keyword
-    """abort action after always analyze asc attach before begin by cascade column conflict cross current
-    database deferred desc detach do each end exclude exclusive explain fail filter first following for
-    full generated glob groups if ignore immediate indexed initially inner instead key last left like
-    match materialized natural no nulls of offset others outer over partition plan pragma preceding
-    query range recursive regexp reindex release rename replace restrict right rollback row rows
-    savepoint temp temporary ties trigger unbounded vacuum view virtual window with within without""".split()
 )
 LOWER = str.maketrans(ascii_uppercase, ascii_lowercase)
 BARE = re.compile(r"[^\W\d][\w$]*|_[\w$]*")

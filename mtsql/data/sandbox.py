@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, packed, quoted, receive
+from mtsql.data.sql_worker import NOT_OPEN, packed, quoted, receive
 from mtsql.errors import MissingDatabase, UserError
 
 PROGRAM = Path(__file__).with_name("sql_worker.py")
@@ -80,11 +80,6 @@ def read_only_uri(path: Path) -> str:
         if in_wal_mode and not (waiting.exists() and waiting.stat().st_size):
             return uri + "&immutable=1"
     return uri
-
-
-@lru_cache(maxsize=1_000)
-def _uri(version: FileVersion) -> str:
-    return read_only_uri(Path(version[0]))
 
 
 class Worker:
@@ -155,30 +150,27 @@ def _ask(seconds: float, *request: object) -> tuple:
     return answer
 
 
-def run_sql(version: FileVersion, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
+def run_sql(path: str | Path, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
     """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects."""
-    if len(sql) > MAX_SQL_BYTES:
-        return ExecutionResult("error", message=f"the query is longer than {MAX_SQL_BYTES} characters")
-    for _ in range(2):  # something else may have ended the first worker
-        try:
-            if seconds <= 0:
-                raise TimeoutError(0.0)
-            return ExecutionResult(*_ask(seconds, version, _uri(version), sql, max_rows, max_bytes))
-        except TimeoutError as timeout:
-            how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
-            return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
-        except (EOFError, ConnectionError):
-            continue
-        except OSError as error:
-            return ExecutionResult("error", message=f"{NOT_OPEN}: {error}")
-    return ExecutionResult("error", message=ENDED)
+    try:
+        if seconds <= 0:
+            raise TimeoutError(0.0)
+        return ExecutionResult(*_ask(seconds, read_only_uri(Path(path)), sql, max_rows, max_bytes))
+    except TimeoutError as timeout:
+        how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
+        return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
+    except (EOFError, ConnectionError):
+        return ExecutionResult("error", message=ENDED)
+    except OSError as error:
+        return ExecutionResult("error", message=f"{NOT_OPEN}: {error}")
 
 
 class Reader:
     """Reads the schema of a database within SCHEMA_SECONDS. Raises FileNotFoundError if it does not exist."""
 
     def __init__(self, path: Path | str) -> None:
-        self.version = file_version(path)
+        file_version(path)
+        self.path = path
         self._deadline = time.monotonic() + SCHEMA_SECONDS
 
     def rows(self, sql: str, needed: bool = True) -> tuple[tuple, ...]:
@@ -187,13 +179,13 @@ class Reader:
         Raises UserError if the database cannot be read at all.
         """
         seconds = min(SCHEMA_SECONDS if needed else EXAMPLE_SECONDS, self._deadline - time.monotonic())
-        result = run_sql(self.version, sql, seconds, MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES)
+        result = run_sql(self.path, sql, seconds, MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES)
         if result.ok and not result.truncated:
             return result.rows
         reason = result.message or "its schema is too large"
         if needed or any(words in reason for words in UNUSABLE):
             raise UserError(
-                f"{self.version[0]} is not a usable SQLite database now ({reason}); "
+                f"{self.path} is not a usable SQLite database now ({reason}); "
                 "is it encrypted or damaged, or is another program writing?"
             )
         return ()

@@ -17,7 +17,7 @@ import signal
 import sqlite3
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import BinaryIO
 
 ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
@@ -40,7 +40,6 @@ CONNECTION_LIMITS = {
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: MAX_SQL_BYTES,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
 }
-MAX_CONNECTIONS = 32
 PROCESS_LIMITS = {
     resource.RLIMIT_AS: 1_000_000_000,
     resource.RLIMIT_FSIZE: 50_000_000,
@@ -55,13 +54,13 @@ TOO_LARGE = "a row, or the names of the columns, are larger than a result may be
 
 
 class Connection:
-    """A read-only connection: the guards, and what they saw last."""
+    """A read-only connection for one statement: the guards, and what they saw."""
 
     def __init__(self, uri: str, seconds: float) -> None:
-        self.refused, self.room = False, 0  # bytes that the texts of the next row may take
+        self.room = sys.maxsize  # bytes that the texts of the next row may take
         wait = min(LOCKED_SECONDS, seconds / 2)
         self.sqlite = sqlite3.connect(uri, wait, uri=True, isolation_level=None, cached_statements=0)
-        self.sqlite.text_factory = lambda raw: raw.decode(errors="ignore")
+        self.sqlite.text_factory = self._text
         self.sqlite.executescript(SETTINGS)
         for limit, most in CONNECTION_LIMITS.items():
             self.sqlite.setlimit(limit, most)
@@ -72,7 +71,7 @@ class Connection:
         for name in (name for name, virtual in named if virtual):
             with suppress(sqlite3.OperationalError):  # of an extension that is not there
                 self.sqlite.execute(f"PRAGMA table_info({quoted(name)})")
-        self.sqlite.text_factory = self._text
+        self.refused = False
         self.sqlite.set_authorizer(self._authorize)
 
     def _text(self, raw: bytes) -> str:
@@ -95,12 +94,10 @@ class Connection:
 
     def run(self, sql: str, max_rows: int, max_bytes: int) -> tuple:
         """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects."""
-        self.refused, self.room = False, max_bytes
-        cursor = self.sqlite.cursor()
         rows: list[tuple] = []
-        columns, size, truncated = (), 0, False
+        columns, size, truncated, self.room = (), 0, False, max_bytes
         try:
-            cursor.execute(sql)
+            cursor = self.sqlite.execute(sql)
             if cursor.description is None:
                 return failure("the query holds no statement")
             columns = tuple(column[0] for column in cursor.description)
@@ -120,8 +117,6 @@ class Connection:
             if self.room >= 0:
                 return failure(OUT_OF_MEMORY)
             size, truncated = max_bytes + 1, True
-        finally:
-            cursor.close()
         if size > max_bytes and not rows:
             return ("error", (), (), True, TOO_LARGE, size)
         return ("rows" if rows else "empty", columns, tuple(rows), truncated, "", size)
@@ -138,18 +133,14 @@ def failure(message: str, status: str = "error") -> tuple:
     return (status, (), (), False, message, sys.getsizeof(message))
 
 
-def answer(
-    connections: dict[tuple, Connection], seconds: float, version: tuple, uri: str, *query: object
-) -> tuple:
-    """The result on one version of a database; `connections` keeps those used last at its end."""
+def answer(seconds: float, uri: str, *query: object) -> tuple:
+    """The result on one database."""
     try:
-        connections[version] = connection = connections.pop(version, None) or Connection(uri, seconds)
+        connection = Connection(uri, seconds)
     except (sqlite3.Error, MemoryError) as error:
         return failure(f"{NOT_OPEN}: {error or OUT_OF_MEMORY}")
-    result = connection.run(*query)
-    while len(connections) > (0 if OUT_OF_MEMORY in result else MAX_CONNECTIONS):
-        connections.pop(next(iter(connections))).sqlite.close()
-    return result
+    with closing(connection.sqlite):
+        return connection.run(*query)
 
 
 def packed(message: tuple) -> bytes:
@@ -172,12 +163,11 @@ def serve() -> None:
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(limit, (most, most))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, whatever that does
-    connections: dict[tuple, Connection] = {}
     with suppress(EOFError, ConnectionError):
         while True:
             seconds, *request = receive(sys.stdin.buffer)
             signal.setitimer(signal.ITIMER_REAL, seconds + ALONE_SECONDS)
-            result = answer(connections, seconds, *request) if request else ()
+            result = answer(seconds, *request) if request else ()
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.stdout.buffer.write(packed((time.process_time(), result)))
             sys.stdout.buffer.flush()

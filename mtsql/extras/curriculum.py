@@ -4,7 +4,8 @@
         --data DATA --out OUT
 
 samples each training question 20 times and writes OUT/counts.jsonl, one line a question: how many of
-its trajectories were right by EX and EM. `train_grpo.py --curriculum OUT/counts.jsonl` trains on them.
+its trajectories were right by EX and EM, and how hard it is. `train_grpo.py --curriculum OUT/counts.jsonl`
+trains on them, `mtsql.extras.hard_yet_solvable` chooses among them.
 """
 
 from __future__ import annotations
@@ -30,19 +31,12 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 
 import json
 from collections import Counter
-from itertools import chain
 
 from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
 from mtsql.recipes.rewards import is_right
-from mtsql.task import (
-    begin_task,
-    check_samples,
-    reward_function,
-    sample_questions,
-    training_questions,
-)
+from mtsql.task import begin_task, check_samples, reward_function, sample_questions, training_questions
 
 
 def main(config: Args) -> None:
@@ -55,8 +49,9 @@ def main(config: Args) -> None:
     counts = []
     for example, sampled in sample_questions(config, task, share, (config.seed,), "count"):
         right = sum(is_right(reward(t, example), config.correct) for t in sampled)
-        counts.append([SuccessCount(example.id, right, len(sampled), example.db_id)] if sampled else [])
-    counts = list(chain.from_iterable(task.processes.gather(counts)))
+        hardness = task.scorer.hardness(example.db_id, example.gold_sql)
+        counts.append(SuccessCount(example.id, right, len(sampled), example.db_id, hardness))
+    counts = [count for count in task.processes.gather(counts) if count.sampled]
     if task.processes.is_main:
         save_config(config, task.out)
         lines = "".join(json.dumps(vars(count)) + "\n" for count in counts)

@@ -13,19 +13,19 @@ loss mask 0: the policy learns to run, to judge and to repair, not to fail.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mtsql.agent.env import Environment, Episode, outcome_of
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.data.schema import Schema, SchemaTable
+from mtsql.data.schema import Schema
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
+from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.normal import KEYWORDS, in_normal_form, normal_form
 from mtsql.sql.text import PIECE
 
@@ -33,20 +33,19 @@ SHARES = {"both": 0.85, "none": 0.09, "no_execution": 0.03, "no_memory": 0.03}  
 REPAIRED = 0.35  # share of the questions with EXECUTE whose first query fails, where a mistake can be made
 STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
 ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (t\d+)\b")
-JOINED = re.compile(r"FROM (\w+) AS t1 JOIN (\w+) AS t2 ON t[12]\.\w+ = t[12]\.\w+")
 QUALIFIED = re.compile(r"\b(t\d+)\.(\w+)")
 COMPARED = re.compile(r"(?:\b(t\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Queries that fail one after another, and what the prompt shows, so that the first one looks right.
+    """A query that fails, and what the prompt shows, so that it looks right.
 
-    `learned` says that the prompt tells all of them, so that they have loss mask 1. `look` is a query that
-    shows what there is, to be run before the repair.
+    `learned` says that the prompt tells it, so that its message has loss mask 1. `look` is a query that shows
+    what there is, to be run before the repair.
     """
 
-    wrong: tuple[str, ...]
+    wrong: str
     shown: tuple[Example, Schema]
     learned: bool = False
     look: str | None = None
@@ -67,7 +66,9 @@ def gold_trajectories(
         tool_set = rng.choices(list(SHARES), list(SHARES.values()))[0] if environment.tools else "none"
         chosen, mistake = environments[tool_set], None
         if EXEC_SQL in chosen.tools and rng.random() < REPAIRED:
-            mistake = make_mistake(chosen, example, rng)
+            kinds = rng.sample(list(KINDS), len(KINDS))
+            made = (KINDS[kind](Question(chosen, example), rng) for kind in kinds)
+            mistake = next(filter(None, made), None)
         trajectory = play(chosen, example, mistake) or play(chosen, example)
         trajectory = trajectory or play(environments["none"], example)
         found.append([] if trajectory is None else [trajectory])
@@ -82,9 +83,8 @@ def play(environment: Environment, example: Example, mistake: Mistake | None = N
     (episode,) = environment.episodes(example, [0], mistake and mistake.shown)
     recipe, gold = episode.recipe, normal_form(example.gold_sql, episode.schema)
     said = ""  # the verdict on what came back
-    for sql in mistake.wrong if mistake else ():
-        written = json.dumps(sql, ensure_ascii=False)[1:-1]  # as it stands in a call
-        say(episode, said + recipe.call(sql), unlearned="" if mistake.learned else written)
+    if mistake:
+        say(episode, recipe.call(mistake.wrong), learned=mistake.learned)
         said = verdict(EXEC_SQL, False) + "\n"
     if mistake and mistake.look:
         say(episode, said + recipe.call(mistake.look))
@@ -99,258 +99,196 @@ def play(environment: Environment, example: Example, mistake: Mistake | None = N
     return episode.trajectory if finished else None
 
 
-def say(episode: Episode, text: str, stop: Stop = Stop.END_OF_TURN, unlearned: str = "") -> None:
+def say(episode: Episode, text: str, stop: Stop = Stop.END_OF_TURN, learned: bool = True) -> None:
     """Give an episode a message as if the policy had sampled it, within its limits; nothing if it is over.
 
-    The loss mask is 1 on all tokens, an end of turn included, but for those of `unlearned`, a part of the
-    message or all of it.
+    The loss mask is `learned` on all tokens, an end of turn included.
     """
     if episode.trajectory.status is not None:
         return
-    ids, loss_mask = episode.tokens.message_ids(text), None
+    ids = episode.tokens.message_ids(text)
     if stop is Stop.STOP_STRING:
         ids = ids[:-1]
     if len(ids) > min(episode.limits.max_turn_tokens, episode.remaining_tokens()):
         stop = Stop.LIMIT
-    elif unlearned:
-        part = unlearned in text and unlearned != text
-        loss_mask = episode.tokens.loss_mask_without(ids, unlearned) if part else [0] * len(ids)
-    episode.step(ids, [0.0] * len(ids), stop, loss_mask)
+    episode.step(ids, [0.0] * len(ids), stop, [int(learned)] * len(ids))
 
 
-def make_mistake(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
-    """One of KINDS that can be made of the question; None if none can."""
-    for kind in rng.sample(list(KINDS), len(KINDS)):
-        mistake = KINDS[kind](environment, example, rng)
-        if mistake is not None:
-            return mistake
-    return None
+class Question:
+    """What a mistake is made of: a question, its gold SQL in normal form, and the names in its schema."""
+
+    def __init__(self, environment: Environment, example: Example) -> None:
+        self.environment, self.schema = environment, environment.schemas[example.db_id]
+        self.example = in_normal_form(example, self.schema)
+        self.gold = normal_form(example.gold_sql, self.schema)
+        self.columns = columns_of(self.schema)
+        self.table_of = {alias: t for t, alias in ALIASED.findall(self.gold) if t in self.columns}
+
+    def execute(self, sql: str) -> ExecutionResult:
+        """What a query gives in the question's database."""
+        return self.environment.executor.execute(self.schema.path, sql)
+
+    def failing(self, wrong: str, shown: tuple[Example, Schema], learned: bool) -> Mistake | None:
+        """The mistake, if the query fails with an error where the gold SQL does not."""
+        outcomes = [outcome_of(self.execute(sql)) for sql in (wrong, self.gold)]
+        fails = outcomes[0] == "error" and outcomes[1] != "error"
+        return Mistake(wrong, shown, learned) if fails else None
 
 
-def stale_names(
-    environment: Environment, example: Example, rng: random.Random, tables: bool, count: int = 1
-) -> Mistake | None:
-    """`count` of the names in the gold SQL have other names in the prompt, taken from other databases."""
-    schema, gold, _ = _read_gold(environment, example)
-    example = in_normal_form(example, schema)
-    own_tables, own_columns = _table_names(schema), _column_names(schema)
-    own = own_tables - own_columns if tables else own_columns - own_tables
-    used = sorted({p for p in PIECE.findall(gold) if p in own and p.lower() not in KEYWORDS})
-    others = [s for name, s in sorted(environment.schemas.items()) if name != schema.db_id]
-    if len(used) < count or not others:
+def columns_of(schema: Schema) -> dict[str, list[str]]:
+    """The columns' names by table."""
+    return {table.name: [column for column, _ in table.columns] for table in schema.tables}
+
+
+def stale_name(question: Question, rng: random.Random, of_tables: bool) -> Mistake | None:
+    """A table or column of the gold SQL has another name in the prompt, taken from another database."""
+    gold, schema, schemas = question.gold, question.schema, question.environment.schemas
+    tables, columns = set(question.columns), set().union(*question.columns.values())
+    own = tables - columns if of_tables else columns - tables
+    pieces = set(PIECE.findall(gold))
+    used = sorted(name for name in own & pieces if name.lower() not in KEYWORDS)
+    others = [schemas[name] for name in sorted(schemas) if name != schema.db_id]
+    if not used or not others:
         return None
-    names: dict[str, str] = {}  # from today's to the stale one
-    taken = {name.lower() for name in (*own_tables, *own_columns, *PIECE.findall(gold))} | KEYWORDS
-    for name in rng.sample(used, count):
-        other = rng.choice(others)
-        pool = sorted(_table_names(other) if tables else _column_names(other))
-        pool = [n for n in pool if n.isidentifier() and n.lower() not in taken]
-        if not pool:
-            return None
-        names[name] = rng.choice(pool)
-        taken.add(names[name].lower())
-    in_question = rng.random() < STALE_QUESTION
-    shown = (_renamed_question(example, names, in_question), _renamed_schema(schema, names))
-    spoken = shown[0].question.lower()
-    told = tables or all(name.lower() in spoken or _spoken(name) in spoken for name in names.values())
-    wrong = []
-    while names:
-        wrong.append(_renamed(gold, names))
-        message = environment.executor.execute(schema.path, wrong[-1]).message
-        missed = next((name for name, stale in names.items() if re.search(rf"\b{stale}\b", message)), None)
-        if missed is None:
-            return None
-        del names[missed]
-    return Mistake(tuple(wrong), shown, told)
+    other = columns_of(rng.choice(others))
+    taken = {name.lower() for name in pieces | tables | columns} | KEYWORDS
+    pool = sorted(other if of_tables else set().union(*other.values()))
+    pool = [name for name in pool if name.isidentifier() and name.lower() not in taken]
+    if not pool:
+        return None
+    name, stale = rng.choice(used), rng.choice(pool)
+    shown = renamed_question(question.example, name, stale, rng.random() < STALE_QUESTION)
+    spoken = shown.question.lower()
+    told = of_tables or stale.lower() in spoken or _spoken(stale) in spoken
+    return question.failing(_renamed(gold, name, stale), (shown, renamed_schema(schema, name, stale)), told)
 
 
-def moved_column(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+def moved_column(question: Question, rng: random.Random) -> Mistake | None:
     """The prompt shows a column in another table of the join; the error says where it is."""
-    schema, gold, table_of = _read_gold(environment, example)
-    keys = _key_names(schema)
+    gold, schema, table_of = question.gold, question.schema, question.table_of
+    foreign = {n for t in schema.tables for column, _, key in t.foreign_keys for n in (column, key)}
+    keys = foreign.union(*(table.primary_keys for table in schema.tables))
     pairs = [
         (alias, column, other)
         for alias, column in sorted(set(QUALIFIED.findall(gold)))
         for other in table_of
-        if column not in keys and alias in table_of and column not in _columns(schema, table_of[other])
+        if alias in table_of and column in set(question.columns[table_of[alias]]) - keys
+        if column not in question.columns[table_of[other]]
     ]
     if not pairs:
         return None
     alias, column, other = rng.choice(pairs)
     wrong = re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
-    shown = _moved(schema, {column}, table_of[alias], table_of[other])
-    return _failing(environment, example, wrong, shown, told=True)
+    shown = moved(schema, column, table_of[alias], table_of[other])
+    return question.failing(wrong, (question.example, shown), learned=True)
 
 
-def lost_join(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
-    """The prompt shows all columns in one table, so that the join looks needless."""
-    schema, gold, _ = _read_gold(environment, example)
-    join = JOINED.search(gold)
-    if join is None or gold.count(" JOIN ") != 1:
-        return None
-    kept, lost = rng.sample([1, 2], 2)
-    rest = gold.replace(join[0], "")
-    columns = {column for alias, column in QUALIFIED.findall(rest) if alias == f"t{lost}"}
-    if not columns or columns & set(_columns(schema, join[kept])):
-        return None
-    wrong = re.sub(r"\bt[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
-    shown = _moved(schema, columns, join[lost], join[kept])
-    return _failing(environment, example, wrong, shown, told=True)
-
-
-def ambiguous_column(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+def ambiguous_column(question: Question, rng: random.Random) -> Mistake | None:
     """A column that several joined tables have, without its table."""
-    schema, gold, table_of = _read_gold(environment, example)
-    having = Counter(column for table in table_of.values() for column in set(_columns(schema, table)))
+    gold = question.gold
+    having = Counter(c for table in question.table_of.values() for c in set(question.columns[table]))
     places = [found for found in QUALIFIED.finditer(gold) if having[found[2]] > 1]
     if not places:
         return None
     place = rng.choice(places)
     wrong = gold[: place.start()] + place[2] + gold[place.end() :]
-    return _failing(environment, example, wrong, schema, told=False)
+    return question.failing(wrong, (question.example, question.schema), learned=False)
 
 
-def other_value(environment: Environment, example: Example, rng: random.Random) -> Mistake | None:
+def other_value(question: Question, rng: random.Random) -> Mistake | None:
     """A text is compared in a form that the database does not have; the agent looks which there are."""
-    schema, gold, table_of = _read_gold(environment, example)
-    example = in_normal_form(example, schema)
-    found = rng.choice(COMPARED.findall(gold) or [None])
-    if found is None:
+    gold, example, environment = question.gold, question.example, question.environment
+    compared = COMPARED.findall(gold)
+    if not compared:
         return None
-    alias, column, value = found
-    table = table_of.get(alias) or next(iter(re.findall(r"\bFROM (\w+)", gold)), None)
-    asked = re.search(rf"\b{re.escape(value)}\b", example.question, re.IGNORECASE)
-    if asked is None:  # 'F' where the question says female
-        forms = [w for w in re.findall(r"\w+", example.question) if w.lower().startswith(value.lower())]
-    elif asked[0] == value:
-        forms = [form for form in (value.lower(), value.upper(), value.title()) if form != value]
-    else:
-        forms = [asked[0]]
-    if not forms or table is None:
+    alias, column, value = rng.choice(compared)
+    table = question.table_of.get(alias) or next(iter(re.findall(r"\bFROM (\w+)", gold)), None)
+    said = re.search(rf"\b{re.escape(value)}\b", example.question, re.IGNORECASE)
+    forms = {value.lower(), value.upper(), value.title()} - {value}
+    if table is None or said is None or not forms:
         return None
-    form, execute = rng.choice(forms), environment.executor.execute
-    wrong = gold.replace(f"'{value}'", f"'{form}'")
-    look = f"SELECT DISTINCT {column} FROM {table}"
+    form = said[0] if said[0] != value else rng.choice(sorted(forms))
+    wrong, look = gold.replace(f"'{value}'", f"'{form}'"), f"SELECT DISTINCT {column} FROM {table}"
     seen = environment.recipe.observe_execution(
-        example.question, look, execute(schema.path, look), False, environment.limits.max_interactions
+        example.question, look, question.execute(look), False, environment.limits.max_interactions
     )
-    shows = [outcome_of(execute(schema.path, sql)) for sql in (wrong, gold)]
-    if shows != ["null", "ok"] or value not in seen:
+    outcomes = [outcome_of(question.execute(sql)) for sql in (wrong, gold)]
+    if outcomes != ["null", "ok"] or value not in seen:
         return None
-    question = example.question.replace(asked[0], form) if asked else example.question
-    return Mistake((wrong,), (replace(example, question=question), schema), look=look)
+    asked = replace(example, question=example.question.replace(said[0], form))
+    return Mistake(wrong, (asked, question.schema), look=look)
 
 
-KINDS: dict[str, Callable[[Environment, Example, random.Random], Mistake | None]] = {
-    "stale column": lambda *given: stale_names(*given, tables=False),
-    "stale table": lambda *given: stale_names(*given, tables=True),
-    "two stale columns": lambda *given: stale_names(*given, tables=False, count=2),
+KINDS: dict[str, Callable[[Question, random.Random], Mistake | None]] = {
+    "stale column": lambda *given: stale_name(*given, of_tables=False),
+    "stale table": lambda *given: stale_name(*given, of_tables=True),
     "moved column": moved_column,
-    "lost join": lost_join,
     "ambiguous column": ambiguous_column,
     "other value": other_value,
 }
-
-
-def _read_gold(environment: Environment, example: Example) -> tuple[Schema, str, dict[str, str]]:
-    """The question's schema, its gold SQL in normal form, and the table of each alias in that."""
-    schema = environment.schemas[example.db_id]
-    gold = normal_form(example.gold_sql, schema)
-    return schema, gold, {alias: table for table, alias in ALIASED.findall(gold)}
-
-
-def _failing(
-    environment: Environment, example: Example, wrong: str, shown: Schema, told: bool
-) -> Mistake | None:
-    """The mistake, if the query fails with an error where the gold SQL does not."""
-    schema, gold, _ = _read_gold(environment, example)
-    outcomes = [outcome_of(environment.executor.execute(schema.path, sql)) for sql in (wrong, gold)]
-    if outcomes[0] != "error" or outcomes[1] == "error":
-        return None
-    return Mistake((wrong,), (in_normal_form(example, schema), shown), told)
-
-
-def _table_names(schema: Schema) -> set[str]:
-    return {table.name for table in schema.tables}
-
-
-def _column_names(schema: Schema) -> set[str]:
-    return {column for table in schema.tables for column, _ in table.columns}
-
-
-def _columns(schema: Schema, table: str) -> list[str]:
-    return [column for t in schema.tables if t.name == table for column, _ in t.columns]
-
-
-def _key_names(schema: Schema) -> set[str]:
-    foreign = {n for t in schema.tables for column, _, key in t.foreign_keys for n in (column, key)}
-    return foreign | {column for table in schema.tables for column in table.primary_keys}
 
 
 def _spoken(name: str) -> str:
     return name.replace("_", " ").lower()
 
 
-def _renamed(sql: str, names: Mapping[str, str]) -> str:
-    return "".join(names.get(piece, piece) for piece in PIECE.findall(sql))
+def _renamed(sql: str, name: str, stale: str) -> str:
+    return "".join(stale if piece == name else piece for piece in PIECE.findall(sql))
 
 
-def _renamed_question(example: Example, names: Mapping[str, str], in_question: bool) -> Example:
-    """The question with its history under the stale names; what is asked only with `in_question`."""
+def renamed_question(example: Example, name: str, stale: str, in_question: bool) -> Example:
+    """The question with its history's SQL under the stale name; what is asked only with `in_question`."""
 
     def said(text: str) -> str:
-        for name, stale in names.items() if in_question else ():
-            text = re.sub(rf"\b{re.escape(name)}s?\b", stale, text, flags=re.IGNORECASE)
-            text = re.sub(rf"\b{re.escape(_spoken(name))}s?\b", _spoken(stale), text, flags=re.IGNORECASE)
+        for old, new in ((name, stale), (_spoken(name), _spoken(stale))) if in_question else ():
+            text = re.sub(rf"\b{re.escape(old)}s?\b", new, text, flags=re.IGNORECASE)
         return text
 
     history = tuple(
-        replace(turn, question=said(turn.question), sql=turn.sql and _renamed(turn.sql, names))
+        replace(turn, question=said(turn.question), sql=turn.sql and _renamed(turn.sql, name, stale))
         for turn in example.history
     )
     return replace(example, question=said(example.question), history=history)
 
 
-def _renamed_schema(schema: Schema, names: Mapping[str, str]) -> Schema:
-    def stale(name: str) -> str:
-        return names.get(name, name)
+def renamed_schema(schema: Schema, name: str, stale: str) -> Schema:
+    """The schema with the stale name in place of today's, in keys too."""
+
+    def new(old: str) -> str:
+        return stale if old == name else old
 
     tables = tuple(
         replace(
             table,
-            name=stale(table.name),
-            columns=tuple((stale(column), kind) for column, kind in table.columns),
-            primary_keys=tuple(map(stale, table.primary_keys)),
-            foreign_keys=tuple(tuple(map(stale, key)) for key in table.foreign_keys),
+            name=new(table.name),
+            columns=tuple((new(column), kind) for column, kind in table.columns),
+            primary_keys=tuple(map(new, table.primary_keys)),
+            foreign_keys=tuple(tuple(map(new, key)) for key in table.foreign_keys),
         )
         for table in schema.tables
     )
     return replace(schema, tables=tables)
 
 
-def _moved(schema: Schema, columns: set[str], source: str, target: str) -> Schema:
-    """The schema with some columns of one table at the end of another, their example cells with them."""
-
-    def cells(table: SchemaTable) -> dict[str, tuple[str, object]]:
-        """Type and example cell by column."""
-        row = table.example_row or (None,) * len(table.columns)
-        return {c: (kind, cell) for (c, kind), cell in zip(table.columns, row, strict=True)}
-
-    origin = [table for table in schema.tables if table.name == source]
-    moved = {c: pair for table in origin for c, pair in cells(table).items() if c in columns}
-
-    def change(table: SchemaTable) -> SchemaTable:
-        held = {c: pair for c, pair in cells(table).items() if table.name != source or c not in columns}
-        held |= moved if table.name == target else {}
-        return replace(
-            table,
-            columns=tuple((c, kind) for c, (kind, _) in held.items()),
-            foreign_keys=tuple(key for key in table.foreign_keys if key[0] in held),
-            example_row=tuple(cell for _, cell in held.values()),
-            descriptions=(),
-        )
-
-    return replace(schema, tables=tuple(map(change, schema.tables)))
+def moved(schema: Schema, column: str, source: str, target: str) -> Schema:
+    """The schema with a column, which is no key, at the end of another table, its example cell with it."""
+    tables = {table.name: table for table in schema.tables}
+    place = columns_of(schema)[source].index(column)
+    old, new = tables[source], tables[target]
+    cell = old.example_row and old.example_row[place]
+    tables[source] = replace(
+        old,
+        columns=old.columns[:place] + old.columns[place + 1 :],
+        example_row=old.example_row and old.example_row[:place] + old.example_row[place + 1 :],
+        descriptions=(),
+    )
+    tables[target] = replace(
+        new,
+        columns=(*new.columns, old.columns[place]),
+        example_row=new.example_row and (*new.example_row, cell),
+        descriptions=(),
+    )
+    return replace(schema, tables=tuple(tables.values()))
 
 
 def format_repairs(trajectories: Sequence[Trajectory]) -> str:

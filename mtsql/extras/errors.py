@@ -14,41 +14,55 @@ queries. The borders are drawn so that one slip is one kind:
 - join_path: other tables joined, or joined on other columns or by LEFT, though no differing element needs it.
 - other: none of these, or SQL that cannot be read though SQLite runs it.
 
-What EX or a join makes equal tells two queries apart only if nothing else does: DISTINCT, count(x) and
-count(*), '5' and 5, a key and the key it is joined on, a condition stated once or twice.
+What EX or a join makes equal is no difference: count(x) and count(*), '5' and 5, a key and the key it is
+joined on, a condition stated once or twice. DISTINCT is one (aggregation) only if nothing else is. USING and
+NATURAL are not read as joins on a column.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import NamedTuple, TypeAlias
 
 from sqlglot import exp
 
-from mtsql.extras.query_elements import (
-    CLAUSES,
-    ELEMENTS,
-    Element,
-    Reading,
-    column_classes,
-    read_clauses,
-    table_of,
-    with_outputs,
-)
+from mtsql.data.names import folded
 from mtsql.sql.score import Scorer
 from mtsql.sql.structure import SqlParseError, SqlSchema
-from mtsql.sql.tree import canonical_tree, unreadable_if_it_fails
+from mtsql.sql.tree import (
+    canonical_tree,
+    clause_items,
+    first_select,
+    join_condition,
+    sources,
+    swap,
+    unreadable_if_it_fails,
+)
 
 ERRORS = ("execution", "constraint", "schema_linking", "aggregation", "join_path", "other")
 DETAIL = re.compile(r"'(?:''|[^'])*'|\d+(\.\d+)?| DESC\b")  # values and directions
-WHOLE_CLAUSES = {
-    "operators": "aggregation",
-    "distinct": "aggregation",
-    "or": "constraint",
-    "limit": "constraint",
-}
+WHOLE_CLAUSES = {"operators": "aggregation", "or": "constraint", "limit": "constraint"}
+OWN_KIND = {"conditions": {"constraint"}, "group": {"aggregation"}, "order": {"aggregation"}}
+ELEMENTS = ("select", "inner", "conditions", "group", "order")  # inner: what sub-queries select
+CLAUSES = (*ELEMENTS, "or", "limit", "operators", "from", "tables", "joins", "sides")
+OR = exp.var("or")
+NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+class Element(NamedTuple):
+    """An expression of a clause, taken apart."""
+
+    text: str  # each column as _, each sub-query as "query"
+    frame: str  # each aggregate as _ too
+    columns: tuple[str, ...]
+    aggregates: tuple[str, ...]
+    nested: bool  # whether it holds a sub-query
+
+
+Reading: TypeAlias = dict[str, Counter]  # clause -> what it holds: elements, texts, or pairs of columns
 
 
 def add_errors(records: Sequence[dict], scorer: Scorer) -> dict[str, dict[str, float]]:
@@ -75,30 +89,32 @@ def error_kinds(gold: str, predicted: str | None, schema: SqlSchema, executes: b
     try:
         with unreadable_if_it_fails():
             trees = canonical_tree(gold, schema), canonical_tree(predicted, schema)
-            kinds = _differences(trees, schema, strict=False) or _differences(trees, schema, strict=True)
+            kinds = _differences(trees)
+            distinct = [len(list(tree.find_all(exp.Distinct))) for tree in trees]
+            if not kinds and distinct[0] != distinct[1]:
+                kinds = {"aggregation"}
     except SqlParseError:
         kinds = set()
     return tuple(kind for kind in ERRORS if kind in kinds) or ("other",)
 
 
-def _differences(trees: tuple[exp.Query, exp.Query], schema: SqlSchema, strict: bool) -> set[str]:
-    """The kinds that gold and prediction show; `strict` tells apart what EX or a join makes equal."""
-    same = _same_columns(trees, schema, strict)
-    whole = [read_clauses(tree, schema, same, strict) for tree in trees]
-    nested = [Counter(e.text for e in _elements(reading) if e.nested) for reading in whole]
-    same_form = nested[0] == nested[1] and whole[0]["operators"] == whole[1]["operators"]
-    # What a sub-query holds that the other query lacks is looked for there, but need not be found.
-    main = whole if same_form else [read_clauses(t, schema, same, strict, main_only=True) for t in trees]
-    lost = {clause: main[0][clause] - whole[1][clause] for clause in CLAUSES}
-    added = {clause: main[1][clause] - whole[0][clause] for clause in CLAUSES}
-    forms = [_forms(*readings) for readings in zip(main, whole, strict=True)]
+def _differences(trees: tuple[exp.Query, exp.Query]) -> set[str]:
+    """The kinds that gold and prediction show."""
+    same = _same_columns(trees)
+    gold, pred = readings = [_read_clauses(tree, same) for tree in trees]
+    lost = {clause: gold[clause] - pred[clause] for clause in CLAUSES}
+    added = {clause: pred[clause] - gold[clause] for clause in CLAUSES}
+    nested = [Counter(e.text for e in _elements(reading) if e.nested) for reading in readings]
+    same_form = nested[0] == nested[1] and gold["operators"] == pred["operators"]
+    forms = [_forms(reading) for reading in readings]
     exchanged = _exchanged(forms[0] - forms[1], forms[1] - forms[0])
     kinds = set()
     if any(side["tables"] and not _needed(side, same) for side in (lost, added)):
-        alone = all(reading["tables"].total() == 1 for reading in main)
+        alone = all(reading["tables"].total() == 1 for reading in readings)
         kinds.add("schema_linking" if alone else "join_path")
-    if same_form and whole[0]["tables"] == whole[1]["tables"] and _joined_otherwise(*whole):
-        kinds.add("join_path")
+    joined = [(_column_classes(reading["joins"]), reading["sides"]) for reading in readings]
+    if same_form and gold["tables"] == pred["tables"] and joined[0] != joined[1]:
+        kinds.add("join_path")  # on other columns, or by LEFT in one query only
     if not same_form:
         lost["or"] = added["or"] = lost["inner"] = added["inner"] = Counter()
     if exchanged:
@@ -114,14 +130,13 @@ def _differences(trees: tuple[exp.Query, exp.Query], schema: SqlSchema, strict: 
     return kinds or ({"aggregation"} if nesting else set())
 
 
-def _same_columns(trees: tuple[exp.Query, exp.Query], schema: SqlSchema, strict: bool) -> dict[str, str]:
-    """Columns -> the ones they are taken for: outputs of WITH, and keys joined in either query."""
-    readings = [read_clauses(tree, schema, {}, strict) for tree in trees]
+def _same_columns(trees: tuple[exp.Query, exp.Query]) -> dict[str, str]:
+    """Columns -> the ones they are taken for: keys joined in either query."""
+    readings = [_read_clauses(tree, {}) for tree in trees]
     keys = {pair for reading in readings for pair in reading["joins"]}
-    across = (pair for pair in keys if table_of(pair[0]) != table_of(pair[1]))
-    same = {} if strict else column_classes(across)
-    outputs = [output for tree in trees for output in with_outputs(tree)]
-    same |= {name: same.get(column, column) for name, column in outputs}
+    same = _column_classes(pair for pair in keys if _table_of(pair[0]) != _table_of(pair[1]))
+    for name, column in (output for tree in trees for output in _with_outputs(tree).items()):
+        same[name] = same.get(column, column)
     if any(reading["tables"].total() == 1 for reading in readings):
         same[".*"] = "*"  # of one table, t.* is *
     return same
@@ -131,24 +146,19 @@ def _elements(reading: Reading) -> list[Element]:
     return [element for clause in ELEMENTS for element in reading[clause].elements()]
 
 
-def _forms(main: Reading, whole: Reading) -> Counter:
+def _forms(reading: Reading) -> Counter:
     """How often a query uses each form that can say what another one says."""
-    nested = [e.text.startswith("(NOT") for e in _elements(whole) if e.nested]
-    counts = {clause: main[clause].total() for clause in ("operators", "from", "limit", "joins")}
-    counts["having"] = sum(bool(e.aggregates) for e in main["conditions"])
-    counts["extreme"] = sum(bool({"max", "min"} & set(e.aggregates)) for e in main["select"])
-    return Counter({**counts, "excluding": sum(nested), "nested": len(nested) - sum(nested)})
+    counts = {clause: reading[clause].total() for clause in ("operators", "from", "limit", "joins")}
+    counts["nested"] = sum(e.nested for e in _elements(reading))
+    counts["having"] = sum(bool(e.aggregates) for e in reading["conditions"])
+    counts["extreme"] = sum(bool({"max", "min"} & set(e.aggregates)) for e in reading["select"])
+    return Counter(counts)
 
 
 def _exchanged(lost: Counter, added: Counter) -> bool:
-    """Whether a sub-query stands in for another form (NOT IN only for EXCEPT), or LIMIT for max or min."""
+    """Whether a sub-query stands in for another form, or LIMIT for max or min."""
     pairs = ((lost, added), (added, lost))
-    return any(
-        ("nested" in one and other.keys() - {"excluding"})
-        or ("excluding" in one and "operators" in other)
-        or ("limit" in one and "extreme" in other)
-        for one, other in pairs
-    )
+    return any(("nested" in one and other) or ("limit" in one and "extreme" in other) for one, other in pairs)
 
 
 def _needed(side: Reading, same: dict[str, str]) -> bool:
@@ -156,13 +166,8 @@ def _needed(side: Reading, same: dict[str, str]) -> bool:
     elements = _elements(side)
     columns = {column for e in elements for column in e.columns}
     columns |= {column for column, first in same.items() if first in columns}
-    counts = any("count" in name for e in elements for name in e.aggregates)
-    return counts or any(table_of(column) in side["tables"] for column in columns)
-
-
-def _joined_otherwise(gold: Reading, pred: Reading) -> bool:
-    """Whether the same tables are joined on other columns, or by LEFT in one query only."""
-    return column_classes(gold["joins"]) != column_classes(pred["joins"]) or gold["sides"] != pred["sides"]
+    counts = any("count" in e.aggregates for e in elements)
+    return counts or any(_table_of(column) in side["tables"] for column in columns)
 
 
 def _drop_followers(side: Reading, other: Reading) -> None:
@@ -177,32 +182,17 @@ def _drop_followers(side: Reading, other: Reading) -> None:
 
 def _element_kinds(clause: str, lost: list[Element], added: list[Element]) -> set[str]:
     """The kinds of error in one clause; elements that differ in their columns only are paired first."""
+    own = OWN_KIND.get(clause, set())
     kinds = {"schema_linking"} if _pair(lost, added, lambda e: e.text) else set()
-    if clause in ("select", "inner"):
-        return kinds | _selected_kinds(lost, added)
-    own = "constraint" if clause == "conditions" else "aggregation"
     if _pair(lost, added, lambda e: e.frame):
-        kinds.add("aggregation")
+        kinds |= {"aggregation"}
     if _pair(lost, added, lambda e: e.columns):
-        kinds.add(own)
+        kinds |= own
     if _pair(lost, added, lambda e: DETAIL.sub("", e.text)):
-        kinds |= {own, "schema_linking"}
-    return kinds | ({own} if lost or added else set())
-
-
-def _selected_kinds(lost: list[Element], added: list[Element]) -> set[str]:
-    """Selected items: an aggregate for a column is aggregation alone, as is count(*) that is missing."""
-    if not (lost and added):
-        return {"aggregation" if e.aggregates else "schema_linking" for e in lost + added}
-    aggregates, columns = (
-        [Counter(name for e in items for name in getattr(e, field)) for items in (lost, added)]
-        for field in ("aggregates", "columns")
-    )
-    drift = aggregates[0] != aggregates[1]
-    kinds = {"aggregation"} if drift else set()
-    if columns[0] != columns[1] and (not drift or (all(aggregates) and all(columns))):
-        kinds.add("schema_linking")
-    return kinds
+        kinds |= own | {"schema_linking"}
+    if clause in OWN_KIND:
+        return kinds | (own if lost or added else set())
+    return kinds | {"aggregation" if e.aggregates else "schema_linking" for e in lost + added}
 
 
 def _pair(lost: list[Element], added: list[Element], key: Callable[[Element], object]) -> bool:
@@ -214,3 +204,150 @@ def _pair(lost: list[Element], added: list[Element], key: Callable[[Element], ob
             lost.remove(element)
             added.remove(partner)
     return len(lost) < before
+
+
+def _read_clauses(tree: exp.Query, same: dict[str, str]) -> Reading:
+    """What the clauses of a canonical tree hold, sub-queries included.
+
+    An item counts as often as in the one query that holds it most. `same` maps columns to the ones that
+    they are taken for.
+    """
+    found: Reading = {clause: Counter() for clause in CLAUSES}
+    first = first_select(tree)
+    names = {folded(cte.alias) for cte in tree.find_all(exp.CTE)}
+    for query in tree.find_all(exp.Query):
+        for clause, items in _clauses(query).items():
+            if clause == "select" and query is not first:
+                if query.find_ancestor(exp.From, exp.Join, exp.CTE) is not None:
+                    continue  # what a sub-query in FROM selects stands where its names are used
+                clause = "inner"
+            if clause in ELEMENTS:
+                items = [_element(item, same) for item in items]
+            found[clause] |= Counter(item for item in items if clause != "tables" or item not in names)
+    return found
+
+
+def _clauses(query: exp.Query) -> dict[str, list]:
+    """The clauses of one query, its sub-queries left aside."""
+    held: dict[str, list] = {clause: [] for clause in CLAUSES}
+    if isinstance(query, exp.SetOperation):
+        held["operators"] = [query.key if query.args.get("distinct") else f"{query.key} all"]
+    elif isinstance(query, exp.Subquery):
+        held["from"] = ["query"] * isinstance(query.parent, exp.From | exp.Join)
+    else:
+        _read_select(query, held)
+    held["order"] = [_ordinal(item, query) for item in clause_items(query, "order")]
+    cut = [query.args[name].sql("sqlite").strip() for name in ("limit", "offset") if query.args.get(name)]
+    held["limit"] = [" ".join(cut)] if cut else []
+    return held
+
+
+def _read_select(select: exp.Select, held: dict[str, list]) -> None:
+    """Adds the clauses that only SELECT has; comparing columns of two tables is joining, even in WHERE."""
+    joins = select.args.get("joins") or []
+    held["select"] = select.expressions
+    held["tables"] = [source.name for source in sources(select) if isinstance(source, exp.Table)]
+    held["sides"] = [join.side for join in joins if join.side]
+    held["group"] = [_ordinal(item, select) for item in clause_items(select, "group")]
+    places = [condition for join in joins for condition in join_condition(join)]
+    places += clause_items(select, "where") + clause_items(select, "having")
+    for condition in (part for place in places for part in _split(place)):
+        pair = _compared_columns(condition)
+        if condition is OR:
+            held["or"].append("or")
+        elif not pair or _table_of(pair[0]) == _table_of(pair[1]):
+            held["conditions"].append(condition)
+        elif isinstance(condition, exp.EQ):
+            held["joins"].append(pair)
+        else:
+            held["sides"].append(f"{pair} {condition.key}")
+
+
+def _compared_columns(condition: exp.Expression) -> tuple[str, ...]:
+    """The two columns that a condition compares, sorted; none if it compares anything else."""
+    sides = [condition.left.unnest(), condition.right.unnest()] if isinstance(condition, exp.Binary) else []
+    columns = sorted(_column(side) for side in sides if isinstance(side, exp.Column))
+    return tuple(columns) if len(columns) == 2 else ()
+
+
+def _split(condition: exp.Expression) -> list[exp.Expression]:
+    """What AND and OR connect, with OR itself for each; BETWEEN as two conditions, IN (a, b) as a OR b."""
+    condition = condition.unnest()
+    if isinstance(condition, exp.And | exp.Or):
+        connector = [OR] if isinstance(condition, exp.Or) else []
+        return _split(condition.left) + connector + _split(condition.right)
+    if isinstance(condition, exp.Between):
+        low, high = condition.args["low"], condition.args["high"]
+        return [_comparison(exp.GTE, condition, low), _comparison(exp.LTE, condition, high)]
+    if isinstance(condition, exp.In) and condition.expressions:
+        equal = [_comparison(exp.EQ, condition, value) for value in condition.expressions]
+        return equal + [OR] * (len(equal) - 1)
+    return [condition]
+
+
+def _comparison(operator: type[exp.Binary], condition: exp.Expression, value: exp.Expression) -> exp.Binary:
+    return operator(this=condition.this.copy(), expression=value.copy())
+
+
+def _ordinal(item: exp.Expression, query: exp.Query) -> exp.Expression:
+    """ORDER BY 2 and GROUP BY 2 mean the second item that is selected."""
+    place = item.this if isinstance(item, exp.Ordered) else item
+    if isinstance(place, exp.Literal) and place.name in map(str, range(1, len(query.selects) + 1)):
+        meant = query.selects[int(place.name) - 1].copy()
+        return exp.Ordered(this=meant, desc=item.args.get("desc")) if place is not item else meant
+    return item
+
+
+def _element(node: exp.Expression, same: dict[str, str]) -> Element:
+    root = exp.Paren(this=node.copy())  # so that the node itself can be replaced
+    if isinstance(node, exp.Ordered):
+        root.this.set("nulls_first", None)
+        root.this.set("desc", bool(node.args.get("desc")))
+    nested = False
+    while (query := root.find(exp.Query)) is not None:
+        swap(query, exp.var("query"))
+        nested = True
+    for count in root.find_all(exp.Count):
+        count.set("this", exp.Star())
+    for value in root.find_all(exp.Literal):
+        value.set("is_string", value.is_string and not NUMBER.fullmatch(value.name))
+    columns = []
+    for column in list(root.find_all(exp.Column, bfs=False)):
+        columns.append(same.get(_column(column), _column(column)))
+        swap(column, exp.var("_"))
+    if isinstance(root.this, exp.Star):
+        columns.append("*")
+        root.set("this", exp.var("_"))
+    aggregates = list(root.find_all(exp.AggFunc))
+    names, text = tuple(aggregate.key for aggregate in aggregates), root.sql(dialect="sqlite")
+    for aggregate in aggregates:
+        swap(aggregate, exp.var("_"))
+    return Element(text, root.sql(dialect="sqlite"), tuple(columns), names, nested)
+
+
+def _column_classes(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Each column of the pairs -> the first of all columns that are equal to it through them."""
+    first: dict[str, str] = {}
+    for pair in pairs:
+        roots = {first.get(column, column) for column in pair}
+        for column in {*first, *pair}:
+            if first.get(column, column) in roots:
+                first[column] = min(roots)
+    return first
+
+
+def _with_outputs(tree: exp.Query) -> dict[str, str]:
+    """Name in use -> column, of every plain column that a query of WITH selects."""
+    items = ((folded(cte.alias), item) for cte in tree.find_all(exp.CTE) for item in cte.this.selects)
+    return {f"{name}.{item.name}": _column(item) for name, item in items if isinstance(item, exp.Column)}
+
+
+def _column(column: exp.Column) -> str:
+    if isinstance(column.this, exp.Star):
+        return ".*"  # of which table is lost with its alias
+    return folded(f"{column.table}.{column.name}")
+
+
+def _table_of(column: str) -> str:
+    """The table of a column as elements name it."""
+    return column.partition(".")[0]

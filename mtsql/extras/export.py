@@ -2,14 +2,11 @@
 
     python -m mtsql export runs/sft/trajectories.jsonl --format ids --out DATA.jsonl
     python -m mtsql export runs/sft/chat.jsonl --format messages --out DATA.jsonl
-    python -m mtsql export runs/sft/chat.jsonl --format llamafactory --out FOLDER
 
 ids: `input_ids` and `labels` of each trajectory, -100 where the loss mask is 0; TRL's SFTTrainer keeps them
 as they are. messages: `messages` and `tools` alone; the other program's chat template makes the ids, which
 are ours only if it keeps thoughts and adds none. Calls and thoughts that stand apart in a message become a
-part of its text. llamafactory: LLaMA-Factory's sharegpt form in
-FOLDER/mtsql.jsonl with its dataset_info.json; train with mask_history off, since every message of the
-assistant is learned.
+part of its text.
 """
 
 from __future__ import annotations
@@ -27,30 +24,32 @@ from mtsql.files import load_json_lines, write_atomically
 from mtsql.report.records import read_records
 
 IGNORED = -100  # a label without loss
-DATASET_INFO = {
-    "mtsql": {
-        "file_name": "mtsql.jsonl",
-        "formatting": "sharegpt",
-        "columns": {"messages": "messages", "tools": "tools"},
-        "tags": {
-            "role_tag": "role",
-            "content_tag": "content",
-            "user_tag": "user",
-            "assistant_tag": "assistant",
-            "observation_tag": "tool",
-            "system_tag": "system",
-        },
-    }
-}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command. Raises UserError for wrong input."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("path", type=Path, help="trajectories.jsonl for ids, chat.jsonl for messages")
+    parser.add_argument("--format", choices=("ids", "messages"), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    chosen = parser.parse_args(argv)
+    if chosen.format == "ids":
+        rows = [with_ids(record) for record in read_records(chosen.path)]
+    else:
+        rows = list(read_conversations(chosen.path))
+    write_atomically(chosen.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"{len(rows):,} conversations in {chosen.out}")
 
 
 def with_ids(record: dict[str, Any]) -> dict[str, list[int]]:
     """`input_ids` and `labels` of a record of trajectories.jsonl. Raises UserError if nothing is learned."""
     ids, labels = [], []
     for segment in record["segments"]:
-        ids += segment["ids"]
         if segment["role"] == "model" and "loss_mask" not in segment:
             raise UserError("a record has no loss mask of each token; write trajectories.jsonl anew")
+        ids += segment["ids"]
         loss_mask = segment.get("loss_mask", [0] * len(segment["ids"]))
         labels += [i if bit else IGNORED for i, bit in zip(segment["ids"], loss_mask, strict=True)]
     if set(labels) <= {IGNORED}:
@@ -63,8 +62,6 @@ def with_ids(record: dict[str, Any]) -> dict[str, list[int]]:
 
 def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a chat.jsonl. Raises UserError for a missing file or a line that is no conversation."""
-    if not path.is_file():
-        raise UserError(f"{path} is no file; give a run's chat.jsonl")
     for number, record in load_json_lines(path):
         try:
             messages = [{"role": m["role"], "content": message_text(m)} for m in record["messages"]]
@@ -72,43 +69,12 @@ def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
                 raise KeyError("content")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path}, line {number}: not a conversation with messages") from None
-        if any(m.get("weight") == 0 or "unlearned" in m for m in record["messages"]):
+        if any(m.get("weight") == 0 for m in record["messages"]):
             raise UserError(
                 f"{path}, line {number}: not all of it is to be learned, which only --format ids can say; "
                 "give trajectories.jsonl"
             )
-        yield {"messages": messages, "tools": record.get("tools")}
-
-
-def for_llamafactory(record: dict[str, Any]) -> dict[str, Any]:
-    """A conversation with its tools as text."""
-    return {"messages": record["messages"], "tools": json.dumps(record["tools"]) if record["tools"] else ""}
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command. Raises UserError for wrong input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("path", type=Path, help="trajectories.jsonl for ids, else chat.jsonl")
-    parser.add_argument("--format", choices=("ids", "messages", "llamafactory"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file to write; for llamafactory a folder")
-    arguments = parser.parse_args(argv)
-    if arguments.format == "ids":
-        rows = [with_ids(record) for record in read_records(arguments.path)]
-    else:
-        rows = list(read_conversations(arguments.path))
-    if arguments.format == "messages":
-        rows = [row if row["tools"] else {"messages": row["messages"]} for row in rows]
-    out = arguments.out
-    if arguments.format == "llamafactory":
-        rows = [for_llamafactory(row) for row in rows]
-        if (out / "dataset_info.json").exists():
-            raise UserError(f"{out} has a dataset_info.json already; give a folder of its own")
-        write_atomically(out / "dataset_info.json", json.dumps(DATASET_INFO, indent=1))
-        out = out / DATASET_INFO["mtsql"]["file_name"]
-    write_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    print(f"{len(rows):,} conversations in {out}")
+        yield {"messages": messages} | ({"tools": record["tools"]} if record.get("tools") else {})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ ADDRESS = r"https?://[^/\s@?#]+(/[^\s?#]*)?"
 Read = TypeVar("Read")
 
 
-class ServerError(Exception):
+class ServerError(UserError):
     """The server gave no answer, or one in another form.
 
     `status` is HTTP's, 0 where nothing is there; an answer that takes too long has 408, one that
@@ -40,13 +40,17 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """An OpenAI-compatible address, which ends before /chat/completions. The key is never shown."""
+    """An OpenAI-compatible address, which ends before /chat/completions. The key is never shown.
+
+    Once `stopped` is set, what has failed is not tried again.
+    """
 
     address: str
     key: str = field(default="", repr=False)
-    timeout: float = 120.0  # seconds for one try, its answer included
+    timeout: float = 600.0  # seconds for one try, its answer included: a message may be long
     pauses: tuple[float, ...] = (2.0, 10.0)  # seconds before each further try
     patience: float = 600.0  # seconds of waiting, in all tries, that the server may ask for
+    stopped: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __post_init__(self) -> None:
         """Raise UserError for no address, and for one with a password, which messages would show."""
@@ -56,57 +60,49 @@ class Server:
                 f"--address{shown} should be like http://localhost:8000/v1, without a password or a query"
             )
 
-    def post(
-        self,
-        path: str,
-        content: dict[str, Any],
-        read: Callable[[dict[str, Any]], Read] = lambda answer: answer,
-        stopped: threading.Event | None = None,
-    ) -> Read:
+    def post(self, path: str, content: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
         """What `read` finds in the answer, an object ({} for anything else); asked again for what may pass.
 
         An answer may pass in which `read` finds another form and raises one of UNREADABLE. Raises ServerError
-        if none comes, if none can be read, and when `stopped` is set.
+        if none comes, or none can be read.
         """
-        stopped, pauses, waited = stopped or threading.Event(), iter(self.pauses), 0.0
+        url, pauses, patience = self.address.rstrip("/") + path, iter(self.pauses), self.patience
         while True:
             try:
-                return read(self._ask(path, content))
+                return self._try(url, content, read)
             except ServerError as error:
                 problem = error
-            except UNREADABLE as error:
-                problem = ServerError(f"its answer cannot be read: {error}", 200)
             passes = problem.status in MAY_PASS or problem.status >= 500
-            pause = next(pauses, None) if problem.pause is None else problem.pause
-            if not passes or pause is None:
+            pause = problem.pause or next(pauses, None)
+            if not passes or pause is None or pause > patience or self.stopped.wait(pause):
                 break
-            waited += pause
-            if waited > self.patience or stopped.wait(pause):
-                break
+            patience -= pause
         shown = str(problem).replace(self.key, "***") if self.key else str(problem)
-        url = self.address.rstrip("/") + path
         raise ServerError(f"{url} gave no answer ({shown[:300]})", problem.status)
 
-    def _ask(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
-        """The object in one answer, {} for anything else. Raises ServerError, also for an error inside it."""
+    def _try(self, url: str, content: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
+        """What `read` finds in one answer; raises ServerError if none comes, or none can be read."""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        url = self.address.rstrip("/") + path
         request = urllib.request.Request(url, json.dumps(content).encode(), headers)
         try:
             status, pause, body = within(self.timeout, lambda: _exchange(request, self.timeout))
         except TimeoutError:
             raise ServerError(f"none within {self.timeout:g} s", 408) from None
+        except urllib.error.URLError as error:
+            raise ServerError(f"{error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{error or type(error).__name__}", 502) from None
+        said = " ".join(body[:2_000].decode(errors="replace").split())
         if not 200 <= status < 300:
-            said = " ".join(body[:2_000].decode(errors="replace").split())
             raise ServerError(f"HTTP {status}, {said}", status, _pause(pause))
-        answer = read_object(body)
-        error = answer.get("error")
-        if error and "choices" not in answer:  # what gateways say with status 200
-            code = str(error.get("code")) if isinstance(error, dict) else ""
-            raise ServerError(json.dumps(error), int(code) if re.fullmatch("[45][0-9][0-9]", code) else 200)
-        return answer
+        try:
+            return read(read_object(body))
+        except UNREADABLE as error:
+            raise ServerError(
+                f"one that cannot be read, {type(error).__name__}: {error}: {said}", 200
+            ) from None
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
@@ -120,27 +116,18 @@ class _AnyStatus(urllib.request.HTTPErrorProcessor):
 
 def _exchange(request: urllib.request.Request, timeout: float) -> tuple[int, str | None, bytes]:
     """Status, Retry-After and body of one answer."""
-    try:
-        with urllib.request.build_opener(_AnyStatus).open(request, timeout=timeout) as response:
-            return response.status, response.headers.get("Retry-After"), response.read(MAX_ANSWER_BYTES)
-    except urllib.error.URLError as error:
-        raise ServerError(f"{error.reason}") from None
-    except TimeoutError:
-        raise  # of one piece, as of the whole
-    except (OSError, http.client.HTTPException) as error:
-        raise ServerError(f"{error or type(error).__name__}", 502) from None
+    with urllib.request.build_opener(_AnyStatus).open(request, timeout=timeout) as response:
+        return response.status, response.headers.get("Retry-After"), response.read(MAX_ANSWER_BYTES)
 
 
 def _pause(value: str | None) -> float | None:
     """Seconds from Retry-After, a number or a date; at least one, so that nobody asks without end."""
     try:
-        seconds = float(value)
+        if value and re.fullmatch(r"[\d.]+", value):
+            return max(1.0, float(value))
+        return max(1.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError):
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except (TypeError, ValueError):
-            return None
-    return max(1.0, seconds)
+        return None
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:
@@ -152,9 +139,9 @@ def read_object(text: str | bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_key(variable: str = "OPENAI_API_KEY") -> str:
-    """The key in an environment variable, "" if it is not set. Raises UserError if it cannot be sent."""
-    key = os.environ.get(variable, "").strip()
+def read_key() -> str:
+    """OPENAI_API_KEY of the environment, "" if it is not set. Raises UserError if it cannot be sent."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"the environment variable {variable} holds characters that no key has")
+        raise UserError("the environment variable OPENAI_API_KEY holds characters that no key has")
     return key

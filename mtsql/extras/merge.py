@@ -1,42 +1,69 @@
-"""Merges a LoRA adapter into its base: an ordinary Hugging Face folder.
+"""Puts a LoRA adapter into its base, as an ordinary Hugging Face folder; or makes it ready to be given away.
 
-python -m mtsql merge runs/sft/policy runs/sft/policy_merged
+    python -m mtsql merge runs/sft/policy runs/sft/policy_merged
+    python -m mtsql merge runs/sft/policy models/my-agent --base ../my-base
+
+With --base nothing is merged. The folder gets the adapter alone, in bfloat16, which is half of what training
+saves, without tokenizer, and with its base by this path, seen from the folder. Other files in it stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from mtsql.config import user_errors
+from mtsql.errors import loading
+from mtsql.files import refuse_filled, write_atomically
+
+WEIGHTS = "adapter_model.safetensors"
 
 
-def read_arguments() -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """The command. Raises UserError if there is no adapter, or the folder to merge into exists."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("adapter", type=Path, help="folder of the adapter")
-    parser.add_argument("out", type=Path, help="folder to write, which must not exist")
+    parser.add_argument("out", type=Path, help="folder to write; one that is merged must not exist")
     dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights [float32]")
-    return parser.parse_args()
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the merged weights [float32]")
+    parser.add_argument("--base", default="", help="merge nothing; the adapter's base, seen from the folder")
+    chosen = parser.parse_args()
+    if chosen.base:
+        give_away(chosen.adapter, chosen.out, chosen.base)
+    else:
+        merge(chosen.adapter, chosen.out, chosen.dtype)
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    CHOSEN = read_arguments()
+def merge(adapter: Path, out: Path, dtype: str) -> None:
+    """Merge. The base is loaded unquantised, on the CPU."""
+    from mtsql.learn.model import merge_adapter, save_policy  # so late that --help needs no torch
+    from mtsql.model_folder import load_tokenizer
 
-from mtsql.files import refuse_filled
-from mtsql.learn.model import merge_adapter, save_policy
-from mtsql.model_folder import load_tokenizer
+    refuse_filled(out)
+    save_policy(merge_adapter(adapter, dtype), load_tokenizer(adapter), out)
+    print(f"merged policy: {out}")
 
 
-def main(chosen: argparse.Namespace) -> None:
-    """Merge. The base is loaded unquantised, on the CPU. Raises UserError if the folder to write exists."""
-    refuse_filled(chosen.out)
-    save_policy(merge_adapter(chosen.adapter, chosen.dtype), load_tokenizer(chosen.adapter), chosen.out)
-    print(f"merged policy: {chosen.out}")
+def give_away(adapter: Path, out: Path, base: str) -> None:
+    """Write the adapter's two files, in bfloat16, over `base`."""
+    import torch
+    from safetensors.torch import load_file, save
+
+    from mtsql.model_folder import ADAPTER_FILE
+
+    with loading(f"{adapter} holds no LoRA adapter that can be read"):
+        config = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
+        weights = load_file(adapter / WEIGHTS)
+    halved = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
+    write_atomically(out / WEIGHTS, save(halved, metadata={"format": "pt"}))
+    config["base_model_name_or_path"] = base
+    config["target_modules"] = sorted(config["target_modules"])  # a set, saved in any order
+    write_atomically(out / ADAPTER_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    print(f"adapter: {out}, {(out / WEIGHTS).stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
-    user_errors(main, CHOSEN)
+    user_errors(main)

@@ -54,7 +54,6 @@ GIB = 2**30
 USABLE = 0.98  # of a card's memory; driver and display have the rest
 CUDA = int(1.5 * GIB)  # kernels and cuBLAS workspaces some 0.75, 32 captured decode steps of 25 MiB each
 FRAGMENTATION = 1.05  # of what comes and goes: holes of the allocator, with expandable segments
-REAL_TRAJECTORY = 2048  # positions: prompts of SParC and CoSQL have 1,000 to 1,200 in the mean, at most 3,000
 
 
 def read_plan(argv: list[str]) -> tuple[Training, float]:
@@ -68,18 +67,18 @@ def read_plan(argv: list[str]) -> tuple[Training, float]:
     early.add_argument("--gpu-memory", type=float, default=24.0)
     early.add_argument("--config", nargs="+", default=())
     chosen, given = early.parse_known_args(argv)
+    if not 0 < chosen.gpu_memory < math.inf:
+        raise UserError("--gpu-memory should be a positive number")
+    files = ["--config", *chosen.config] if chosen.config else []
+    given = [*files, "--data", "none", "--out", "none", *given]
+    if chosen.stage == "sft":
+        return read_options(SftArgs, __doc__, given), chosen.gpu_memory
     warm, own = {}, {}
     for path in map(Path, chosen.config):
         warm, own = warm | from_toml(path, SftArgs), own | from_toml(path, GrpoArgs)
     for name in {"model", "lora_rank"} & warm.keys() - own.keys():
         given = [f"--{name.replace('_', '-')}", str(warm[name]), *given]
-    if not 0 < chosen.gpu_memory < math.inf:
-        raise UserError("--gpu-memory should be a positive number")
-    files = ["--config", *chosen.config] if chosen.config else []
-    given = [*files, "--data", "none", "--out", "none", *given]
-    sft = chosen.stage == "sft"
-    config = read_options(SftArgs, __doc__, given) if sft else read_options(GrpoArgs, __doc__, given)
-    return config, chosen.gpu_memory
+    return read_options(GrpoArgs, __doc__, given), chosen.gpu_memory
 
 
 def longest_trajectory(config: Training) -> int:
@@ -240,14 +239,6 @@ def prefill_bytes(model: nn.Module, config: Training) -> int:
     return max(live.peak - kept, cache.few_shapes(rows) * model.config.vocab_size * (3 * 4 + 2 * 4 + 8))
 
 
-def rows_at_once(config: Training, positions: int, length: int) -> int:
-    """How many rows of `length` positions a cache of so many positions lets in."""
-    held, rows = cache.RowCache(longest_trajectory(config), positions, static_shapes=True), 0
-    while held.admit(cache.CachedRow(), length):
-        rows += 1
-    return rows
-
-
 def make_plan(model: nn.Module, config: Training, limit: int) -> dict[str, dict[str, int]]:
     """Bytes by item: what is there all the time, and what rollout and training add, one after the other.
 
@@ -292,8 +283,7 @@ def main() -> int:
     print(f"{config.model}, {config.dtype}, up to {longest:,} positions: {verdict} {abs(spare):.2f}")
     print(f"largest --micro-batch-positions: {largest_positions(model, config, limit - always)}")
     held = plan["rollout"]["key/value cache"] // cache.cache_bytes_per_token(model)
-    rows = [f"{rows_at_once(config, held, n)} of {n:,}" for n in (longest, REAL_TRAJECTORY)]
-    print(f"--rows at once: {', '.join(rows)} positions")
+    print(f"--rows at once: {held // longest} of {longest:,} positions, more of shorter ones")
     return 0 if spare >= 0 else 1
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import takewhile, zip_longest
+from itertools import groupby, takewhile, zip_longest
 from pathlib import Path
 
 from mtsql.config import Seconds, reader_of
@@ -26,7 +25,7 @@ from mtsql.errors import UserError, loading
 from mtsql.files import load_json, load_json_lines, reading_errors, write_atomically
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
-from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_f1, partial_sizes, string_match
+from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_match, string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 from mtsql.sql.structure import SqlParseError
 from mtsql.sql.text import official_prediction, with_gold_values
@@ -35,23 +34,18 @@ THREADS = 2  # that score pairs
 NO_FOREIGN_KEYS = {"foreign_keys": [], "table_names_original": [], "column_names_original": []}
 PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
 MEASURED = {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}  # by etype
-TABLES = {  # metric: its name, the title over the levels of hardness, the title over the turns
-    "ex": (
-        "execution",
-        "=====================   EXECUTION ACCURACY     =====================",
-        "=====================   TURN EXECUTION ACCURACY     =====================",
-    ),
-    "em": (
-        "exact match",
-        "\n====================== EXACT MATCHING ACCURACY =====================",
-        "\n====================== TURN EXACT MATCHING ACCURACY =====================",
-    ),
+ROWS = {"ex": "execution", "em": "exact match"}
+TITLES = {  # over the levels of hardness and, with TURN, over the turns
+    "ex": "=====================   {}EXECUTION ACCURACY     =====================",
+    "em": "\n====================== {}EXACT MATCHING ACCURACY =====================",
 }
-PARTIAL_TABLES = {
-    "\n---------------------PARTIAL MATCHING ACCURACY----------------------": "acc",
-    "---------------------- PARTIAL MATCHING RECALL ----------------------": "rec",
-    "---------------------- PARTIAL MATCHING F1 --------------------------": "f1",
+PARTIAL_TITLES = {
+    "acc": "\n---------------------PARTIAL MATCHING ACCURACY----------------------",
+    "rec": "---------------------- PARTIAL MATCHING RECALL ----------------------",
+    "f1": "---------------------- PARTIAL MATCHING F1 --------------------------",
 }
+NAMES = {"ex": "EX", "em": "EM (exact set match)"} | FURTHER_METRICS
+LISTED = 20  # lines of the gold file for each status to look at
 
 
 @dataclass(frozen=True)
@@ -69,34 +63,30 @@ def read_pairs(gold: Path, pred: Path) -> list[dict]:
     A pair has the keys line (of the gold file, from 1), interaction, turn (both from 0), db_id, gold and
     predicted. Raises UserError naming the first line that is missing, too much, or at another place.
     """
-    gold_blocks, pred_blocks = _blocks(gold), _blocks(pred)
-    if not gold_blocks:
+    asked, answered = _blocks(gold), _blocks(pred)
+    if not asked:
         raise UserError(f"{gold} holds no query")
-    known = {cells[1].strip() for block in gold_blocks for _, cells in block if len(cells) > 1}
+    for line, cells in (numbered for block in asked for numbered in block):
+        if len(cells) != 2:
+            raise UserError(f"{gold}, line {line}: expected SQL, a tab and the name of a database")
+    known = {cells[1].strip() for block in asked for _, cells in block}
     pairs = []
-    for number, blocks in enumerate(zip_longest(gold_blocks, pred_blocks, fillvalue=[])):
-        for turn, (asked, answered) in enumerate(zip_longest(*blocks)):
-            if asked is None:
-                raise UserError(f"{pred}, line {answered[0]} has no gold query in {gold}")
-            line, cells = asked
-            if len(cells) != 2:
-                raise UserError(f"{gold}, line {line}: expected SQL, a tab and the name of a database")
-            if answered is None:
-                raise UserError(
-                    f"{gold}, line {line} has no prediction: interaction {number + 1} has {len(blocks[0])} "
-                    f"lines there and {len(blocks[1])} in {pred} (write an empty prediction as none)"
-                )
-            sql, db_id = cells[0], cells[1].strip()
-            pred_line, (predicted, *others) = answered
-            named = others[-1].strip() if others else db_id
-            if named in known and named != db_id:
+    for number, (golds, preds) in enumerate(zip_longest(asked, answered, fillvalue=[])):
+        if len(preds) > len(golds):
+            raise UserError(f"{pred}, line {preds[len(golds)][0]} has no gold query in {gold}")
+        if len(golds) > len(preds):
+            raise UserError(
+                f"{gold}, line {golds[len(preds)][0]} has no prediction: interaction {number + 1} has "
+                f"{len(golds)} lines there and {len(preds)} in {pred} (write an empty prediction as none)"
+            )
+        for turn, ((line, (sql, db_id)), (pred_line, cells)) in enumerate(zip(golds, preds, strict=True)):
+            db_id, named = db_id.strip(), cells[-1].strip()
+            if len(cells) > 1 and named in known and named != db_id:
                 raise UserError(
                     f"{pred}, line {pred_line} is for database {named}, but {gold}, line {line} asks {db_id}"
                 )
-            pairs.append(
-                {"line": line, "interaction": number, "turn": turn}
-                | {"db_id": db_id, "gold": sql, "predicted": predicted}
-            )
+            place = {"line": line, "interaction": number, "turn": turn, "db_id": db_id}
+            pairs.append(place | {"gold": sql, "predicted": cells[0]})
     return pairs
 
 
@@ -107,13 +97,9 @@ def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
             text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error})") from None
-    blocks: list[list[tuple[int, list[str]]]] = [[]]
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            blocks[-1].append((number, line.strip().split("\t")))
-        elif blocks[-1]:
-            blocks.append([])
-    return blocks if blocks[-1] else blocks[:-1]
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1)]
+    blocks = (block for filled, block in groupby(lines, key=lambda numbered: bool(numbered[1])) if filled)
+    return [[(number, line.split("\t")) for number, line in block] for block in blocks]
 
 
 def read_schemas(
@@ -137,10 +123,10 @@ def read_schemas(
 
 
 def score_pairs(pairs: Sequence[dict], scorer: Scorer, rules: Rules) -> list[dict]:
-    """The pairs with hardness, em, ex, partial_f1, partial_sizes, pred_parses, status and FURTHER_METRICS.
+    """The pairs with hardness, pred_parses, status, em, partial_f1, partial_sizes, ex and FURTHER_METRICS.
 
     `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
-    or "gold unreadable". `ex` is None with etype match, `em` and `partial_f1` with exec.
+    or "gold unreadable". What is not evaluated is not there.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(lambda pair: _score(pair, scorer, rules), pairs))
@@ -148,36 +134,34 @@ def score_pairs(pairs: Sequence[dict], scorer: Scorer, rules: Rules) -> list[dic
 
 def _score(pair: dict, scorer: Scorer, rules: Rules) -> dict:
     name, gold, predicted = pair["db_id"], pair["gold"], official_prediction(pair["predicted"])
-    matched = rules.etype != "exec"
-    item = pair | dict.fromkeys(("hardness", "em", "ex", "partial_f1", "partial_sizes"))
-    item["pred_parses"] = scorer.readable(name, predicted)
-    executed = as_scored(predicted, rules.keep_distinct)
-    item["status"] = scorer.executor.execute(scorer.paths[name], *executed).status
+    item = pair | {"hardness": None, "pred_parses": scorer.readable(name, predicted)}
+    item |= _execution(pair, predicted, scorer, rules)
+    if rules.etype != "exec":
+        item |= {"em": 0, "partial_f1": None, "em_string": int(string_match(gold, predicted))}
     try:
         item["hardness"] = hardness(gold, scorer.schemas[name])
-        if matched:
+        if rules.etype != "exec":
             compared = (gold, predicted, scorer.schemas[name], scorer.foreign_keys[name])
             item["em"] = int(exact_set_match(*compared))
-            item["partial_f1"], item["partial_sizes"] = partial_f1(*compared), partial_sizes(*compared)
+            found = partial_match(*compared)
+            item["partial_f1"] = {name: part.f1 for name, part in found.items()}
+            item["partial_sizes"] = {name: part[1:] for name, part in found.items()}
     except SqlParseError:
-        item["status"] = "gold unreadable"
-        item["em"] = 0 if matched else None
-    if rules.etype != "match":
-        item |= _execution(item, predicted, scorer, rules)
-    if matched:
-        item["em_string"] = int(string_match(gold, predicted))
+        if item["status"] != "gold failed":
+            item["status"] = "gold unreadable"
     return item
 
 
-def _execution(item: dict, predicted: str, scorer: Scorer, rules: Rules) -> dict:
-    """`ex`, those of FURTHER_METRICS that run the queries, and `status`.
+def _execution(pair: dict, predicted: str, scorer: Scorer, rules: Rules) -> dict:
+    """`status` and, but for etype match, `ex` and those of FURTHER_METRICS that run the queries.
 
     Every *.sqlite file of a database's folder must agree (a test suite); the status is that in the first
     which finds the prediction wrong.
     """
-    gold, executor, path = item["gold"], scorer.executor, scorer.paths[item["db_id"]]
-    suite = sorted(path.parent.glob("[!.]*.sqlite"))
-    right, status = None, item["status"]
+    gold, executor, path = pair["gold"], scorer.executor, scorer.paths[pair["db_id"]]
+    suite, as_run = sorted(path.parent.glob("[!.]*.sqlite")), as_scored(predicted, rules.keep_distinct)
+    if rules.etype == "match":
+        return {"status": executor.execute(path, *as_run).status}
 
     def wrong_in(sql: str) -> Path | None:
         found = (p for p in suite if not execution_match(executor, p, gold, sql, rules.keep_distinct))
@@ -188,13 +172,11 @@ def _execution(item: dict, predicted: str, scorer: Scorer, rules: Rules) -> dict
     in_time = takewhile(lambda _: time.monotonic() < deadline, tried)
     try:
         right = next((sql for sql in in_time if wrong_in(sql) is None), None)
-        if right is None and status in ("rows", "empty"):
-            executed = as_scored(predicted, rules.keep_distinct)
-            status = executor.execute(wrong_in(predicted) or path, *executed).status
+        status = executor.execute(wrong_in(predicted) or path, *as_run).status
     except ValueError:
-        status = "gold failed"
+        right, status = None, "gold failed"
     further = scorer.further_ex(suite, gold, predicted if right is None else right)
-    return {"ex": int(right is not None), "status": status} | further
+    return {"status": status, "ex": int(right is not None)} | further
 
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:
@@ -216,9 +198,8 @@ def summarise_items(items: Sequence[dict], etype: str) -> dict:
         summary["levels"][level]["partial"] = {name: _component(group, name) for name in COMPONENTS}
     turns = {turn: [i for i in items if turn_name(i["turn"]) == turn] for turn in TURNS}
     summary["turns"] = {turn: scores(group) for turn, group in turns.items()}
-    summary["joint_all"] = {"count": len(blocks)} | {
-        metric: _mean(all(item[metric] for item in block) for block in blocks) for metric in MEASURED[etype]
-    }
+    whole = [{m: all(item[m] for item in block) for m in MEASURED[etype]} for block in blocks]
+    summary["joint_all"] = scores(whole)
     return summary
 
 
@@ -240,7 +221,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def metrics_of(items: Sequence[dict]) -> list[str]:
     """The 0/1 metrics that the items carry."""
-    return [m for m in ("ex", "em", *FURTHER_METRICS) if items[0].get(m) is not None]
+    return [metric for metric in NAMES if items[0].get(metric) is not None]
 
 
 def by_dialogue(items: Sequence[dict], metric: str) -> list[list[float]]:
@@ -252,23 +233,23 @@ def by_dialogue(items: Sequence[dict], metric: str) -> list[list[float]]:
 
 def format_tables(summary: dict, etype: str) -> str:
     """The official tables; "joint_all" is interaction match. Turns only where there are dialogues."""
-    dialogues = summary["interactions"] > 1
-    levels, turns = summary["levels"], summary["turns"]
-    columns = levels | ({"joint_all": summary["joint_all"]} if dialogues else {})
-    lines = [_row("", columns), _row("count", [of["count"] for of in columns.values()])]
-    for metric in MEASURED[etype]:
-        name, title, _ = TABLES[metric]
-        lines += [title, _row(name, [of[metric] for of in columns.values()])]
-    for title, key in PARTIAL_TABLES.items() if etype != "exec" else ():
+    dialogues, levels = summary["interactions"] > 1, summary["levels"]
+    lines = _table(levels | ({"joint_all": summary["joint_all"]} if dialogues else {}), etype, "")
+    for key, title in PARTIAL_TITLES.items() if etype != "exec" else ():
         lines.append(title)
         lines += [_row(name, [of["partial"][name][key] for of in levels.values()]) for name in COMPONENTS]
     if dialogues:
-        lines += ["", _row("", [f"turn {turn.replace('>', '> ')}" for turn in turns])]
-        lines.append(_row("count", [of["count"] for of in turns.values()]))
-        for metric in MEASURED[etype]:
-            name, _, title = TABLES[metric]
-            lines += [title, _row(name, [of[metric] for of in turns.values()])]
+        turns = {f"turn {turn.replace('>', '> ')}": scores for turn, scores in summary["turns"].items()}
+        lines += ["", *_table(turns, etype, "TURN ")]
     return "\n".join(lines)
+
+
+def _table(columns: dict[str, dict], etype: str, of: str) -> list[str]:
+    lines = [_row("", columns), _row("count", [scores["count"] for scores in columns.values()])]
+    for metric in MEASURED[etype]:
+        lines.append(TITLES[metric].format(of))
+        lines.append(_row(ROWS[metric], [scores[metric] for scores in columns.values()]))
+    return lines
 
 
 def _row(name: str, cells: Iterable[object]) -> str:
@@ -278,19 +259,17 @@ def _row(name: str, cells: Iterable[object]) -> str:
 
 def format_further(summary: dict, items: Sequence[dict]) -> str:
     """What the official tool does not print: intervals, further metrics, and the lines to look at."""
-    names = {"ex": "EX", "em": "EM (exact set match)"} | FURTHER_METRICS
     lines = [f"{'':32}{'mean %':>9}{'95 % interval':>18}"]
     for metric in metrics_of(items):
-        s = summary[metric]
-        interval = f"[{100 * s['low']:.1f}, {100 * s['high']:.1f}]"
-        lines.append(f"{names[metric]:32}{100 * s['mean']:>9.1f}{interval:>18}")
+        mean, low, high = (100 * summary[metric][key] for key in ("mean", "low", "high"))
+        lines.append(f"{NAMES[metric]:32}{mean:>9.1f}{f'[{low:.1f}, {high:.1f}]':>18}")
     unread = summary["official_grammar_cannot_read"]
     lines.append(f"the official grammar cannot read {unread} of {summary['questions']} predictions")
     for status in ("timeout", "refused", "gold failed", "gold unreadable"):
         at = [str(item["line"]) for item in items if item["status"] == status]
         if at:
-            more = f" and {len(at) - 20} more" if len(at) > 20 else ""
-            lines.append(f"{status}: gold line {', '.join(at[:20])}{more}")
+            more = f" and {len(at) - LISTED} more" if len(at) > LISTED else ""
+            lines.append(f"{status}: gold line {', '.join(at[:LISTED])}{more}")
     return "\n".join(lines)
 
 
@@ -299,19 +278,15 @@ def read_items(path: Path) -> list[dict]:
 
     Raises UserError if it is neither.
     """
-    if not path.exists():
-        raise UserError(f"{path} does not exist")
-    try:
+    with loading(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds"):
         if path.suffix == ".jsonl":
             records = [record for _, record in load_json_lines(path)]
             items = [r | {"interaction": r["dialogue_id"], "turn": r["turn_index"]} for r in records]
         else:
             items = load_json(path)["per_item"]
-        if all({"interaction", "turn", "gold"} <= item.keys() for item in items) and items:
-            return items
-    except (UserError, KeyError, TypeError, AttributeError):
-        pass
-    raise UserError(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds")
+        if not items or not all({"interaction", "turn", "gold"} <= item.keys() for item in items):
+            raise ValueError("no item, or one that lacks a field")
+    return items
 
 
 def compare(a: Path, b: Path) -> str:
@@ -320,21 +295,17 @@ def compare(a: Path, b: Path) -> str:
     Raises UserError unless both hold the same questions.
     """
     ours, theirs = read_items(a), read_items(b)
-    if len(ours) != len(theirs):
-        raise UserError(f"{a} holds {len(ours)} questions and {b} {len(theirs)}; compare the same questions")
-    for number, (x, y) in enumerate(zip(ours, theirs, strict=True), start=1):
-        if any(x[key] != y[key] for key in ("interaction", "turn", "gold")):
-            raise UserError(f"question {number} is not the same in {a} and {b}")
+    asked = [[(item["interaction"], item["turn"], item["gold"]) for item in side] for side in (ours, theirs)]
+    if asked[0] != asked[1]:
+        raise UserError(f"{a} and {b} do not hold the same questions, so they cannot be compared")
     lines = [f"A = {a}", f"B = {b}"]
     lines.append(f"{len(ours)} questions in {len(grouped(ours, 'interaction'))} interactions")
     lines.append(f"{'':20}{'A %':>8}{'B %':>8}{'A - B':>9}{'95 % interval':>18}{'McNemar p':>12}")
     for metric in (m for m in metrics_of(ours) if m in metrics_of(theirs)):
         difference, low, high, p = paired_difference(by_dialogue(ours, metric), by_dialogue(theirs, metric))
-        mean_a, mean_b = (100 * _mean(item[metric] for item in side) for side in (ours, theirs))
+        means = "".join(f"{100 * _mean(item[metric] for item in side):>8.1f}" for side in (ours, theirs))
         interval = f"[{100 * low:+.1f}, {100 * high:+.1f}]"
-        lines.append(
-            f"{metric:20}{mean_a:>8.1f}{mean_b:>8.1f}{100 * difference:>+9.1f}{interval:>18}{p:>12.2g}"
-        )
+        lines.append(f"{metric:20}{means}{100 * difference:>+9.1f}{interval:>18}{p:>12.2g}")
     return "\n".join(lines)
 
 
@@ -342,28 +313,19 @@ def main() -> None:
     """Score the files and print the tables, or print the comparison."""
     about = "Score prediction files as the official evaluation does, or compare two evaluations."
     parser = argparse.ArgumentParser(prog="evaluate.py", description=about, allow_abbrev=False)
-    parser.add_argument(
-        "--gold", nargs="?", type=Path, help="gold file: SQL, tab, database; blank lines between"
-    )
-    parser.add_argument(
-        "--pred", type=Path, help="predictions: one SQL a line, blank lines as in the gold file"
-    )
-    parser.add_argument("--databases", type=Path, help="folder of <db_id>/<db_id>.sqlite")
-    parser.add_argument("--tables", type=Path, help="tables.json; not needed with --etype exec")
-    parser.add_argument(
-        "--etype", choices=("all", "exec", "match"), default="all", help="what to evaluate [all]"
-    )
-    parser.add_argument("--plug-value", action="store_true", help="also try the gold query's values")
-    parser.add_argument("--keep-distinct", action="store_true", help="EX with DISTINCT")
-    parser.add_argument(
-        "--sql-timeout", type=reader_of(Seconds), default=30.0, help="seconds before a query is stopped [30]"
-    )
-    parser.add_argument("--json", type=Path, help="file to write the summary and every verdict to")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two such files, alone")
+    add = parser.add_argument
+    add("--gold", type=Path, help="gold file: SQL, tab, database; blank lines between dialogues")
+    add("--pred", type=Path, help="predictions: one SQL a line, blank lines as in the gold file")
+    add("--databases", type=Path, help="folder of <db_id>/<db_id>.sqlite")
+    add("--tables", type=Path, help="tables.json; not needed with --etype exec")
+    add("--etype", choices=MEASURED, default="all", help="what to evaluate [all]")
+    add("--plug-value", action="store_true", help="also try the gold query's values")
+    add("--keep-distinct", action="store_true", help="EX with DISTINCT")
+    add("--sql-timeout", type=reader_of(Seconds), default=30.0, help="seconds of a query [30]")
+    add("--json", type=Path, help="file to write the summary and every verdict to")
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="compare two such files instead")
     chosen = parser.parse_args()
     if chosen.compare:
-        if len(sys.argv) != 4:
-            parser.error("--compare A B goes alone")
         print(compare(*chosen.compare))
         return
     needed = ["gold", "pred", "databases"] + (["tables"] if chosen.etype != "exec" else [])

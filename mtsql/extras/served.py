@@ -24,15 +24,14 @@ from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens, call_text, message_text
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import Common, Served, idle_options
+from mtsql.config import Common, Served
 from mtsql.errors import UserError, printable
 from mtsql.extras.http_client import UNREADABLE, Server, ServerError, read_key
 from mtsql.task import Task, begin_questions, begin_task
 
 SEEDS = 2**31  # servers take so many
-SECONDS = 600.0  # for one message, which may be long
 LIMITS = ("max_tokens", "max_completion_tokens")  # names of a message's limit: the usual, OpenAI's newer one
-CANNOT = (200, 400, 404, 405, 422)  # what a server answers that has no such address or option
+CANNOT = (400, 404, 405, 422)  # what a server answers that has no such address or option
 # No server, key, account, address or room: no fault of one request. All else is what one question has met.
 FOR_ALL = (0, 401, 402, 403, 404, 429, 503)
 REFUSED_IN_A_ROW = 16  # episodes, with none played to its end in between: then all requests have a fault
@@ -42,29 +41,26 @@ Message: TypeAlias = tuple[list[int], list[float], Stop, list[int]]  # the argum
 
 @dataclass
 class Costs:
-    """What the server was asked for; tokens are its own count, `refused` counts episodes.
-
-    `refusal` is what the server said to the last of them.
-    """
+    """What the server was asked for; tokens are its own count, `refused` counts episodes."""
 
     requests: int = 0
     refused: int = 0
-    refusal: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Count one answer of the server."""
+        """Count one answer of the server, whose own counts may be anything."""
         usage = answer.get("usage")
+        counts = usage if isinstance(usage, dict) else {}
+        prompt, completion = (counts.get(f"{part}_tokens") for part in ("prompt", "completion"))
         with self.lock:
             self.requests += 1
-            for name in ("prompt_tokens", "completion_tokens"):
-                count = usage.get(name) if isinstance(usage, dict) else 0
-                setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
+            self.prompt_tokens += prompt if type(prompt) is int else 0
+            self.completion_tokens += completion if type(completion) is int else 0
 
     def sentence(self) -> str:
-        """The three in words."""
+        """The counts in words."""
         return (
             f"{self.requests:,} requests, {self.prompt_tokens:,} tokens of prompts "
             f"and {self.completion_tokens:,} of messages"
@@ -82,26 +78,25 @@ class ServedPolicy:
     server: Server
     model: str
     protocol: str
-    tokens: ChatTokens
     own_temperature: bool = False
     costs: Costs = field(default_factory=Costs)
     limit_name: str = LIMITS[0]
 
-    def play(self, episode: Episode, sampling: Sampling, stopped: threading.Event | None = None) -> None:
-        """Play an episode to its end, or until `stopped` is set.
+    def play(self, episode: Episode, sampling: Sampling) -> None:
+        """Play an episode to its end, or until the server is `stopped`.
 
         Raises ServerError for no answer, or one in another form.
         """
         turns = TokenTurns(episode) if self.protocol == "tokens" else ChatTurns(episode, sampling)
-        stopped, suffix = stopped or threading.Event(), []
-        while suffix is not None and not stopped.is_set():
-            suffix = episode.step(*self._ask(turns, sampling, stopped))
+        suffix: list[int] | None = []
+        while suffix is not None and not self.server.stopped.is_set():
+            suffix = episode.step(*self._ask(turns, sampling))
 
-    def _ask(self, turns: TokenTurns | ChatTurns, sampling: Sampling, stopped: threading.Event) -> Message:
+    def _ask(self, turns: TokenTurns | ChatTurns, sampling: Sampling) -> Message:
         """The next message of an episode."""
-        episode = turns.episode
-        limit = min(sampling.max_turn_tokens, episode.remaining_tokens())
-        seed = (episode.trajectory.seed + episode.trajectory.messages) % SEEDS
+        trajectory = turns.episode.trajectory
+        limit = min(sampling.max_turn_tokens, turns.episode.remaining_tokens())
+        seed = (trajectory.seed + trajectory.messages) % SEEDS
         asked = {"model": self.model, "seed": seed, self.limit_name: limit} | turns.request()
         if not self.own_temperature:
             asked |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -113,12 +108,12 @@ class ServedPolicy:
             return turns.read(_first_choice(answer), limit)
 
         try:
-            return self.server.post(turns.path, asked, read, stopped)
+            return self.server.post(turns.path, asked, read)
         except ServerError as error:
             if error.status != 400 or LIMITS[0] not in asked or LIMITS[1] not in str(error):
                 raise
         self.limit_name = LIMITS[1]
-        return self._ask(turns, sampling, stopped)
+        return self._ask(turns, sampling)
 
 
 class TokenTurns:
@@ -145,9 +140,10 @@ class TokenTurns:
     def read(self, choice: dict[str, Any], limit: int) -> Message:
         """The message in an answer; raises one of UNREADABLE."""
         ids, logprobs, loss_mask = _sampled(choice)
+        if ids[-1] in self.ends:
+            return ids, logprobs, Stop.END_OF_TURN, loss_mask
         cut = choice.get("finish_reason") == "length" or len(ids) > limit
-        stop = Stop.END_OF_TURN if ids[-1] in self.ends else Stop.LIMIT if cut else Stop.STOP_STRING
-        return ids, logprobs, stop, loss_mask
+        return ids, logprobs, Stop.LIMIT if cut else Stop.STOP_STRING, loss_mask
 
 
 class ChatTurns:
@@ -169,8 +165,12 @@ class ChatTurns:
 
     def read(self, choice: dict[str, Any], limit: int) -> Message:
         """The message in an answer; raises one of UNREADABLE."""
-        said, text = _message(choice)
-        text, stop = self._put_back_stop(text, choice.get("finish_reason"))
+        said, text = _message(choice["message"])
+        stop, string = Stop.END_OF_TURN, self._stop_string(text)
+        if choice.get("finish_reason") == "length":
+            stop = Stop.LIMIT
+        elif string:
+            text, stop = text + string, Stop.STOP_STRING
         ids = self.episode.tokens.message_ids(text)
         if stop is Stop.STOP_STRING:
             ids = ids[:-1]  # the end of turn was not sampled
@@ -179,55 +179,42 @@ class ChatTurns:
         self.said.append(said)
         return ids, [0.0] * len(ids), stop, [0] * len(ids)
 
-    def _put_back_stop(self, text: str, reason: str | None) -> tuple[str, Stop]:
-        """A message with the stop string that the server took off, and why it is over."""
-        if reason == "length":
-            return text, Stop.LIMIT
+    def _stop_string(self, text: str) -> str:
+        """What the server took off the end of a message, "" where that ends without one."""
         parse = self.episode.recipe.parse
-        if parse(text).problem is not None:
-            for string in self.stop_strings:
-                if parse(text + string).problem is None:
-                    return text + string, Stop.STOP_STRING
-        return text, Stop.END_OF_TURN
+        if parse(text).problem is None:
+            return ""
+        return next((string for string in self.stop_strings if parse(text + string).problem is None), "")
 
 
 def _first_choice(answer: dict[str, Any]) -> dict[str, Any]:
-    try:
-        choice = dict(answer["choices"][0])
-    except (LookupError, TypeError, ValueError):
-        raise ValueError("it holds no choices[0]") from None
+    choice = answer["choices"][0]
     if choice.get("error") or choice.get("finish_reason") == "error":
-        raise ValueError(f"it broke off: {choice.get('error')}")
+        raise ValueError("it broke off")
     return choice
 
 
 def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float], list[int]]:
     """Ids, log-probabilities and loss mask of a choice; a token without log-probability is not learned."""
-    ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-    logprobs = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    if not isinstance(ids, list) or not isinstance(logprobs, list) or not 0 < len(ids) == len(logprobs):
-        raise ValueError("it holds no token ids with log-probabilities; use --protocol chat")
-    if any(type(i) is not int or not 0 <= i < SEEDS for i in ids):
-        raise ValueError("its token_ids are not all ids; use --protocol chat")
+    ids, logprobs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+    all_ids = all(type(i) is int and 0 <= i < SEEDS for i in ids)
+    if not all_ids or not 0 < len(ids) == len(logprobs):
+        raise ValueError("no token ids with log-probabilities are there; use --protocol chat")
     known = [type(value) in (int, float) and math.isfinite(value) for value in logprobs]
     values = [float(value) if ok else 0.0 for value, ok in zip(logprobs, known, strict=True)]
     return ids, values, list(map(int, known))
 
 
-def _message(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A server's message as it is sent back, and as text, its thoughts first."""
-    try:
-        said = {name: choice["message"][name] for name in FIELDS if choice["message"].get(name)}
-        said = {"role": "assistant", "content": None} | said
-        if "tool_calls" in said:
-            said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
-            # Servers leave the line break before a call in the text, and chat templates write another one.
-            if isinstance(said["content"], str):
-                said["content"] = said["content"].removesuffix("\n")
-        text = message_text(said, _readable_call)
-        return said, text.encode(errors="replace").decode()  # half a surrogate pair is no text
-    except UNREADABLE:
-        raise ValueError("it holds no message that can be read") from None
+def _message(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A server's message as it is sent back, and as text, its thoughts first; raises one of UNREADABLE."""
+    said = {"role": "assistant", "content": None} | {name: given[name] for name in FIELDS if given.get(name)}
+    if "tool_calls" in said:
+        said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
+        # Servers leave the line break before a call in the text, and chat templates write another one.
+        if isinstance(said["content"], str):
+            said["content"] = said["content"].removesuffix("\n")
+    text = message_text(said, _readable_call)
+    return said, text.encode(errors="replace").decode()  # half a surrogate pair is no text
 
 
 def _plain_call(number: int, call: dict[str, Any]) -> dict[str, Any]:
@@ -268,17 +255,21 @@ def find_protocol(server: Server, model: str, tokens: ChatTokens) -> str:
 
     Raises ServerError if it is not there.
     """
+
+    def read(answer: dict[str, Any]) -> str:
+        try:
+            _sampled(_first_choice(answer))
+            return "tokens"
+        except UNREADABLE:
+            return "chat"
+
     asked = {"model": model, "prompt": tokens.message_ids("SELECT 1"), "max_tokens": 1}
     try:
-        answer = server.post(TokenTurns.path, asked | {"return_token_ids": True, "logprobs": 0})
-        _sampled(_first_choice(answer))
-        return "tokens"
+        return server.post(TokenTurns.path, asked | {"return_token_ids": True, "logprobs": 0}, read)
     except ServerError as error:
-        if error.status not in CANNOT:
-            raise
-    except UNREADABLE:
-        pass
-    return "chat"
+        if error.status in CANNOT:
+            return "chat"
+        raise
 
 
 def play_served(
@@ -291,45 +282,49 @@ def play_served(
 ) -> list[Trajectory]:
     """Play all episodes, `concurrency` at once; returns trajectories in the same order.
 
-    Raises ServerError when an episode's request has failed for good; those that run are finished first.
-    After Ctrl-C they are not: only the messages on their way are waited for. With `skip_refused` an episode
-    for a message of which the server has no answer that can be read, while it has for others, ends without
-    an answer (NO_ACTION).
+    Raises ServerError when an episode's request has failed for good. Then, and after Ctrl-C, only the
+    messages on their way are waited for. With `skip_refused` an episode for a message of which the server has
+    no answer that can be read, while it has for others, ends without an answer (NO_ACTION), which is said.
     """
-    stopped = threading.Event()
-    refused: list[Episode] = []
+    policy.server.stopped.clear()
     answers = policy.costs.requests > 0
-
-    def give_up() -> None:
-        for episode in refused:
-            episode.give_up()
-        policy.costs.refused += len(refused)
-        refused.clear()
-
+    refused: list[tuple[Episode, ServerError]] = []  # since the server has last given a whole episode
     bar = tqdm(total=len(episodes), desc=title, unit="question", disable=not title)
     with bar, ThreadPoolExecutor(concurrency) as pool:
-        futures = {pool.submit(policy.play, episode, sampling, stopped): episode for episode in episodes}
+        futures = {pool.submit(policy.play, episode, sampling): episode for episode in episodes}
         try:
-            for done, future in enumerate(as_completed(futures), 1):
-                try:
-                    future.result()
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is None:
                     answers = True
-                    give_up()
-                except ServerError as error:
-                    refused.append(futures[future])
-                    none = done == len(futures) and not answers
-                    its_own = skip_refused and error.status not in FOR_ALL
-                    if not its_own or none or len(refused) > REFUSED_IN_A_ROW:
-                        raise
-                    policy.costs.refusal = str(error)
+                    _give_up(refused, policy.costs)
+                elif skip_refused and _is_its_own(error) and len(refused) < REFUSED_IN_A_ROW:
+                    refused.append((futures[future], error))
+                else:
+                    raise error
                 bar.update()
-        except BaseException as error:  # what waits is not asked
-            if not isinstance(error, Exception):
-                stopped.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:
+            policy.server.stopped.set()
+            pool.shutdown(cancel_futures=True)
             raise
-    give_up()
+    if refused and not answers:
+        raise refused[-1][1]
+    _give_up(refused, policy.costs)
     return [episode.trajectory for episode in episodes]
+
+
+def _is_its_own(error: BaseException) -> bool:
+    """Whether an episode's failure need not be that of all the others."""
+    return isinstance(error, ServerError) and error.status not in FOR_ALL
+
+
+def _give_up(refused: list[tuple[Episode, ServerError]], costs: Costs) -> None:
+    """End the episodes that the server refuses while it answers others, and forget them here."""
+    for episode, error in refused:
+        episode.give_up()
+        tqdm.write(f"question {episode.example.id} ends without an answer: {printable(str(error))}")
+    costs.refused += len(refused)
+    refused.clear()
 
 
 def begin_answers(config: Common, split: str) -> Task:
@@ -338,25 +333,16 @@ def begin_answers(config: Common, split: str) -> Task:
     Raises UserError unless one of the two is given, and for an address that is none or does not answer.
     """
     check_policy(config)
-    for sentence in idle_policy(config):
-        print(sentence)
     if config.model:
         return begin_task(config, split)
     questions = begin_questions(config, split, config.tokenizer)
     served = served_policy(config, questions["tokens"])
 
-    def play(
-        episodes: Sequence[Episode], sampling: Sampling, title: str = "", rows: int = config.concurrency
-    ) -> object:
-        refused = served.costs.refused
+    def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> object:
         try:
-            return play_served(served, episodes, sampling, rows, title, skip_refused=True)
+            return play_served(served, episodes, sampling, config.concurrency, title, skip_refused=True)
         except ServerError as error:
             raise UserError(f"{error}; what was answered is kept, and the same command goes on") from None
-        finally:
-            if found := served.costs.refused - refused:
-                why = printable(served.costs.refusal)
-                print(f"{found:,} episode(s) end without an answer, since the server refused theirs: {why}")
 
     about = {"protocol": served.protocol}
     return Task(**questions, policy=None, play=play, about=about, costs=served.costs)
@@ -370,24 +356,12 @@ def check_policy(config: Served) -> None:
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
 
 
-def idle_policy(config: Common) -> list[str]:
-    """A sentence for each option that does nothing: of an address beside --model, or the other way round."""
-    of_address = ("api_model", "protocol", "tokenizer", "concurrency", "own_temperature")
-    of_model = ("dtype", "quantise", "rows")
-    why, names = ("--model is here", of_address) if config.model else ("--address is the policy", of_model)
-    return idle_options(config, dict.fromkeys(names, why))
-
-
 def served_policy(config: Served, tokens: ChatTokens) -> ServedPolicy:
-    """The policy at --address. Raises UserError if nothing answers there."""
-    server = Server(config.address, read_key(), timeout=SECONDS)
-    protocol = config.protocol
+    """The policy at --address. Raises ServerError if nothing answers there."""
+    server, protocol = Server(config.address, read_key()), config.protocol
     if protocol == "auto":
-        try:
-            protocol = find_protocol(server, config.api_model, tokens)
-        except ServerError as error:
-            raise UserError(str(error)) from None
+        protocol = find_protocol(server, config.api_model, tokens)
     print(f"{config.api_model} at {config.address}, protocol {protocol}")
     if protocol == "chat" and not tokens.thinking:
         print("--thinking off does nothing over --protocol chat: the server writes the prompt; set it there")
-    return ServedPolicy(server, config.api_model, protocol, tokens, config.own_temperature)
+    return ServedPolicy(server, config.api_model, protocol, config.own_temperature)

@@ -3,7 +3,7 @@
 A teacher's file holds one conversation a line, a JSON object as mtsql.report.records and other programs write
 it: `messages` with `role` and `content` (and perhaps `tool_calls`), `example_id` or `db_id` where known, and
 `tool_set` if the conversation has other tools than the run. An assistant's message with `weight` 0 is played
-but not learned, one with a text `unlearned` is learned but for that part of it.
+but not learned.
 Only the assistant's messages are used. They are played again in our own environment, so that prompt,
 observations, token ids and loss mask are ours, and no observation in the file is ever learned.
 """
@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,55 +23,28 @@ from tqdm import tqdm
 from mtsql.agent.env import Environment, Recipe
 from mtsql.agent.tokens import message_text
 from mtsql.agent.tools import TOOL_SETS, make_tools
-from mtsql.agent.trajectory import Status, Stop, Trajectory
+from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Training
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import say
 from mtsql.files import load_json_lines
-from mtsql.learn.warm_start import Collected
-from mtsql.recipes.rewards import RewardFunction, is_right
-from mtsql.sql.score import Scorer
+from mtsql.learn.warm_start import Collected, rejection
+from mtsql.recipes.rewards import RewardFunction
 from mtsql.task import Task
 
 OPENING_TAG, CLOSING_TAG = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
 
 
-class Outcome(StrEnum):
-    """What became of one line of a teacher's file; all lines but the KEPT ones are dropped."""
-
-    KEPT = "kept"
-    WRONG = "wrong answer"
-    FORMAT = "not in the recipe's format or off its protocol"
-    UNFINISHED = "without an answer"
-    TOO_LONG = "beyond a token limit"
-    NOTHING = "with nothing that is to be learned"
-    UNKNOWN = "question not in play"
-    UNREADABLE = "unreadable line"
-
-
 @dataclass(frozen=True)
 class TeacherLine:
-    """One conversation: the question and the teacher's messages."""
+    """One conversation: the question, and the teacher's messages, each with whether it is to be learned."""
 
     example_id: str | None
     db_id: str | None
+    tool_set: str | None  # of TOOL_SETS, where it is another than the run's
     asked: str  # the first message of the user
-    messages: tuple[str, ...]
-    unlearned: tuple[str, ...]  # of each of `messages`, what of it is not to be learned
-    tool_set: str | None = None  # of TOOL_SETS, where it is another than the run's
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What became of one line.
-
-    `question` is None where none was found, `trajectory` is None where it is not kept.
-    """
-
-    outcome: Outcome
-    question: Example | None = None
-    trajectory: Trajectory | None = None
+    messages: list[tuple[str, bool]]
 
 
 def read_teacher(path: Path) -> list[TeacherLine | None]:
@@ -88,22 +60,18 @@ def read_teacher(path: Path) -> list[TeacherLine | None]:
 def _read_line(item: Any) -> TeacherLine | None:
     try:
         asked = next(message_text(m) for m in item["messages"] if m["role"] == "user")
-        said, unlearned = [], []
+        messages = []
         for message in item["messages"]:
             text = message_text(message)
             if message["role"] == "assistant":
-                part = text if message.get("weight") == 0 else message.get("unlearned")
-                unlearned.append(part if isinstance(part, str) else "")
-                said.append(text)
-        "".join((asked, *said)).encode()  # arguments are JSON in JSON: half of a character again
+                messages.append((text, message.get("weight") != 0))
+        "".join((asked, *(text for text, _ in messages))).encode()  # arguments may hold half of a character
     except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
         return None
     names = (item.get(name) for name in ("example_id", "db_id", "tool_set"))
     example_id, db_id, tool_set = (name if isinstance(name, str) else None for name in names)
-    if not said:
-        return None
     tool_set = tool_set if tool_set in TOOL_SETS else None
-    return TeacherLine(example_id, db_id, asked, tuple(said), tuple(unlearned), tool_set)
+    return TeacherLine(example_id, db_id, tool_set, asked, messages) if messages else None
 
 
 def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Example | None]:
@@ -141,41 +109,21 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def replay_line(
-    line: TeacherLine | None,
-    question: Example | None,
-    environment: Environment,
-    right: Callable[[Trajectory, Example], bool],
-) -> Replay:
-    """Play a teacher's messages on a question; kept is what is right and follows the recipe throughout."""
-    if line is None:
-        return Replay(Outcome.UNREADABLE)
-    if question is None:
-        return Replay(Outcome.UNKNOWN)
+def replay(line: TeacherLine, question: Example, environment: Environment) -> Trajectory:
+    """A teacher's messages, played on a question; given up where they end early or hold control tokens."""
     if line.tool_set is not None:
         environment = replace(environment, tools=make_tools(line.tool_set))
-    messages = [message_of(text, environment.recipe) for text in line.messages]
     added = environment.tokens.tokenizer.added_tokens_decoder.values()
     framing = [token.content for token in added if token.special]  # control tokens around messages
-    if any(token in text for token in framing for text, _ in messages):
-        return Replay(Outcome.FORMAT, question)
     (episode,) = environment.episodes(question, [0])
-    for (text, stop), unlearned in zip(messages, line.unlearned, strict=True):
-        say(episode, text, stop, unlearned)
-    trajectory = episode.trajectory
-    if trajectory.status is Status.OUT_OF_TOKENS:
-        outcome = Outcome.TOO_LONG
-    elif trajectory.status in (None, Status.OUT_OF_INTERACTIONS):
-        outcome = Outcome.UNFINISHED
-    elif trajectory.status is not Status.ANSWERED or trajectory.off_protocol:
-        outcome = Outcome.FORMAT
-    elif not right(trajectory, question):
-        outcome = Outcome.WRONG
-    elif not any(trajectory.loss_mask):
-        outcome = Outcome.NOTHING
-    else:
-        return Replay(Outcome.KEPT, question, trajectory)
-    return Replay(outcome, question)
+    for written, learned in line.messages:
+        text, stop = message_of(written, environment.recipe)
+        if any(token in text for token in framing):
+            break
+        say(episode, text, stop, learned)
+    if episode.trajectory.status is None:
+        episode.give_up()
+    return episode.trajectory
 
 
 def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
@@ -200,32 +148,45 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
     return text, Stop.END_OF_TURN
 
 
-def prefer_harder(replays: Sequence[Replay], count: int, scorer: Scorer, rng: random.Random) -> list[Replay]:
-    """`count` of the kept, drawn at random, easy questions only if there are no others left; 0 gives all.
+def taught(
+    line: TeacherLine | None,
+    question: Example | None,
+    environment: Environment,
+    reward: RewardFunction,
+    correct: str,
+) -> Collected:
+    """What one line gives: a trajectory if it is right and follows the recipe throughout, else why not."""
+    if line is None or question is None:
+        return Collected("", 1, 0, [], Counter(["unreadable" if line is None else "unknown_question"]))
+    trajectory = replay(line, question, environment)
+    reason = rejection(trajectory, reward(trajectory, question), correct)
+    if reason is None:
+        return Collected(question.id, 1, 1, [trajectory])
+    why = str(trajectory.status) if reason == "no_answer" else reason
+    return Collected(question.id, 1, int(reason == "off_protocol"), [], Counter([why]))
 
-    SQL-Trail (A.6) keeps 1,000, "prioritizing examples with moderate to high difficulty".
+
+def prefer_harder(
+    found: Sequence[Collected], count: int, hardness: Callable[[str], str], rng: random.Random
+) -> list[Collected]:
+    """All, of which `count` keep their trajectory, drawn at random, easy questions last; 0 keeps all.
+
+    SQL-Trail (A.6) keeps 1,000, "prioritizing examples with moderate to high difficulty". `hardness` is that
+    of a question's id.
     """
-    kept = [replay for replay in replays if replay.outcome is Outcome.KEPT]
-    if count:
-        rng.shuffle(kept)
-        kept.sort(key=lambda r: scorer.hardness(r.question.db_id, r.question.gold_sql) == "easy")
-        kept = kept[:count]
-    return kept
-
-
-def format_replays(replays: Sequence[Replay]) -> str:
-    """A small table: how many lines were kept, and why the others were dropped."""
-    counts = Counter(replay.outcome for replay in replays)
-    rows = [("lines of the teacher", len(replays))]
-    rows += [(f"  {outcome}", counts[outcome]) for outcome in Outcome if counts[outcome]]
-    return "\n".join(f"{name:<52}{count:>8,}" for name, count in rows)
+    kept = [i for i, answer in enumerate(found) if answer.kept]
+    rng.shuffle(kept)
+    kept.sort(key=lambda i: hardness(found[i].example_id) == "easy")
+    dropped = set(kept[count:]) if count else set()
+    left_out = {"kept": [], "rejected": Counter(["not_selected"])}
+    return [replace(answer, **left_out) if i in dropped else answer for i, answer in enumerate(found)]
 
 
 def taught_answers(
     config: Training,
     task: Task,
     reward: RewardFunction,
-    taught: Sequence[TeacherLine | None],
+    lines: Sequence[TeacherLine | None],
     pool: Sequence[Example],
 ) -> list[Collected]:
     """What a process finds in its share of a teacher's lines.
@@ -234,25 +195,17 @@ def taught_answers(
     the same: a prompt holds the earlier questions of its dialogue too, and has to be told from theirs.
     """
     match = make_matcher(examples(task.dataset.dialogues, config.history))
-    in_play, replays = {example.id for example in pool}, []
-
-    def right(trajectory: Trajectory, question: Example) -> bool:
-        return is_right(reward(trajectory, question), config.correct)
-
+    in_play, found = {example.id: example for example in pool}, []
     hidden = not task.processes.is_main
-    for line in tqdm(task.processes.share(taught), "replay the teacher", unit="line", disable=hidden):
-        question = match(line) if line else None
-        question = question if question and question.id in in_play else None
-        replays.append(replay_line(line, question, task.environment, right))
-    replays = task.processes.gather(replays)
-    if task.processes.is_main:
-        print(format_replays(replays))
-    chosen = prefer_harder(replays, config.teacher_kept, task.scorer, random.Random(config.seed))
-    learned = set(map(id, chosen))
+    for line in tqdm(task.processes.share(lines), "replay the teacher", unit="line", disable=hidden):
+        named = match(line) if line else None
+        question = in_play.get(named.id) if named else None
+        found.append(taught(line, question, task.environment, reward, config.correct))
+
+    def hardness(name: str) -> str:
+        return task.scorer.hardness(in_play[name].db_id, in_play[name].gold_sql)
+
+    rng = random.Random(config.seed)
     return task.processes.share(
-        [
-            Collected(r.question.id, 1, r.outcome is Outcome.KEPT, [r.trajectory] if id(r) in learned else [])
-            for r in replays
-            if r.question is not None
-        ]
+        prefer_harder(task.processes.gather(found), config.teacher_kept, hardness, rng)
     )

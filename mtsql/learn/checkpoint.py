@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mtsql.config import Training
 from mtsql.errors import UserError, loading
@@ -24,9 +24,7 @@ from mtsql.files import folder_atomically, recover_folder, write_atomically
 from mtsql.learn.model import restore_policy, save_policy
 from mtsql.learn.optimizer import make_optimizer, optimizer_state, restore_optimizer
 from mtsql.learn.parallel import Processes
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from mtsql.model_folder import Policy
 
 STATE_FILE = "training_state.pt"
 SUMS_FILE = "checksums.json"  # SHA-256 of every other file
@@ -45,7 +43,7 @@ FIXED = (
 
 
 def resume(
-    config: Training, out: Path, policy: PreTrainedModel | PeftModel, processes: Processes
+    config: Training, out: Path, policy: Policy, processes: Processes
 ) -> tuple[torch.optim.Optimizer, int, dict[str, Any] | None]:
     """The optimizer, the step and the extra values (None at the beginning) that a training goes on from.
 
@@ -76,7 +74,7 @@ def resume(
 
 def save_checkpoint(
     out: Path,
-    policy: PreTrainedModel | PeftModel,
+    policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: torch.optim.Optimizer,
     step: int,

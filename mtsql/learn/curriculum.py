@@ -20,12 +20,13 @@ from mtsql.files import load_json_lines
 
 @dataclass(frozen=True)
 class SuccessCount:
-    """How many of a question's sampled trajectories were right."""
+    """How many of a question's sampled trajectories were right, and Spider's level of its gold SQL."""
 
     example_id: str
     right: int
     sampled: int
     db_id: str
+    hardness: str = "unread"
 
 
 def read_counts(path: Path) -> list[SuccessCount]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -24,9 +24,7 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.errors import UserError
 from mtsql.learn.batches import shared_prefix
 from mtsql.learn.model import adapters_in_half, base_of
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from mtsql.model_folder import Policy
 
 SHARED_PROMPT = "sdpa_shared_prompt"
 # Attention takes so many sequences of similar length together, padded to the longest; a GPU, for which
@@ -94,7 +92,7 @@ def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "
     return _token_batch(trajectories, ids, source, device)
 
 
-def shares_prompts(policy: PreTrainedModel | PeftModel) -> bool:
+def shares_prompts(policy: Policy) -> bool:
     """Whether trajectories of a group go through a policy with one copy of their prompt.
 
     False with flash-attn, whose kernel for sequences of different lengths has no shared prompts.
@@ -102,7 +100,7 @@ def shares_prompts(policy: PreTrainedModel | PeftModel) -> bool:
     return not policy.config._attn_implementation.startswith("flash")
 
 
-def token_batch(policy: PreTrainedModel | PeftModel, groups: Sequence[Sequence[Trajectory]]) -> TokenBatch:
+def token_batch(policy: Policy, groups: Sequence[Sequence[Trajectory]]) -> TokenBatch:
     """A micro-batch on the policy's device, as its attention takes it."""
     if shares_prompts(policy):
         return shared_prompt_batch(groups, policy.device)
@@ -351,7 +349,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(
-    model: PreTrainedModel | PeftModel, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None
+    model: Policy, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each trained token and entropy of its distribution, both (tokens,) float32.
 

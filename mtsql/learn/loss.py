@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.logprobs import TokenBatch
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from mtsql.model_folder import Policy
 
 MAX_LOG_RATIO = 20.0  # The logarithm of a ratio is cut here, so that exp() does not overflow.
 
@@ -127,7 +124,7 @@ def importance_weights(old: Tensor, sampling_logprobs: Tensor, cap: float) -> Te
     return (old - sampling_logprobs).clamp(max=math.log(cap)).exp()
 
 
-def truncation_cap(cap: float, policy: PreTrainedModel | PeftModel) -> float:
+def truncation_cap(cap: float, policy: Policy) -> float:
     """--tis-cap, or for -1 the cap of Yao et al. (2025), 2, unless all is float32 on a CPU.
 
     In float32 on a CPU sampler and trainer agree within 1e-4. In half precision, in 4 bits and on a GPU,

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from safetensors.torch import load_file
@@ -22,26 +21,23 @@ from transformers.utils import logging as transformers_logging
 
 from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically
-from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
-
-if TYPE_CHECKING:  # peft and bitsandbytes take seconds to import: only what works with adapters does it
-    from peft import PeftModel
+from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, Policy, base_of_adapter, check_exists
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def has_adapter(policy: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
+def has_adapter(policy: Policy) -> bool:
     """Whether the policy is a base model with a LoRA adapter on it."""
     return not isinstance(policy, PreTrainedModel)
 
 
-def base_of(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
+def base_of(policy: Policy) -> PreTrainedModel:
     """The base model under an adapter, or the policy itself."""
     return policy.get_base_model() if has_adapter(policy) else policy
 
 
 @contextmanager
-def adapters_in_half(policy: PreTrainedModel | PeftModel) -> Iterator[None]:
+def adapters_in_half(policy: Policy) -> Iterator[None]:
     """While the block runs on a CPU, float32 adapters over a bfloat16 base are multiplied in bfloat16.
 
     Their products would take as long as the base's. Their gradients are float32 all the same.
@@ -67,7 +63,7 @@ def load_policy(
     quantise: str = "none",
     lora_rank: int = 0,
     gradient_checkpointing: bool = False,
-) -> PreTrainedModel | PeftModel:
+) -> Policy:
     """A causal language model in training mode.
 
     A folder with a PEFT adapter gives its base model with the adapter trainable. `lora_rank` > 0 puts new
@@ -141,7 +137,7 @@ def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def save_policy(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_policy(model: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing."""
     with folder_atomically(folder) as temporary:
         options = {"selected_adapters": ["default"]} if has_adapter(model) else {}
@@ -162,7 +158,7 @@ def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
     return model.merge_and_unload()
 
 
-def restore_policy(model: PreTrainedModel | PeftModel, folder: Path, dtype: str) -> None:
+def restore_policy(model: Policy, folder: Path, dtype: str) -> None:
     """Put the weights that `save_policy` wrote to `folder` into a model of the same kind.
 
     Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
@@ -189,7 +185,7 @@ class Reference:
     reference is the warm-started model and not its base. Any other policy is copied whole.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+    def __init__(self, model: Policy) -> None:
         """Copy the weights of `model`; to be called before training changes them, also on resume."""
         if not has_adapter(model):
             self._model = copy.deepcopy(model).requires_grad_(False)
@@ -203,7 +199,7 @@ class Reference:
                 parameter.data.copy_(parameters[name.replace(".reference.", ".default.")].data)
 
     @contextmanager
-    def policy(self) -> Iterator[PreTrainedModel | PeftModel]:
+    def policy(self) -> Iterator[Policy]:
         """The frozen policy; the trained one must not be used while the block runs."""
         if not has_adapter(self._model):
             yield self._model

@@ -11,22 +11,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import AutoModel, AutoTokenizer
 
-from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
-from mtsql.errors import UserError, loading
 from mtsql.learn.logprobs import row_batch
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
+from mtsql.model_folder import Policy
 
 SHORT = 2  # most tool interactions of a trajectory that is kept for a simple question
 LONG = 2  # fewest of one that is kept for a hard question
@@ -34,7 +26,6 @@ KEPT_SHORT = 2  # trajectories kept of a simple question
 CLUSTERS = 3  # of a hard question's trajectories; one of each is kept
 LLOYD_STEPS = 100  # far more than a few dozen vectors need
 MICRO_BATCH_POSITIONS = 8192  # embedded in one forward pass, padding counted
-LONGEST_TEXT = 8192  # tokens, as on Qwen3-Embedding's card; the rest of a text is cut off
 
 Embedder: TypeAlias = Callable[[Sequence[Trajectory]], np.ndarray]  # n trajectories to (n, d) float32
 
@@ -98,53 +89,16 @@ def _distances(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
     return ((vectors[:, None] - centres) ** 2).sum(-1)
 
 
-def make_embedder(policy: PreTrainedModel | PeftModel, tokens: ChatTokens, folder: str = "") -> Embedder:
-    """A function from n trajectories to their embeddings, (n, d) float32, each independent of the others.
-
-    Without `folder`: the policy's last hidden states, averaged over the tokens that it wrote (each
-    trajectory needs at least one). With the folder of a Qwen3-Embedding model: its L2-normalised embedding
-    of all text after the prompt, on the policy's device and in its dtype. Raises UserError if the folder
-    does not hold a whole model.
-    """
-    if not folder:
-        return lambda trajectories: _embed_with_policy(policy, trajectories)
-    problem = (
-        f"no embedding model could be loaded from {folder}; give a folder with config.json, weights and "
-        "tokenizer, like that of Qwen3-Embedding-0.6B"
-    )
-    if not Path(folder).is_dir():
-        raise UserError(problem)
-    with loading(problem):
-        # The card pads on the left, so that the last token of all texts is at the end.
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
-        model, info = AutoModel.from_pretrained(
-            folder, dtype=policy.dtype, output_loading_info=True, trust_remote_code=False
-        )
-        if info["missing_keys"]:  # they would be random
-            raise ValueError(f"its weights lack {min(info['missing_keys'])}")
-    model = model.to(policy.device).eval()
-
-    @torch.no_grad()
-    def embed(trajectories: Sequence[Trajectory]) -> np.ndarray:
-        texts = [tokens.decode(t.ids[t.prompt_length :]) for t in trajectories]
-        limit = {"truncation": True, "max_length": LONGEST_TEXT}
-        vectors = np.empty((len(texts), model.config.hidden_size), np.float32)
-        for part in _micro_batches([len(ids) for ids in tokenizer(texts, **limit).input_ids]):
-            # The tokenizer appends an end of text, whose hidden state is the embedding.
-            inputs = tokenizer([texts[i] for i in part], padding=True, return_tensors="pt", **limit)
-            hidden = model(**inputs.to(policy.device), use_cache=False).last_hidden_state
-            vectors[part] = nn.functional.normalize(hidden[:, -1].float(), dim=-1).cpu().numpy()
-        return vectors
-
-    return embed
-
-
 @torch.no_grad()
-def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequence[Trajectory]) -> np.ndarray:
+def embed_with_policy(policy: Policy, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """The policy's last hidden states, averaged over the tokens that it wrote, (n, d) float32.
+
+    Each trajectory needs at least one, and has its embedding whatever the others are.
+    """
     was_training = policy.training
     policy.eval()
     vectors = np.empty((len(trajectories), policy.config.hidden_size), np.float32)
-    for part in _micro_batches([len(t.ids) for t in trajectories]):
+    for part in micro_batches_of([len(t.ids) for t in trajectories]):
         batch = row_batch([trajectories[i] for i in part], policy.device)
         outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         hidden = outputs.hidden_states[-1].flatten(0, 1)  # (micro-batch x positions, d)
@@ -157,7 +111,7 @@ def _embed_with_policy(policy: PreTrainedModel | PeftModel, trajectories: Sequen
     return vectors
 
 
-def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def micro_batches_of(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Indices of sequences of similar length, the same number at a time."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     size = max(1, MICRO_BATCH_POSITIONS // max(lengths))

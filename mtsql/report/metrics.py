@@ -217,8 +217,6 @@ def format_summary(summary: dict) -> str:
         spread = f", deviation {summary['turns_deviation']:.2f}" if key == "turns" else ""
         lines.append(f"{key.replace('_', ' '):<32}{summary[key]:>9.2f} an answer{spread}")
     lines += [f"{'reward: ' + part:<32}{mean:>9.3f}" for part, mean in summary["reward_parts"].items()]
-    if "latency_seconds" in summary:
-        lines.append(f"{'latency, one at a time':<32}{summary['latency_seconds']:>9.2f} s an answer")
     lines.append("")
     lines += [f"ability: {text:<23}{_percent(summary['abilities'][a])} %" for a, text in ABILITIES.items()]
     errors = summary.get("errors", {})

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from sqlglot import exp
 
-from mtsql.sql.structure import SqlParseError, SqlSchema, cached
-from mtsql.sql.tree import (
-    canonical_tree,
-    clause_items,
-    join_condition,
-    sources,
-    unbracketed,
-    unreadable_if_it_fails,
-)
+from mtsql.sql.structure import MAX_KEPT, SqlParseError, SqlSchema
+from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unreadable_if_it_fails
 
 CLAUSES = ("SELECT", "WHERE", "JOIN", "GROUP", "ORDER")
 
@@ -43,7 +37,7 @@ def _f1(gold: Counter, pred: Counter) -> float:
     return 2 * (gold & pred).total() / (gold.total() + pred.total())
 
 
-@cached
+@lru_cache(maxsize=MAX_KEPT)
 def _elements(sql: str, schema: SqlSchema) -> dict[str, Counter]:
     found: dict[str, Counter] = {clause: Counter() for clause in CLAUSES}
     with unreadable_if_it_fails():
@@ -68,12 +62,13 @@ def _collect(query: exp.Expression, mark: str, found: dict[str, Counter]) -> Non
         add("SELECT", [_text(item) for item in query.expressions])
         add("SELECT", ["distinct"] if query.args.get("distinct") else [])
         add("JOIN", _joined(query))
-        add("WHERE", _conditions(*clause_items(query, "where")))
+        add("WHERE", _conditions(clause_items(query, "where")))
         add("GROUP", [_text(item) for item in clause_items(query, "group")])
-        add("GROUP", _conditions(*clause_items(query, "having")))
+        add("GROUP", _conditions(clause_items(query, "having")))
     else:
         raise SqlParseError(f"cannot read {query.key}")
-    add("ORDER", [_ordered(item) for item in clause_items(query, "order")])
+    for item in clause_items(query, "order"):
+        add("ORDER", [f"{_text(item.this)} {'desc' if item.args.get('desc') else 'asc'}"])
     for cut in ("limit", "offset"):
         if query.args.get(cut):
             add("ORDER", [f"{cut} {_text(query.args[cut].expression)}"])
@@ -86,30 +81,33 @@ def _joined(select: exp.Select) -> list[str]:
     for join in select.args.get("joins") or []:
         if join.side:
             found.append(f"{join.side.lower()} {_text(join.this)}")
-        found += _conditions(*join_condition(join))
+        found += _conditions(join_condition(join))
         found += [f"using {_text(column)}" for column in join.args.get("using") or []]
     return found
 
 
-def _conditions(condition: exp.Expression | None = None) -> list[str]:
+def _conditions(places: list[exp.Expression]) -> list[str]:
     """The conditions that AND and OR connect, and one more element for each OR."""
-    if condition is None:
-        return []
-    condition = unbracketed(condition)
-    if isinstance(condition, exp.And | exp.Or):
-        connector = ["or"] if isinstance(condition, exp.Or) else []
-        return _conditions(condition.left) + connector + _conditions(condition.right)
-    return [_text(condition)]
+    found = []
+    for condition in map(_unbracketed, places):
+        if isinstance(condition, exp.And | exp.Or):
+            found += ["or"] * isinstance(condition, exp.Or)
+            found += _conditions([condition.left, condition.right])
+        else:
+            found.append(_text(condition))
+    return found
 
 
-def _ordered(item: exp.Expression) -> str:
-    direction = "desc" if item.args.get("desc") else "asc"
-    return f"{_text(item.this)} {direction}"
+def _unbracketed(node: exp.Expression) -> exp.Expression:
+    """The node inside brackets. A sub-query keeps its own, unlike with sqlglot's `unnest`."""
+    while isinstance(node, exp.Paren):
+        node = node.this
+    return node
 
 
 def _text(node: exp.Expression) -> str:
     """One spelling: the sides of = and != are sorted, brackets around a whole node dropped."""
-    node = unbracketed(node)
+    node = _unbracketed(node)
     if isinstance(node, exp.EQ | exp.NEQ):
         return f" {node.key} ".join(sorted((_text(node.left), _text(node.right))))
     return node.sql(dialect="sqlite")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
 MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
+MAX_PERMUTED = 500  # columns; those of a wider result have to be in order
 OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
 
 
@@ -47,15 +48,15 @@ class ResultCache:
     def put(self, key: tuple[FileVersion, str], result: ExecutionResult) -> None:
         """Keep a result, in place of an earlier one, and drop the oldest beyond the limits."""
         with self._lock:
-            if key in self._results:
-                self._forget(key)
+            self._drop(key)
             self._results[key] = result
             self._bytes += result.bytes + sys.getsizeof(key[1])
             while len(self._results) > MAX_CACHED_RESULTS or self._bytes > self.max_bytes:
-                self._forget(next(iter(self._results)))
+                self._drop(next(iter(self._results)))
 
-    def _forget(self, key: tuple[FileVersion, str]) -> None:
-        self._bytes -= self._results.pop(key).bytes + sys.getsizeof(key[1])
+    def _drop(self, key: tuple[FileVersion, str]) -> None:
+        if key in self._results:
+            self._bytes -= self._results.pop(key).bytes + sys.getsizeof(key[1])
 
 
 class Executor:
@@ -98,20 +99,16 @@ class Executor:
         return result.rows if result.ok and not result.truncated else None
 
     def _first(self, db_path: str | Path, statements: Sequence[str], *limits: int) -> ExecutionResult:
-        failed = None
-        for sql in statements:
-            result = self._execute(db_path, sql, *limits)
-            if result.ok:
-                return result
-            failed = failed or result
-        return failed
+        results = (self._execute(db_path, sql, *limits) for sql in statements)
+        first = next(results)
+        return first if first.ok else next((result for result in results if result.ok), first)
 
     def _execute(self, db_path: str | Path, sql: str, max_rows: int, max_bytes: int) -> ExecutionResult:
         version = file_version(db_path)
         result = self._cache.get((version, sql))
         too_few = result is not None and result.truncated and len(result.rows) < max_rows
         if result is None or (too_few and result.bytes <= max_bytes):
-            result = run_sql(version, sql, self.timeout_seconds, max_rows, max_bytes)
+            result = run_sql(db_path, sql, self.timeout_seconds, max_rows, max_bytes)
             if not result.message.startswith(OF_THE_MOMENT):
                 self._cache.put((version, sql), result)
         if len(result.rows) > max_rows:  # it was run with a higher limit
@@ -186,82 +183,62 @@ def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_
     """Whether one permutation of the columns makes the lists (or multisets) of rows equal.
 
     As in the official evaluation (exec_eval.py), two empty results are equal whatever their widths, and
-    1 equals 1.0 but not '1'. The search pairs one gold column after the other and gives a pair up as soon
-    as the rows of the paired columns differ. Where too many columns are permutations of one another, it finds
-    nothing.
+    1 equals 1.0 but not '1'. Where too many columns are permutations of one another, none is found.
     """
     if gold_rows is pred_rows or (not gold_rows and not pred_rows):
         return True
     if len(gold_rows) != len(pred_rows) or len(gold_rows[0]) != len(pred_rows[0]):
         return False
-    codes: defaultdict[object, int] = defaultdict(lambda: hash((len(codes), "code")))  # equal for equal cells
-    coded = [[tuple(map(codes.__getitem__, row)) for row in rows] for rows in (gold_rows, pred_rows)]
-    sums = [list(map(sum, rows)) for rows in coded]  # equal for the same cells in any order
-    if Counter(sums[0]) != Counter(sums[1]):
-        return False
     if any(type(cell) is float for row in chain(gold_rows, pred_rows) for cell in row) and not _same_cells(
         gold_rows, pred_rows, order_matters
     ):
         return False
-    if coded[0] == coded[1]:
-        return True
-    columns = [list(zip(*rows, strict=True)) for rows in coded]
+    gold_columns, pred_columns = (list(zip(*rows, strict=True)) for rows in (gold_rows, pred_rows))
     if order_matters:
         # Equal columns are interchangeable here, so equal multisets of columns decide.
-        return Counter(columns[0]) == Counter(columns[1])
-    signs = [[sum(_extended(sums[side], column)) for column in columns[side]] for side in (0, 1)]
-    return _match_columns(*columns, *signs)
-
-
-def _extended(groups: list[int], column: tuple[int, ...]) -> list[int]:
-    """A number for each row: equal for rows of equal groups with equal cells."""
-    return list(map(hash, zip(groups, column, strict=True)))
+        return Counter(gold_columns) == Counter(pred_columns)
+    return Counter(gold_rows) == Counter(pred_rows) or _columns_match(gold_columns, pred_columns)
 
 
 def _same_cells(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:
     """The official quick check of sorted rows, which tells 1 from 1.0 where that changes the sorting."""
-    gold = [_sorted_row(row) for row in gold_rows]
-    pred = [_sorted_row(row) for row in pred_rows]
+    gold, pred = (
+        [tuple(sorted(row, key=lambda cell: str(cell) + str(type(cell)))) for row in rows]
+        for rows in (gold_rows, pred_rows)
+    )
     return gold == pred if order_matters else set(gold) == set(pred)
 
 
-def _sorted_row(row: tuple) -> tuple:
-    return tuple(sorted(row, key=lambda cell: str(cell) + str(type(cell))))
+def _columns_match(gold: list[tuple], pred: list[tuple]) -> bool:
+    """Whether the columns can be paired so that the rows are the same, in any order.
 
-
-def _match_columns(
-    gold_columns: list[tuple], pred_columns: list[tuple], gold_signs: list[int], pred_signs: list[int]
-) -> bool:
-    """Whether the columns can be paired so that the rows are the same; columns of one pair have equal signs.
-
-    A group is the rows that agree in all columns paired so far.
+    One gold column after the other is paired; a group is the rows that agree in all columns paired so far,
+    and a pair is given up as soon as the groups of the two sides differ in size.
     """
-    start = [0] * len(gold_columns[0])
-    left = MAX_COMPARED_CELLS + 5 * len(gold_columns) * len(start)
-    wanted = Counter(zip(*gold_columns, strict=True))
+    counts = [Counter(column) for column in pred]
+    left = MAX_COMPARED_CELLS + 5 * len(gold) * len(gold[0])
 
-    def pairings(depth: int, free: list[int], gold_groups: list[int], pred_groups: list[int]) -> Iterator:
-        """For each free column that agrees with the gold column `depth`: the column, and the groups then."""
+    def search(paired: int, free: frozenset[int], gold_groups: list[int], pred_groups: list[int]) -> bool:
         nonlocal left
-        gold_groups, tried = _extended(gold_groups, gold_columns[depth]), set()
-        for column in (c for c in free if pred_signs[c] == gold_signs[depth]):
-            left -= len(start)
-            if pred_columns[column] not in tried and left >= 0:
-                tried.add(pred_columns[column])
-                groups = _extended(pred_groups, pred_columns[column])
-                if sum(groups) == sum(gold_groups):
-                    yield column, [c for c in free if c != column], gold_groups, groups
-
-    search, chosen = [pairings(0, list(range(len(pred_columns))), start, start)], []
-    while search:
-        found = next(search[-1], None)
-        del chosen[len(search) - 1 :]
-        if found is None:
-            search.pop()
-            continue
-        chosen.append(found[0])
-        if found[1]:
-            search.append(pairings(len(search), *found[1:]))
-        elif Counter(zip(*(pred_columns[c] for c in chosen), strict=True)) == wanted:
+        if not free:
             return True
-    return False
+        codes: dict[tuple, int] = {}  # (group, cell) -> the group that it makes
+
+        def regrouped(groups: list[int], column: tuple) -> list[int]:
+            return [codes.setdefault(pair, len(codes)) for pair in zip(groups, column, strict=True)]
+
+        alike = Counter(gold[paired])
+        candidates = {pred[index]: index for index in sorted(free) if counts[index] == alike}
+        gold_groups = regrouped(gold_groups, gold[paired])
+        sizes = Counter(gold_groups)
+        for column, index in candidates.items():
+            left -= len(column)
+            if left < 0:
+                return False
+            groups = regrouped(pred_groups, column)
+            if Counter(groups) == sizes and search(paired + 1, free - {index}, gold_groups, groups):
+                return True
+        return False
+
+    start = [0] * len(gold[0])
+    return len(gold) <= MAX_PERMUTED and search(0, frozenset(range(len(pred))), start, start)

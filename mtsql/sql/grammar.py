@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mtsql.data.names import folded
-from mtsql.sql.structure import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema, cached, column_id
+from mtsql.sql.structure import MAX_CHARACTERS, MAX_KEPT, TOO_LONG, SqlParseError, SqlSchema, column_id
 
 AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
 UNIT_OPERATORS = ("none", "-", "+", "*", "/")
@@ -62,7 +63,7 @@ def split_words(sql: str) -> list[str]:
     return words
 
 
-@cached
+@lru_cache(maxsize=MAX_KEPT)
 def parse_sql(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
     """The Spider structure of `sql`; it may be a cached one, so callers must not change it.
 
@@ -275,18 +276,13 @@ class _Reader:
                 return self.query()
             if '"' in (self.ahead or ""):
                 return self.take()
-            return self.number_or_column(start, tables)
-
-    def number_or_column(self, start: int, tables: list[str]) -> float | tuple:
-        """A number, else a column; all words up to a clause, comma, AND or ")" go with the column."""
-        try:
-            number = float(self.ahead or "")
-        except ValueError:
-            while self.ahead not in VALUE_ENDS:
+            with suppress(ValueError):
+                number = float(self.ahead or "")
+                self.at += 1
+                return number
+            while self.ahead not in VALUE_ENDS:  # all words up to there go with the column
                 self.at += 1
             return replace(self, words=self.words[start : self.at], at=0).column_unit(tables)
-        self.at += 1
-        return number
 
     def value_unit(self, tables: list[str]) -> tuple:
         operator, right = NO_OPERATOR, None

@@ -31,7 +31,8 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     found = NO_COLUMN.fullmatch(message) or AMBIGUOUS.fullmatch(message)
     if found is None:
         return ""
-    having = [t.name for t in schema.tables if _has(t.columns, found["name"])]
+    name = folded(found["name"])
+    having = [t.name for t in schema.tables if name in (folded(column) for column, _ in t.columns)]
     hints = [f"{written(found['name'])} is in {_listed(having)}"] if having else []
     if found.re is NO_COLUMN:
         read = _tables_by_alias(sql)
@@ -44,10 +45,6 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(written, names))
-
-
-def _has(columns: tuple[tuple[str, str], ...], wanted: str) -> bool:
-    return any(folded(name) == folded(wanted) for name, _ in columns)
 
 
 def _tables_by_alias(sql: str) -> dict[str, str]:

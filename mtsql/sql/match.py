@@ -6,15 +6,14 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TypeAlias
+from typing import NamedTuple
 
 from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
-from mtsql.sql.structure import SqlParseError, SqlSchema, cached
+from mtsql.sql.structure import SqlParseError, SqlSchema
 
 LIKE = COMPARISONS.index("like")
-Reading: TypeAlias = Callable[[str], dict]
 COMPONENTS = (
     "select", "select(no AGG)", "where", "where(no OP)", "group(no Having)", "group", "order", "and/or",
     "IUEN", "keywords",
@@ -22,12 +21,21 @@ COMPONENTS = (
 EMPTY = {
     "select": (None, []),
     "from": {"table_units": [], "conds": []},
-    "where": [],
-    "groupBy": [],
-    "having": [],
-    "orderBy": [],
+    **{clause: [] for clause in ("where", "groupBy", "having", "orderBy")},
     **dict.fromkeys(("limit", *SET_OPERATORS)),
 }
+
+
+class Component(NamedTuple):
+    """What the official table counts of one component: its F1, 0.0 or 1.0, and its elements on both sides.
+
+    The table takes the accuracy over all questions with the component in the prediction, the recall over all
+    questions with it in the gold query.
+    """
+
+    f1: float
+    in_pred: int
+    in_gold: int
 
 
 def string_match(gold: str, pred: str | None) -> bool:
@@ -51,38 +59,30 @@ def exact_set_match(
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse.
     """
-    return _exact(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys, keep_limit)))
+    return _exact(*_both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys, keep_limit)))
 
 
-def partial_f1(
+def partial_match(
     gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
-) -> dict[str, float]:
-    """The F1 of each of COMPONENTS; for one question it is 0.0 or 1.0.
+) -> dict[str, Component]:
+    """The partial match of each of COMPONENTS.
 
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    equal = _equal_components(*_both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
-    return {name: float(same) for name, same in equal.items()}
+    gold, pred = _both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys))
+    ours, theirs = _components(gold), _components(pred)
+    found = {
+        name: Component(float(same), theirs[name].total(), ours[name].total())
+        for name, same in _equal_components(gold, pred).items()
+    }
+    # The official code swaps the two sides here, and counts one element where both agree, even on none.
+    same, in_pred, in_gold = found["and/or"]
+    found["and/or"] = Component(same, 1, 1) if same else Component(same, in_gold, in_pred)
+    return found
 
 
-def partial_sizes(
-    gold_sql: str, pred_sql: str | None, schema: SqlSchema, foreign_keys: dict[str, str]
-) -> dict[str, tuple[int, int]]:
-    """(elements in the prediction, elements in the gold query) of each of COMPONENTS.
-
-    The official table takes the accuracy over all questions with the component in the prediction, the
-    recall over all questions with it in the gold query. Raises SqlParseError as `partial_f1`.
-    """
-    gold, pred = map(_components, _both(gold_sql, pred_sql, _reader(schema, foreign_keys)))
-    sizes = {name: (len(pred[name]), len(gold[name])) for name in COMPONENTS}
-    # The official code swaps the two here, and counts one element where both agree, even on none.
-    same_connectors = _same_items(gold["and/or"], pred["and/or"])
-    sizes["and/or"] = (1, 1) if same_connectors else sizes["and/or"][::-1]
-    return sizes
-
-
-def _both(gold_sql: str, pred_sql: str | None, read: Reading) -> tuple[dict, dict]:
+def _both(gold_sql: str, pred_sql: str | None, read: Callable[[str], dict]) -> tuple[dict, dict]:
     """The two as they are read; an empty query for a prediction that is missing or does not parse."""
     gold, pred = read(gold_sql), EMPTY
     if pred_sql is not None:
@@ -91,24 +91,14 @@ def _both(gold_sql: str, pred_sql: str | None, read: Reading) -> tuple[dict, dic
     return gold, pred
 
 
-def _reader(
-    schema: SqlSchema, foreign_keys: dict[str, str], keep_limit: bool = False
-) -> Callable[[str], dict]:
-    keys = tuple(foreign_keys.items())
-    return lambda sql: _normalised(sql, schema, keys, keep_limit)
-
-
-@cached
-def _normalised(
-    sql: str, schema: SqlSchema, foreign_keys: tuple[tuple[str, str], ...], keep_limit: bool = False
-) -> dict:
+def _read(sql: str, schema: SqlSchema, foreign_keys: dict[str, str], keep_limit: bool = False) -> dict:
     """The structure of `sql` without values and DISTINCT, foreign keys replaced by their representatives.
 
     Only keys of tables in the outermost FROM are replaced.
     """
     structure = parse_sql(sql, schema, keep_limit)
     tables = {unit for kind, unit in structure["from"]["table_units"] if kind == "table_unit"}
-    renamed = {column: key for column, key in foreign_keys if column.partition(".")[0] + "__" in tables}
+    renamed = {c: key for c, key in foreign_keys.items() if c.partition(".")[0] + "__" in tables}
     return _normalise(structure, renamed)
 
 
@@ -149,38 +139,29 @@ def _normalise(sql: dict, renamed: dict[str, str] | None) -> dict:
 
 
 def _exact(gold: dict, pred: dict) -> bool:
-    tables, others = (sql["from"]["table_units"] for sql in (gold, pred))
-    return all(_equal_components(gold, pred).values()) and _same_items(tables, others)
+    tables, others = (_multiset(sql["from"]["table_units"]) for sql in (gold, pred))
+    return tables == others and all(_equal_components(gold, pred).values())
 
 
 def _equal_components(gold: dict, pred: dict) -> dict[str, bool]:
     ours, theirs = _components(gold), _components(pred)
-    equal = {name: _same_items(ours[name], theirs[name]) for name in COMPONENTS}
+    equal = {name: ours[name] == theirs[name] for name in COMPONENTS}
     equal["IUEN"] = all(
         _exact(gold[o], pred[o]) if gold[o] and pred[o] else gold[o] is pred[o] for o in SET_OPERATORS
     )
     return equal
 
 
-def _same_items(gold: list, pred: list) -> bool:
-    """Equality as multisets."""
-    return Counter(map(_frozen, gold)) == Counter(map(_frozen, pred))
+def _multiset(items: Iterable[object]) -> Counter[str]:
+    """How often each item is there; items hold lists and dicts, so their texts stand for them."""
+    return Counter(map(repr, items))
 
 
-def _frozen(item: object) -> object:
-    """An item that may hold lists and dicts as one that is equal and hashable where the item is equal."""
-    if isinstance(item, dict):
-        return frozenset((key, _frozen(value)) for key, value in item.items())
-    if isinstance(item, list | tuple):
-        return type(item), *map(_frozen, item)
-    return item
-
-
-def _components(sql: dict) -> dict[str, list]:
+def _components(sql: dict) -> dict[str, Counter[str]]:
     """The elements of each of COMPONENTS in a normalised structure."""
-    selected, conditions, connectors = sql["select"][1], sql["where"][::2], sql["where"][1::2]
+    selected, conditions = sql["select"][1], sql["where"][::2]
     grouped = [column for _, column, _ in sql["groupBy"]]
-    return {
+    found = {
         "select": selected,
         "select(no AGG)": [unit for _, unit in selected],
         "where": conditions,
@@ -188,10 +169,12 @@ def _components(sql: dict) -> dict[str, list]:
         "group(no Having)": [column.rpartition(".")[2] for column in grouped],
         "group": [(grouped, sql["having"])] if grouped else [],
         "order": [(sql["orderBy"], sql["limit"] is None)] if sql["orderBy"] else [],
-        "and/or": list({_frozen(connector): connector for connector in connectors}.values()),
+        "and/or": sql["where"][1::2],
         "IUEN": [operator for operator in SET_OPERATORS if sql[operator]],
-        "keywords": sorted(_keywords(sql)),
+        "keywords": _keywords(sql),
     }
+    counted = {name: _multiset(items) for name, items in found.items()}
+    return counted | {"and/or": Counter(set(counted["and/or"]))}
 
 
 def _keywords(sql: dict) -> set[str]:
@@ -222,39 +205,27 @@ def whole_clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> f
 def hardness(gold_sql: str, schema: SqlSchema) -> str:
     """ "easy", "medium", "hard" or "extra". Raises SqlParseError if the query does not parse."""
     sql = parse_sql(gold_sql, schema)
-    parts, nested, others = _counted_parts(sql), _nested(sql), _others(sql)
-    if parts <= 1 and others == 0 and nested == 0:
-        return "easy"
-    if nested == 0 and ((others <= 2 and parts <= 1) or (parts <= 2 and others < 2)):
-        return "medium"
-    if nested == 0 and ((others > 2 and parts <= 2) or (2 < parts <= 3 and others <= 2)):
-        return "hard"
-    if parts <= 1 and others == 0 and nested <= 1:
-        return "hard"
-    return "extra"
-
-
-def _counted_parts(sql: dict) -> int:
-    clauses = sum(bool(sql[clause]) for clause in ("where", "groupBy", "orderBy", "limit"))
-    joins = max(len(sql["from"]["table_units"]) - 1, 0)
     conditions, connectors = split_conditions(sql)
-    likes = sum(condition[1] == LIKE for condition in conditions)
-    return clauses + joins + connectors.count("or") + likes
-
-
-def _nested(sql: dict) -> int:
-    conditions, _ = split_conditions(sql)
+    parts = sum(bool(sql[clause]) for clause in ("where", "groupBy", "orderBy", "limit"))
+    parts += max(len(sql["from"]["table_units"]) - 1, 0) + connectors.count("or")
+    parts += sum(condition[1] == LIKE for condition in conditions)
     values = [value for condition in conditions for value in condition[3:5]]
-    return sum(isinstance(value, dict) for value in values) + sum(
-        sql[operator] is not None for operator in SET_OPERATORS
-    )
+    nested = sum(isinstance(value, dict) for value in [*values, *map(sql.get, SET_OPERATORS)])
+    others = _long_lists(sql)
+    if parts <= 1 and others == 0 and nested <= 1:
+        return "hard" if nested else "easy"
+    if nested:
+        return "extra"
+    if (others <= 2 and parts <= 1) or (parts <= 2 and others < 2):
+        return "medium"
+    return "hard" if (others > 2 and parts <= 2) or (2 < parts <= 3 and others <= 2) else "extra"
 
 
-def _others(sql: dict) -> int:
+def _long_lists(sql: dict) -> int:
     """How many of four lists are long. HAVING counts by its NOT flags and connectors (a known bug)."""
-    units = sql["select"][1] + sql["where"][::2] + sql["groupBy"] + sql["having"]
+    selected = sql["select"][1]
+    units = selected + sql["where"][::2] + sql["groupBy"] + sql["having"]
     if sql["orderBy"]:
         units = units + [u for unit in sql["orderBy"][1] for u in unit[1:] if u is not None]
     aggregates = sum(unit[0] != NO_AGGREGATE for unit in units)
-    lists = (sql["select"][1], sql["where"], sql["groupBy"])
-    return (aggregates > 1) + sum(len(items) > 1 for items in lists)
+    return (aggregates > 1) + sum(len(items) > 1 for items in (selected, sql["where"], sql["groupBy"]))

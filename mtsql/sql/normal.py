@@ -11,15 +11,13 @@ import re
 from dataclasses import replace
 
 from mtsql.data.datasets import Example
-from mtsql.data.names import folded
+from mtsql.data.names import RESERVED, folded
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import as_executed
 from mtsql.sql.text import PIECE, is_blank
 
-KEYWORDS = frozenset(
-    "all and as asc between by case cast collate cross desc distinct else end escape except exists from full "
-    "glob group having in inner intersect is isnull join left like limit natural not notnull null offset on "
-    "or order outer right select then union using values when where with".split()
+KEYWORDS = RESERVED | set(
+    "asc by cross desc end full glob inner left like natural offset outer right with".split()
 )
 FUNCTIONS = frozenset("avg count max min sum".split())
 ALIAS = re.compile(r"t\d+", re.IGNORECASE)

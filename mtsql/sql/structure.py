@@ -1,19 +1,18 @@
-"""What the readers of SQL share: the schema as they see it, foreign-key classes, the cache of readings."""
+"""What the readers of SQL share: the schema as they see it, and foreign-key classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
 
 from mtsql.data.names import folded
 from mtsql.data.sandbox import FileVersion, Reader, file_version
-from mtsql.errors import UserError
 
 MAX_CHARACTERS = 100_000
 TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
-MAX_KEPT = 4_000  # of a statement whose reading is kept: its tree takes much more
+MAX_KEPT = 5_000  # readings of statements
 
 
 class SqlParseError(ValueError):
@@ -35,12 +34,10 @@ class SqlSchema:
 
         Unlike there, it has views and generated columns, and letters beyond ASCII keep their case. The same
         object is returned while the file is unchanged. A table whose module is not there is left out, and so
-        is a view that cannot be read. Raises UserError if the file is missing or no database.
+        is a view that cannot be read. Raises MissingDatabase if there is no such file, UserError if it is no
+        database.
         """
-        try:
-            return _read_schema(file_version(db_path))
-        except FileNotFoundError as error:
-            raise UserError(str(error)) from None
+        return _read_schema(file_version(db_path))
 
 
 @lru_cache(maxsize=1_000)
@@ -52,17 +49,6 @@ def _read_schema(version: FileVersion) -> SqlSchema:
         if columns := reader.columns(name, bool(plain)):
             tables[folded(name)] = tuple(folded(column) for column, _, _ in columns)
     return SqlSchema(tables)
-
-
-def cached(read: Callable[..., dict]) -> Callable[..., dict]:
-    """`read`, whose first argument is SQL, with its last 50,000 answers kept; what is long is read anew."""
-    kept = lru_cache(maxsize=50_000)(read)
-
-    @wraps(read)
-    def reading(sql: str, *args: object, **named: object) -> dict:
-        return (kept if len(sql) <= MAX_KEPT else read)(sql, *args, **named)
-
-    return reading
 
 
 def column_id(table: str, column: str) -> str:

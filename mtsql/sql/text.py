@@ -8,14 +8,9 @@ from itertools import islice, product
 
 from mtsql.data.names import folded
 
-PIECE = re.compile(
-    r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)
-    | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .""",
-    re.VERBOSE | re.DOTALL,
-)
-SPLIT_OPERATOR = re.compile(
-    r"""('(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)) | ([<>!])[ ]=""", re.VERBOSE
-)
+QUOTED = r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)"""
+PIECE = re.compile(rf"{QUOTED} | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .", re.VERBOSE | re.DOTALL)
+SPLIT_OPERATOR = re.compile(rf"({QUOTED}) | ([<>!])[ ]=", re.VERBOSE)
 VALUE = re.compile(
     r"""'(?:''|[^'])*' | "(?:""|[^"])*" | (?<![\w\].)])-?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.])""", re.VERBOSE
 )
@@ -78,12 +73,9 @@ def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
     """
     yield pred_sql
     pred = "".join(first_statement(pred_sql))
-    values = sorted({match.group() for match in VALUE.finditer(gold_sql)})
-    slots = [match.span() for match in VALUE.finditer(pred)]
-    starts = [0, *(end for _, end in slots)]
-    ends = [*(start for start, _ in slots), len(pred)]
-    between = [pred[start:end] for start, end in zip(starts, ends, strict=True)]
-    for chosen in islice(product(values, repeat=len(slots)), MAX_ALTERNATIVES):
+    values = sorted(set(VALUE.findall(gold_sql)))
+    between = VALUE.split(pred)
+    for chosen in islice(product(values, repeat=len(between) - 1), MAX_ALTERNATIVES):
         yield "".join(text + value for text, value in zip(between, (*chosen, ""), strict=True))
 
 

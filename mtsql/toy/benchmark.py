@@ -15,11 +15,11 @@ import json
 import random
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
@@ -64,74 +64,80 @@ def _useful(rows: list[tuple]) -> bool:
     return 0 < len(rows) <= 40 and any(value is not None for value in rows[0]) and rows != [(0,)]
 
 
-def _tie(connection: sqlite3.Connection, query: Query, database: Database) -> bool:
+def _tie(connection: sqlite3.Connection, query: Query) -> bool:
     """Whether LIMIT 1 would pick one of several equal firsts, so that the answer is arbitrary."""
     if not query.limit:
         return False
     two = replace(query, select=(*query.select, query.order[:2]), limit=2)
-    rows = connection.execute(render(two, database)).fetchall()
+    rows = connection.execute(render(two)).fetchall()
     return len(rows) == 2 and rows[0][-1] == rows[1][-1]
+
+
+class Turn(NamedTuple):
+    """A question, its gold SQL, and the mistakes ({kind, query}) that change the answer."""
+
+    question: str
+    gold: str
+    mistakes: list[dict[str, str]]
 
 
 def make_dialogue(
     database: Database, connection: sqlite3.Connection, rng: random.Random, said: Callable[[str], str]
-) -> tuple[list[dict], list[list[dict]]]:
-    """The turns of one dialogue, and for each the mistakes ({kind, query}) that change the answer.
+) -> list[Turn]:
+    """The turns of one dialogue, after 60 tries as many as there are; `connection` is to the database's file.
 
-    `connection` is to the database's file. `said` is how a question is put that people usually put as it
-    is. After 60 tries the dialogue is left as short as it is.
+    `said` is how a question is put that people usually put as it is.
     """
-    speaker = Speaker(database, rng)
-    length = rng.choice(TURNS)
-    turns, wrong, previous, before = [], [], None, None  # the last two: query and its rows
+    speaker, length = Speaker(database, rng), rng.choice(TURNS)
+    turns: list[Turn] = []
+    previous, before = None, None  # the query of the last turn and its rows
     for _ in range(60):
-        if len(turns) == length:
-            break
         try:
-            question, query = speaker.ask_follow_up(previous) if previous else speaker.ask_first()
+            question, query = speaker.ask(previous)
         except CannotAsk:
             continue
-        gold = render(query, database)
+        gold = render(query)
         rows = connection.execute(gold).fetchall()
-        if not _useful(rows) or rows == before or _tie(connection, query, database):
+        if not _useful(rows) or rows == before or _tie(connection, query):
             continue
-        question = said(question)
-        pieces = re.findall(r"\w+|[^\w\s]", question)
-        turns.append({"utterance": question, "utterance_toks": pieces, "query": gold})
-        found = mistakes(query, previous, database)
-        wrong.append([{"kind": k, "query": sql} for k, sql in found if _answer(connection, sql) != rows])
+        found = [{"kind": kind, "query": sql} for kind, sql in mistakes(query, previous, database)]
+        wrong = [m for m in found if _answer(connection, m["query"]) != rows]
+        turns.append(Turn(said(question), gold, wrong))
+        if len(turns) == length:
+            break
         previous, before = query, rows
-    return turns, wrong
+    return turns
+
+
+def _record(db_id: str, turns: list[Turn]) -> dict:
+    """A dialogue in SParC's format."""
+    asked = [
+        {"utterance": t.question, "utterance_toks": re.findall(r"\w+|[^\w\s]", t.question), "query": t.gold}
+        for t in turns
+    ]
+    final = {"utterance": turns[-1].question, "query": turns[-1].gold}
+    return {"database_id": db_id, "interaction": asked, "final": final}
 
 
 def _write_databases(
-    folder: Path, split: str, whose: str, seed: int, databases: int, dialogues_each: int
-) -> Iterator[tuple[dict, list[tuple[list[dict], list[list[dict]]]]]]:
-    """Write the databases of one part of a split; gives each one's tables entry and what is asked of it."""
-    rng = random.Random(f"{seed}/{split}/{whose}")
-    inventor = Inventor(rng)
-    said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
-    named = list(themes(whose == "unseen").items())
-    for number in range(databases):
-        theme, entities = named[number % len(named)]
-        db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
-        if whose == "invented":
-            entities = inventor.theme(entities)
-        database = make_database(entities, rng)
-        path = folder / "database" / db_id / f"{db_id}.sqlite"
-        path.parent.mkdir(parents=True)
-        connection = write_sqlite(database, path)
-        asked = [make_dialogue(database, connection, rng, said) for _ in range(dialogues_each)]
-        yield tables_entry(db_id, database), [(turns, wrong) for turns, wrong in asked if turns]
-        connection.close()
-
-
-def _record(db_id: str, turns: list[dict], single: bool) -> dict:
-    """A dialogue in SParC's format, or its first question in Spider's."""
-    if single:
-        return {"db_id": db_id, "question": turns[0]["utterance"], "query": turns[0]["query"]}
-    last = {key: turns[-1][key] for key in ("utterance", "query")}
-    return {"database_id": db_id, "interaction": turns, "final": last}
+    folder: Path, seed: int, split: str, parts: Mapping[str, tuple[int, int]]
+) -> tuple[list[dict], list[tuple[str, list[Turn]]]]:
+    """Write the databases of a split; gives their entries in tables.json, and dialogues by database id."""
+    entries, dialogues = [], []
+    for whose, (databases, dialogues_each) in parts.items():
+        rng = random.Random(f"{seed}/{split}/{whose}")
+        inventor = Inventor(rng)
+        said = {"known": str, "invented": inventor.asked, "unseen": asked_anew}[whose]
+        named = list(themes(whose == "unseen").items())
+        for number in range(databases):
+            theme, entities = named[number % len(named)]
+            db_id = f"{theme}_{'' if whose == 'known' else f'{whose}_'}{split}_{number:03d}"
+            database = make_database(inventor.theme(entities) if whose == "invented" else entities, rng)
+            entries.append(tables_entry(db_id, database))
+            with closing(write_sqlite(database, folder / "database" / db_id)) as connection:
+                made = [make_dialogue(database, connection, rng, said) for _ in range(dialogues_each)]
+            dialogues += [(db_id, turns) for turns in made if turns]
+    return entries, dialogues
 
 
 def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Splits = SPLITS) -> None:
@@ -142,21 +148,22 @@ def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Split
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; remove it or name another folder")
-    entries = []
+    tables = []
     with folder_atomically(folder) as partial:
         for split, parts in splits.items():
-            dialogues, wrong = [], []
-            made = (_write_databases(partial, split, whose, seed, *size) for whose, size in parts.items())
-            for entry, asked in chain.from_iterable(made):
-                entries.append(entry)
-                for turns, found in asked:
-                    dialogues.append(_record(entry["db_id"], turns, single))
-                    wrong.append(found[:1] if single else found)
-            name = "train_spider.json" if single and split == "train" else f"{split}.json"
-            (partial / name).write_text(json.dumps(dialogues, indent=1))
+            entries, dialogues = _write_databases(partial, seed, split, parts)
+            tables += entries
+            if single:
+                dialogues = [(db_id, turns[:1]) for db_id, turns in dialogues]
+                asked = [{"db_id": i, "question": t.question, "query": t.gold} for i, (t,) in dialogues]
+            else:
+                asked = [_record(*dialogue) for dialogue in dialogues]
+            name = "train_spider" if single and split == "train" else split
+            (partial / f"{name}.json").write_text(json.dumps(asked, indent=1))
             if split == "train":
+                wrong = [[turn.mistakes for turn in turns] for _, turns in dialogues]
                 (partial / "scripted_mistakes.json").write_text(json.dumps(wrong))
-        (partial / "tables.json").write_text(json.dumps(entries, indent=1))
+        (partial / "tables.json").write_text(json.dumps(tables, indent=1))
 
 
 def main() -> None:

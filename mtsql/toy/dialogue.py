@@ -7,7 +7,7 @@ another property, change the entity, ask about the answer. Later questions name 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from mtsql.toy.database import CATEGORIES, NUMBERS, Column, Database, Table
 from mtsql.toy.query import AGGREGATES, COUNT, Condition, Query, listing_of
 from mtsql.toy.words import ADJECTIVES, ASKING
 
-WORDINGS: Mapping[str, list[str]] = ASKING["conditions"] | ASKING["questions"]
+WORDINGS: dict[str, list[str]] = ASKING["conditions"] | ASKING["questions"]
 OF_CHILDREN = ("parent_condition", "pair", "children", "childless")  # asked of tables that have a parent
 Asked: TypeAlias = tuple[str, Query]  # a question and the query that answers it
 
@@ -37,31 +37,26 @@ class Speaker:
         self.database = database
         self.rng = rng
 
-    def ask_first(self) -> Asked:
-        """A question that stands on its own."""
-        tables = list(self.database.values())
-        children = [t for t in tables if t.parent]
-        table, child = self.rng.choice(tables + children), self.rng.choice(children)
-        kind = self.draw("first")
-        return getattr(self, kind)(child if kind in OF_CHILDREN else table)
+    def ask(self, last: Query | None) -> Asked:
+        """A question about, or in place of, what was asked last; without that one that stands on its own.
 
-    def ask_follow_up(self, query: Query) -> Asked:
-        """A question about, or in place of, what was asked last."""
-        return getattr(self, self.draw("follow_up"))(query, self.database[query.table])
-
-    def draw(self, which: str) -> str:
-        """A kind of question, the name of one of the methods below, at random by the kinds' weights."""
-        kinds = ASKING["weights"][which]
-        return self.rng.choices(list(kinds), list(kinds.values()))[0]
+        Its kind, the name of one of the methods below, is drawn by the kinds' weights.
+        """
+        if not last:
+            children = [t for t in self.database if t.parent]
+            table, child = self.rng.choice(self.database + children), self.rng.choice(children)
+        kinds = ASKING["weights"]["follow_up" if last else "first"]
+        kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
+        return getattr(self, kind)(last or (child if kind in OF_CHILDREN else table))
 
     def put(self, kind: str, /, **said: Any) -> str:
         """One of the wordings of a kind, with its blanks filled by `said`."""
         wordings = WORDINGS[kind]
         return (self.rng.choice(wordings) if len(wordings) > 1 else wordings[0]).format(**said)
 
-    def ask(self, kind: str, query: Query, /, **said: Any) -> Asked:
+    def asked(self, kind: str, query: Query, /, **said: Any) -> Asked:
         """A question of a kind; its wordings call the query {query} and the query's main table {table}."""
-        return self.put(kind, query=query, table=self.database[query.table], **said), query
+        return self.put(kind, query=query, table=query.table, **said), query
 
     # Columns and conditions
 
@@ -91,7 +86,7 @@ class Speaker:
     def average_condition(self, table: Table) -> Condition:
         """`column > (SELECT avg(column) FROM table)`, or `<`, for a random column."""
         column = self.column(table, ("amount",))
-        return Condition(column, self.rng.choice((">", "<")), Query(table.name, (("avg", column),)))
+        return Condition(column, self.rng.choice((">", "<")), Query(table, (("avg", column),)))
 
     def aggregate(self, table: Table) -> tuple[str, Column]:
         """An average, maximum, minimum or total to select."""
@@ -106,9 +101,8 @@ class Speaker:
     def say(self, condition: Condition, main: Table) -> str:
         """A condition as an English phrase that stands behind the plural of `main`."""
         column, value, more = condition.column, condition.value, condition.op == ">"
-        if column.table != main.name:
-            other = self.database[column.table]
-            return self.put("parent", other=other, inner=self.say(condition, other))
+        if column.table is not main:
+            return self.put("parent", other=column.table, inner=self.say(condition, column.table))
         if isinstance(value, str):
             negated = condition.op == "!="
             if column.kind in ("city", "country"):
@@ -127,60 +121,56 @@ class Speaker:
 
     def say_all(self, query: Query, main: Table | None = None) -> str:
         """All conditions of a query as such a phrase with a leading blank; "" without conditions."""
-        main = main or self.database[query.table]
+        main = main or query.table
         return "".join((" and " if i else " ") + self.say(c, main) for i, c in enumerate(query.where))
 
     # First questions
 
     def listing(self, query: Query) -> Asked:
-        """A question for the selected columns of a query."""
-        such = self.say_all(query)
+        """A question for the selected columns of a query, none of which a condition says already."""
         columns = [c for _, c in query.select]
-        label = self.database[query.table].label
-        if columns == [label] and query.where and self.rng.random() < 0.5:
-            return self.ask("list_entities", query, such=such)
+        require(not any(c.op == "=" and c.column in columns for c in query.where))
+        such = self.say_all(query)
+        if columns == [query.table.label] and query.where and self.rng.random() < 0.5:
+            return self.asked("list_entities", query, such=such)
         wanted = " and ".join(c.plural for c in columns)
         every = "" if query.where else self.rng.choice(("all ", "the ", ""))
-        return self.ask("list", query, such=such, wanted=wanted, every=every)
+        return self.asked("list", query, such=such, wanted=wanted, every=every)
 
     def one_column(self, table: Table) -> Asked:
         """A column under at most one condition."""
         restricted = self.rng.choice((0, 1, 1))
-        named = self.rng.random() < 0.6
-        return self._columns(table, [table.label if named else self.column(table)], restricted)
+        column = table.label if self.rng.random() < 0.6 else self.column(table)
+        return self.listing(self.restrict(listing_of(table, column), table, restricted))
 
     def two_columns(self, table: Table) -> Asked:
         """Two columns under at most one condition."""
         restricted = self.rng.choice((0, 1))
         column = self.column(table)
-        return self._columns(table, [column, self.column(table, avoid=[column])], restricted)
-
-    def _columns(self, table: Table, columns: list[Column], restricted: int) -> Asked:
-        query = self.restrict(listing_of(table, *columns), table, restricted)
-        require(not {c.column for c in query.where if c.op == "="} & set(columns))
-        return self.listing(query)
+        columns = column, self.column(table, avoid=[column])
+        return self.listing(self.restrict(listing_of(table, *columns), table, restricted))
 
     def count(self, table: Table) -> Asked:
         """How many there are."""
-        query = self.restrict(Query(table.name, (COUNT,)), table, self.rng.choice((0, 1, 1)))
-        return self.ask("count", query, such=self.say_all(query))
+        query = self.restrict(Query(table, (COUNT,)), table, self.rng.choice((0, 1, 1)))
+        return self.asked("count", query, such=self.say_all(query))
 
     def one_aggregate(self, table: Table) -> Asked:
         """An average, maximum, minimum or total."""
         restricted = self.rng.choice((0, 1))
-        query = self.restrict(Query(table.name, (self.aggregate(table),)), table, restricted)
-        return self.ask("aggregate", query, such=self.say_all(query), again=self.say_all(query))
+        query = self.restrict(Query(table, (self.aggregate(table),)), table, restricted)
+        return self.asked("aggregate", query, such=self.say_all(query), again=self.say_all(query))
 
     def group(self, table: Table) -> Asked:
         """A count for each value of a column."""
         column = self.column(table, CATEGORIES)
-        return self.ask("group", Query(table.name, (("", column), COUNT), group=column))
+        return self.asked("group", Query(table, (("", column), COUNT), group=column))
 
     def having(self, table: Table) -> Asked:
         """Values that occur often enough."""
         column = self.column(table, CATEGORIES)
         query = replace(listing_of(table, column), group=column, least=self.rng.choice((2, 3)))
-        return self.ask("having", query)
+        return self.asked("having", query)
 
     def superlative(self, table: Table) -> Asked:
         """The entity with the most or the least of something."""
@@ -188,39 +178,41 @@ class Speaker:
         query = replace(listing_of(table, table.label), order=order, limit=1)
         _, column, direction = order
         if column.phrase in ADJECTIVES:
-            return self.ask("most", query, most=ADJECTIVES[column.phrase][2 if direction == "DESC" else 3])
-        return self.ask("highest", query)
+            return self.asked("most", query, most=ADJECTIVES[column.phrase][2 if direction == "DESC" else 3])
+        return self.asked("highest", query)
 
     def parent_condition(self, table: Table) -> Asked:
         """Entities whose parent meets a condition: a join."""
         restricted = self.rng.choice((0, 0, 1))
         condition = self.condition(table.parent)
         counting = self.rng.random() < 0.3
-        query = Query(table.name, (COUNT if counting else ("", table.label),), (condition,))
+        query = Query(table, (COUNT if counting else ("", table.label),), (condition,))
         query = self.restrict(query, table, restricted)
-        return self.ask("count_joined", query, such=self.say_all(query)) if counting else self.listing(query)
+        if counting:
+            return self.asked("count_joined", query, such=self.say_all(query))
+        return self.listing(query)
 
     def pair(self, table: Table) -> Asked:
         """Each entity beside its parent: a join without conditions."""
-        column = self.rng.choice(table.parent.columns)
-        return self.ask("pair", listing_of(table, table.label, column), column=column)
+        column = self.column(table.parent)
+        return self.asked("pair", listing_of(table, table.label, column), column=column)
 
     def children(self, table: Table) -> Asked:
         """Parents by their number of children: count each, the most, or at least so many."""
         restricted = self.rng.choice((0, 0, 0, 1))
         label = table.parent.label
-        query = replace(listing_of(table.parent, label), group=label, joined=table.name)
+        query = replace(listing_of(table.parent, label), group=label, joined=table)
         kind = self.rng.choice(("each", "most", "fewest", "having"))
         query = self.restrict(query, table, restricted)
         children = table.plural + self.say_all(query, table)
         if kind == "each":
             query = replace(query, select=(*query.select, COUNT))
-            return self.ask("children_each", query, children=children)
+            return self.asked("children_each", query, children=children)
         if kind == "having":
             query = replace(query, least=self.rng.choice((2, 3)))
-            return self.ask("children_having", query, children=children)
+            return self.asked("children_having", query, children=children)
         query = replace(query, order=(*COUNT, "DESC" if kind == "most" else "ASC"), limit=1)
-        return self.ask("children_extreme", query, children=children, kind=kind)
+        return self.asked("children_extreme", query, children=children, kind=kind)
 
     def nested(self, table: Table) -> Asked:
         """Entities above or below the average: a nested query."""
@@ -229,9 +221,8 @@ class Speaker:
     def childless(self, table: Table) -> Asked:
         """Parents without children: NOT IN."""
         parent = table.parent
-        with_children = listing_of(table, Column(table.name, table.link))
-        condition = Condition(Column(parent.name, parent.key), "NOT IN", with_children)
-        return self.ask("childless", listing_of(parent, parent.label).under(condition), child=table)
+        condition = Condition(parent.key, "NOT IN", listing_of(table, table.link))
+        return self.asked("childless", listing_of(parent, parent.label).under(condition), child=table)
 
     def both(self, table: Table) -> Asked:
         """Values shared by two kinds of entity: INTERSECT."""
@@ -243,104 +234,102 @@ class Speaker:
         first = listing_of(table, column).under(Condition(number, "<", seen[half]))
         second = listing_of(table, column).under(Condition(number, ">", seen[half - 1]))
         query = replace(first, combined=("INTERSECT", second))
-        return self.ask("both", query, such=self.say_all(first), others=self.say_all(second))
+        return self.asked("both", query, such=self.say_all(first), others=self.say_all(second))
 
-    # Follow-ups to `query`, whose main table is `table`
+    # Follow-ups to `query`
 
-    def refine(self, query: Query, table: Table) -> Asked:
+    def refine(self, query: Query) -> Asked:
         """Add a constraint, on the entity itself or on its parent."""
         require(query.is_plain and len(query.where) <= 2)
-        of_parent = table.parent and self.rng.random() < 0.25
-        condition = self.condition(table.parent if of_parent else table, query.where)
-        return self.ask("refine", query.under(condition), such=self.say(condition, table))
+        of_parent = query.table.parent and self.rng.random() < 0.25
+        condition = self.condition(query.table.parent if of_parent else query.table, query.where)
+        return self.asked("refine", query.under(condition), such=self.say(condition, query.table))
 
-    def other_property(self, query: Query, table: Table) -> Asked:
+    def other_property(self, query: Query) -> Asked:
         """Other columns of the same entities."""
-        require(not (query.group or query.combined or any(a for a, _ in query.select)))
+        require(query.is_list)
         shown = [c for _, c in query.select] + [c.column for c in query.where if c.op == "="]
         kind = "property_of_one" if query.limit else "property_of_each"
-        return self.ask(kind, query.showing(self.column(table, avoid=shown)))
+        return self.asked(kind, query.showing(self.column(query.table, avoid=shown)))
 
-    def other_value(self, query: Query, table: Table) -> Asked:
+    def other_value(self, query: Query) -> Asked:
         """The same question about another entity: one value takes the place of another."""
-        fitting = [c for c in query.where if isinstance(c.value, str) and c.op == "="]
+        fitting = [c for c in query.where if c.op == "="]
         require(fitting and not query.combined)
         old = self.rng.choice(fitting)
         others = [word for word in old.column.distinct if word != old.value]
         require(others)
         word = self.rng.choice(others)
-        return self.ask("other_value", query.changed(old, replace(old, value=word)), word=word)
+        return self.asked("other_value", query.changed(old, replace(old, value=word)), word=word)
 
-    def negate(self, query: Query, table: Table) -> Asked:
+    def negate(self, query: Query) -> Asked:
         """The others: an equality becomes an inequality."""
-        require(query.is_plain and query.where)
-        old = query.where[-1]
-        require(isinstance(old.value, str) and old.op == "=")
-        new = replace(old, op="!=")
-        return self.ask("negate", query.changed(old, new), such=self.say(new, table))
+        require(query.is_plain and query.where and query.where[-1].op == "=")
+        new = replace(query.where[-1], op="!=")
+        return self.asked("negate", query.changed(query.where[-1], new), such=self.say(new, query.table))
 
-    def count_those(self, query: Query, table: Table) -> Asked:
+    def count_those(self, query: Query) -> Asked:
         """How many the last answer holds."""
-        require(query.is_plain_list and query.where)
-        return self.ask("count_those", replace(query, select=(COUNT,)))
+        require(query.is_plain and query.is_list and query.where)
+        return self.asked("count_those", replace(query, select=(COUNT,)))
 
-    def list_those(self, query: Query, table: Table) -> Asked:
+    def list_those(self, query: Query) -> Asked:
         """Who they are, after a count or an average."""
-        require(query.is_plain and not query.is_plain_list)
-        return self.ask("list_those", query.showing(table.label))
+        require(query.is_plain and not query.is_list)
+        return self.asked("list_those", query.showing(query.table.label))
 
-    def aggregate_those(self, query: Query, table: Table) -> Asked:
+    def aggregate_those(self, query: Query) -> Asked:
         """An average, maximum, minimum or total over the last answer."""
         require(query.is_plain)
-        return self.ask("aggregate_those", replace(query, select=(self.aggregate(table),)))
+        return self.asked("aggregate_those", replace(query, select=(self.aggregate(query.table),)))
 
-    def sort_those(self, query: Query, table: Table) -> Asked:
+    def sort_those(self, query: Query) -> Asked:
         """The same list in an order."""
-        require(query.is_plain_list)
-        return self.ask("sort_those", replace(query, order=self.order(table, "DESC", "ASC")))
+        require(query.is_plain and query.is_list)
+        return self.asked("sort_those", replace(query, order=self.order(query.table, "DESC", "ASC")))
 
-    def extreme_of_those(self, query: Query, table: Table) -> Asked:
+    def extreme_of_those(self, query: Query) -> Asked:
         """The one with the most of something among the last answer."""
         require(query.is_plain)
-        order = self.order(table, "DESC", "ASC")
-        return self.ask("extreme_of_those", replace(query.showing(table.label), order=order, limit=1))
+        order = self.order(query.table, "DESC", "ASC")
+        return self.asked("extreme_of_those", replace(query.showing(query.table.label), order=order, limit=1))
 
-    def group_those(self, query: Query, table: Table) -> Asked:
+    def group_those(self, query: Query) -> Asked:
         """The last answer counted by a column."""
         require(query.is_plain)
-        column = self.column(table, CATEGORIES, [c.column for c in query.where])
-        return self.ask("group_those", replace(query, select=(("", column), COUNT), group=column))
+        column = self.column(query.table, CATEGORIES, [c.column for c in query.where])
+        return self.asked("group_those", replace(query, select=(("", column), COUNT), group=column))
 
-    def about_groups(self, query: Query, table: Table) -> Asked:
+    def about_groups(self, query: Query) -> Asked:
         """The largest group, or the large ones."""
         require(query.group and not (query.order or query.least))
-        grouped = self.database[query.group.table]
-        name = grouped.singular if query.group == grouped.label else query.group.phrase
+        grouped = query.group.table
+        name = grouped.singular if query.group is grouped.label else query.group.phrase
         query = query.showing(query.group)
         if self.rng.random() < 0.5:
-            return self.ask("largest_group", replace(query, order=(*COUNT, "DESC"), limit=1), name=name)
-        return self.ask("large_groups", replace(query, least=self.rng.choice((2, 3))))
+            return self.asked("largest_group", replace(query, order=(*COUNT, "DESC"), limit=1), name=name)
+        return self.asked("large_groups", replace(query, least=self.rng.choice((2, 3))))
 
-    def above_average(self, query: Query, table: Table) -> Asked:
+    def above_average(self, query: Query) -> Asked:
         """A nested constraint."""
-        require(query.is_plain_list and len(query.where) <= 1)
-        condition = self.average_condition(table)
+        require(query.is_plain and query.is_list and len(query.where) <= 1)
+        condition = self.average_condition(query.table)
         require(condition.column not in {c.column for c in query.where})
-        return self.ask("above_average", query.under(condition), such=self.say(condition, table))
+        return self.asked("above_average", query.under(condition), such=self.say(condition, query.table))
 
-    def combine(self, query: Query, table: Table) -> Asked:
+    def combine(self, query: Query) -> Asked:
         """Leave some out (EXCEPT) or add some (UNION)."""
-        require(query.is_plain_list and len(query.where) <= 1 and len(query.select) <= 1)
-        condition = self.condition(table, query.where)
-        such = self.say(condition, table)
+        require(query.is_plain and query.is_list and len(query.where) <= 1 and len(query.select) <= 1)
+        condition = self.condition(query.table, query.where)
+        such = self.say(condition, query.table)
         out = self.rng.random() < 0.6 or not query.where
         kind, operator = ("leave_out", "EXCEPT") if out else ("add", "UNION")
         other = Query(query.table, query.select, (condition,))
-        return self.ask(kind, replace(query, combined=(operator, other)), such=such)
+        return self.asked(kind, replace(query, combined=(operator, other)), such=such)
 
-    def parents_of_those(self, query: Query, table: Table) -> Asked:
+    def parents_of_those(self, query: Query) -> Asked:
         """What the entities of the answer belong to."""
-        parent = table.parent
-        require(parent and not (query.group or query.combined or query.select[0][0]))
-        column = parent.label if self.rng.random() < 0.6 else self.rng.choice(parent.columns)
-        return self.ask("parent_of_one" if query.limit else "parent_of_each", query.showing(column))
+        parent = query.table.parent
+        require(parent and query.is_list)
+        column = parent.label if self.rng.random() < 0.6 else self.column(parent)
+        return self.asked("parent_of_one" if query.limit else "parent_of_each", query.showing(column))

@@ -13,6 +13,7 @@ and beside the rest, come exercises on random words.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -36,11 +37,11 @@ from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import STATE_FILE, find_checkpoint, new_checkpoint
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.model import restore_policy, save_policy
+from mtsql.learn.model import save_policy
 from mtsql.learn.optimizer import cosine_rate, set_learning_rate
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.task import load_split, make_environment, pick_device, prompt_options
-from mtsql.toy import scripted_agent
+from mtsql.toy.scripted_agent import Habits, copying_exercise, lessons, repair_exercise
 from mtsql.toy.tiny import tiny_qwen3, train_tokenizer
 
 # What the compact wording adds to a schema and a question, for the tokenizer.
@@ -107,18 +108,18 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings and vectors."""
-    inside = {n: p.ndim == 2 and "embed" not in n for n, p in model.named_parameters()}
-    matrices, others = ([p for n, p in model.named_parameters() if inside[n] is of] for of in (True, False))
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [model.get_input_embeddings().weight, *(p for p in model.parameters() if p.ndim == 1)]
     return [Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def by_database(asked: Sequence[Example], size: int, rng: random.Random) -> list[list[Example]]:
     """All questions in random order, in chunks of `size` over one database each."""
-    databases: dict[str, list[Example]] = {}
+    databases = defaultdict(list)
     for example in rng.sample(asked, len(asked)):
-        databases.setdefault(example.db_id, []).append(example)
+        databases[example.db_id].append(example)
     chunks = [of[i : i + size] for of in databases.values() for i in range(0, len(of) - size + 1, size)]
     return rng.sample(chunks, len(chunks))
 
@@ -131,17 +132,17 @@ def recipes_of(config: ImitationConfig) -> Sequence[str]:
 def make_tokenizer(config: ImitationConfig, dataset: Dataset) -> PreTrainedTokenizerFast:
     """A tokenizer of the words of schemas, questions and gold SQL.
 
-    What a recipe always writes before and after a query is a token each; the first recipe's always is.
+    What a recipe always writes before and after a query is a token each; MTSQL-R1's always is.
     """
     trained = {dialogue.db_id for dialogue in dataset.dialogues}  # the other splits must stay unseen
     texts = [schema.text(compact=True) for name, schema in dataset.schemas.items() if name in trained]
     for example in examples(dataset.dialogues):
         texts += [example.question, example.gold_sql, WORDING]
     tags: list[str] = []
-    for name in (name for name in recipes_of(config) if name != RECIPES[0]):
+    for name in recipes_of(config):
         recipe = load_recipe(name).make_recipe(prompt_options(config))
         tags += [*recipe.call("QUERY").split("QUERY"), *recipe.answer("QUERY").split("QUERY")]
-    return train_tokenizer(texts, VOCABULARY, list(dict.fromkeys(tags)))
+    return train_tokenizer(texts, VOCABULARY, tags)
 
 
 def make_environments(
@@ -152,8 +153,8 @@ def make_environments(
     for name in recipes_of(config):
         played = replace(config, recipe=name)
         if name != config.recipe:
-            turns = from_toml(Path("configs") / f"{name}.toml", ImitationConfig)["max_interactions"]
-            played = replace(played, max_interactions=turns)
+            own = from_toml(Path("configs") / f"{name}.toml", ImitationConfig)
+            played = replace(played, max_interactions=own["max_interactions"])
         environments.append({tools: make_environment(played, dataset, tokens, tools) for tools in TOOL_SETS})
     return environments
 
@@ -168,30 +169,27 @@ def training_groups(
     environments = make_environments(config, dataset, tokens)
     dialogues = enumerate(read_json(Path(config.data[0]) / "scripted_mistakes.json"))
     wrong = {f"{i:05d}/{turn}": found for i, turns in dialogues for turn, found in enumerate(turns)}
-    habits = scripted_agent.Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
+    habits = Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
     rng = random.Random(config.seed)
     pieces = tokens.tokenizer.get_vocab()
     copyable = sorted(i for piece, i in pieces.items() if not piece.startswith("<"))
     words = sorted(i for piece, i in pieces.items() if piece[0] == " " and piece[1:].isalpha())
-
-    def repairs(count: int) -> list[list[Trajectory]]:
-        return [[scripted_agent.repair_exercise(tokens, words, EXERCISE, rng)] for _ in range(count)]
-
-    for _ in range(config.copying_steps):
-        copying = [[scripted_agent.copying_exercise(copyable, EXERCISE, rng)] for _ in range(8)]
-        yield "copying", copying + repairs(8)
-    asked, order = examples(dataset.dialogues), []
-    for phase, steps in (("answers", config.answer_steps), ("agent", config.agent_steps)):
-        show = scripted_agent.direct_answer if phase == "answers" else scripted_agent.demonstrations
-        for _ in range(steps):
-            if len(order) < DATABASES[phase]:
-                order += by_database(asked, config.questions_per_database, rng)
+    asked, chunks = examples(dataset.dialogues), []
+    steps = {"copying": config.copying_steps, "answers": config.answer_steps, "agent": config.agent_steps}
+    for phase in chain.from_iterable([phase] * count for phase, count in steps.items()):
+        if phase == "copying":
+            groups = [[copying_exercise(copyable, EXERCISE, rng)] for _ in range(8)]
+        else:
+            if len(chunks) < DATABASES[phase]:
+                chunks += by_database(asked, config.questions_per_database, rng)
             groups = []
             for _ in range(DATABASES[phase]):
                 played = environments[0] if len(environments) == 1 else rng.choice(environments)
-                shown = (show(played, e, wrong[e.id], habits, rng) for e in order.pop(0))
-                groups.append(list(chain.from_iterable(shown)))
-            yield phase, groups + repairs(config.repair_exercises)
+                taught = (lessons(phase, played, e, wrong[e.id], habits, rng) for e in chunks.pop(0))
+                groups.append(list(chain.from_iterable(taught)))
+        repairs = 8 if phase == "copying" else config.repair_exercises
+        exercises = [[repair_exercise(tokens, words, EXERCISE, rng)] for _ in range(repairs)]
+        yield phase, groups + exercises
 
 
 def rate_at(config: ImitationConfig, step: int) -> float:
@@ -232,15 +230,15 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(pick_device())
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizers, taken = make_optimizers(model), 0
+    trained = {"model": model, "muon": optimizers[0], "adamw": optimizers[1]}
     fixed = {f"--{n.replace('_', '-')}": str(v) for n, v in asdict(config).items() if n not in FREE}
     if checkpoint:
         state = torch.load(checkpoint / STATE_FILE, weights_only=True)
         taken, before = state["step"], state["fixed"]
         if changed := [f"{n} was {before[n]}, is now {v}" for n, v in fixed.items() if before[n] != v]:
             raise UserError(f"{out} goes on with the same options only: {'; '.join(changed)}")
-        restore_policy(model, checkpoint / "policy", "float32")
-        for i, optimizer in enumerate(optimizers):
-            optimizer.load_state_dict(state["optimizers"][i])
+        for name, part in trained.items():
+            part.load_state_dict(state[name])
     groups_of_steps = training_groups(config, dataset, ChatTokens(tokenizer))
     steps = config.copying_steps + config.answer_steps + config.agent_steps
     bar = tqdm(groups_of_steps, desc="imitation", total=steps, unit="step", mininterval=5.0)
@@ -251,9 +249,8 @@ def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
         bar.set_postfix_str(f"{phase}, loss {loss:.3f}", refresh=False)
         if (step + 1) % SAVE_EVERY == 0:
             with new_checkpoint(out, step + 1) as folder:
-                save_policy(model, tokenizer, folder / "policy")
-                states = [optimizer.state_dict() for optimizer in optimizers]
-                torch.save({"step": step + 1, "fixed": fixed, "optimizers": states}, folder / STATE_FILE)
+                states = {name: part.state_dict() for name, part in trained.items()}
+                torch.save({"step": step + 1, "fixed": fixed, **states}, folder / STATE_FILE)
     with folder_atomically(out) as whole:
         save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)

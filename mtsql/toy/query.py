@@ -8,6 +8,7 @@ question lost or left unchanged, a look-alike column of another table).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from mtsql.toy.database import Column, Database, Table
 
@@ -23,6 +24,14 @@ class Condition:
     op: str
     value: int | str | Query
 
+    def sql(self) -> str:
+        """The operator and the right side in SQL."""
+        if isinstance(self.value, Query):
+            return f"{self.op} ({render(self.value)})"
+        if isinstance(self.value, int):
+            return f"{self.op} {self.value}"
+        return f"{self.op} '{self.column.stored(self.value)}'"
+
 
 @dataclass(frozen=True)
 class Query:
@@ -31,7 +40,7 @@ class Query:
     `least` stands for HAVING count(*) >= it. `combined` is INTERSECT, EXCEPT or UNION with another query.
     """
 
-    table: str
+    table: Table
     select: tuple[tuple[str, Column | None], ...]
     where: tuple[Condition, ...] = ()
     group: Column | None = None
@@ -39,23 +48,23 @@ class Query:
     order: tuple[str, Column | None, str] | None = None
     limit: int | None = None
     combined: tuple[str, Query] | None = None
-    joined: str | None = None  # a child table that is counted, though none of its columns is named
+    joined: Table | None = None  # a child table that is counted, though none of its columns is named
 
-    def tables(self) -> list[str]:
-        """Every table that the FROM clause needs for the columns named, the main table first."""
-        columns = [c for _, c in self.select] + [c.column for c in self.where] + [self.group]
-        columns += [self.order[1]] if self.order else []
-        return list(dict.fromkeys([self.table, *(c.table for c in columns if c), self.joined or self.table]))
+    @property
+    def columns(self) -> list[Column]:
+        """The columns that SELECT and WHERE name, each once."""
+        named = [c for _, c in self.select if c] + [c.column for c in self.where]
+        return list(dict.fromkeys(named))
+
+    @property
+    def is_list(self) -> bool:
+        """Columns of single entities: no aggregates, groups or set operation."""
+        return not (self.select[0][0] or self.group or self.combined)
 
     @property
     def is_plain(self) -> bool:
         """A list, count or aggregate under conditions, and nothing more."""
-        return not (self.group or self.order or self.combined or self.joined)
-
-    @property
-    def is_plain_list(self) -> bool:
-        """Columns under conditions, and nothing more."""
-        return self.is_plain and not self.select[0][0]
+        return not (self.group or self.order or self.combined)
 
     @property
     def shown(self) -> Column:
@@ -89,64 +98,51 @@ class Query:
 
 def listing_of(table: Table, *columns: Column) -> Query:
     """The query for columns of a table, or of its parent beside them."""
-    return Query(table.name, tuple(("", column) for column in columns))
+    return Query(table, tuple(("", column) for column in columns))
 
 
-def _value(condition: Condition, database: Database) -> str:
-    """The right side of a condition in SQL."""
-    if isinstance(condition.value, Query):
-        return f"({render(condition.value, database)})"
-    if isinstance(condition.value, int):
-        return str(condition.value)
-    return f"'{condition.column.stored(condition.value)}'"
+def _linked(one: Table, other: Table) -> bool:
+    return one.parent is other or other.parent is one
 
 
-def _link(database: Database, one: str, other: str) -> tuple[Table, Table] | None:
-    """Two tables as (child, parent) if one points to the other."""
-    first, second = database[one], database[other]
-    if first.parent is second:
-        return first, second
-    return (second, first) if second.parent is first else None
-
-
-def _joins(database: Database, tables: list[str]) -> dict[str, tuple[Table, Table] | None]:
-    """FROM clause: the main table, then each further one with its link (child, parent) to one before it.
+def _from(query: Query) -> list[Table]:
+    """The tables that a query needs, its own first, and then each linked to one before it.
 
     A grandparent brings its own table between them.
     """
-    joins: dict[str, tuple[Table, Table] | None] = {tables[0]: None}
-    while waiting := [table for table in tables if table not in joins]:
-        above = [database[there].parent.name for there in joins if database[there].parent]
-        new = [table for table in (*waiting, *above) if table not in joins]
-        links = ((table, _link(database, table, there)) for table in new for there in joins)
-        table, link = next((table, link) for table, link in links if link)
-        joins[table] = link
-    return joins
+    ordered = [query.order[1]] if query.order else []
+    named = [c.table for c in (*query.columns, query.group, *ordered) if c] + [query.joined or query.table]
+    tables = [query.table]
+    while waiting := [table for table in named if table not in tables]:
+        above = [table.parent for table in tables if table.parent]
+        new = [table for table in waiting + above if table not in tables]
+        tables.append(next(table for table in new if any(_linked(table, there) for there in tables)))
+    return tables
 
 
-def render(query: Query, database: Database) -> str:
+def render(query: Query) -> str:
     """SQL of a query: plain names over one table, aliases t1, t2, ... over several."""
-    joins = _joins(database, query.tables())
-    alias = {table: f"t{i}" for i, table in enumerate(joins, 1)}
+    tables = _from(query)
+    alias = {table: f"t{i}" for i, table in enumerate(tables, 1)}
+
+    def name(column: Column) -> str:
+        return f"{alias[column.table]}.{column.name}" if len(tables) > 1 else column.name
 
     def expression(aggregate: str, column: Column | None) -> str:
-        name = "*" if column is None else column.name
-        if column is not None and len(joins) > 1:
-            name = f"{alias[column.table]}.{name}"
-        return f"{aggregate}({name})" if aggregate else name
+        inner = name(column) if column else "*"
+        return f"{aggregate}({inner})" if aggregate else inner
 
-    sql = "SELECT " + ", ".join(expression(a, c) for a, c in query.select)
-    sql += f" FROM {query.table}" + (f" AS {alias[query.table]}" if len(joins) > 1 else "")
-    for table, link in joins.items():
-        if link:
-            child, parent = link
-            sql += f" JOIN {table} AS {alias[table]}"
-            sql += f" ON {alias[child.name]}.{child.link} = {alias[parent.name]}.{parent.key}"
+    sql = "SELECT " + ", ".join(expression(a, c) for a, c in query.select) + f" FROM {query.table.name}"
+    if len(tables) > 1:
+        sql += f" AS {alias[query.table]}"
+    for i, table in enumerate(tables[1:], 1):
+        there = next(t for t in tables[:i] if _linked(t, table))
+        child, parent = (there, table) if there.parent is table else (table, there)
+        sql += f" JOIN {table.name} AS {alias[table]} ON {name(child.link)} = {name(parent.key)}"
     if query.where:
-        conditions = (f"{expression('', c.column)} {c.op} {_value(c, database)}" for c in query.where)
-        sql += " WHERE " + " AND ".join(conditions)
+        sql += " WHERE " + " AND ".join(f"{name(c.column)} {c.sql()}" for c in query.where)
     if query.group:
-        sql += f" GROUP BY {expression('', query.group)}"
+        sql += f" GROUP BY {name(query.group)}"
     if query.least:
         sql += f" HAVING count(*) >= {query.least}"
     if query.order:
@@ -154,20 +150,22 @@ def render(query: Query, database: Database) -> str:
     if query.limit:
         sql += f" LIMIT {query.limit}"
     if query.combined:
-        sql += f" {query.combined[0]} {render(query.combined[1], database)}"
+        sql += f" {query.combined[0]} {render(query.combined[1])}"
     return sql
 
 
 def _replace_column(query: Query, old: Column, new: Column) -> Query:
     """The query with one column taken for another everywhere, but for nested queries."""
 
-    def swap(part: object) -> object:
-        if isinstance(part, Condition):
-            return replace(part, column=swap(part.column))
-        return tuple(map(swap, part)) if isinstance(part, tuple) else new if part == old else part
+    def swap(column: Column | None) -> Column | None:
+        return new if column is old else column
 
     return replace(
-        query, **{name: swap(getattr(query, name)) for name in ("select", "where", "group", "order")}
+        query,
+        select=tuple((aggregate, swap(column)) for aggregate, column in query.select),
+        where=tuple(replace(c, column=swap(c.column)) for c in query.where),
+        group=swap(query.group),
+        order=query.order and (query.order[0], swap(query.order[1]), query.order[2]),
     )
 
 
@@ -176,27 +174,26 @@ def mistakes(query: Query, previous: Query | None, database: Database) -> list[t
 
     Kinds: lost_constraint, stale_value, value_form, look_alike, misnamed_column.
     """
-    found: list[tuple[str, Query]] = []
     earlier = previous.where if previous else ()
+    found: list[tuple[str, Query]] = []
     for lost in (c for c in query.where if c in earlier):
         found.append(("lost_constraint", replace(query, where=tuple(c for c in query.where if c != lost))))
-    for now in query.where:
-        for old in earlier:
-            same = (old.column, old.op) == (now.column, now.op)
-            if same and old.value != now.value and isinstance(old.value, str):
-                found.append(("stale_value", query.changed(now, old)))
+    for now, old in product(query.where, earlier):
+        same = now.column is old.column and now.op == old.op
+        if same and now.value != old.value and isinstance(old.value, str):
+            found.append(("stale_value", query.changed(now, old)))
     for now in (c for c in query.where if isinstance(c.value, str)):
         for style in ("title", "lower") if now.column.form == "proper" else ("lower", "title"):
             if style != now.column.style:
                 stored = replace(now, column=replace(now.column, style=style))
                 found.append(("value_form", query.changed(now, stored)))
-    for column in dict.fromkeys([c for _, c in query.select if c] + [c.column for c in query.where]):
-        for table in database.values():
+    for column in query.columns:
+        for table in database:
             twin = next((c for c in table.columns if c.name == column.name), None)
-            if twin and column.form != "label" and _link(database, column.table, twin.table):
+            if twin and column.form != "label" and _linked(column.table, table):
                 found.append(("look_alike", _replace_column(query, column, twin)))
-        own = {c.name for c in database[column.table].columns}
-        for wrong in (n for n in column.other_names if n not in own):
+        own = {c.name for c in column.table.columns}
+        for wrong in (n for n in column.names if n not in own):
             found.append(("misnamed_column", _replace_column(query, column, replace(column, name=wrong))))
-    rendered = dict.fromkeys((kind, render(wrong, database)) for kind, wrong in found)
-    return [(kind, sql) for kind, sql in rendered if sql != render(query, database)]
+    rendered = dict.fromkeys((kind, render(wrong)) for kind, wrong in found)
+    return [(kind, sql) for kind, sql in rendered if sql != render(query)]

@@ -41,6 +41,7 @@ class Habits:
 ATTENTIVE = Habits(wrong_first=1, wrong_name=1, notices_execution=1, notices_memory=1, false_alarm=0)
 # Mistakes that a tool reveals and a careful second look repairs; wrong columns come where there is none.
 CARELESS = ("lost_constraint", "stale_value", "value_form")
+Played: TypeAlias = Mapping[str, Environment]  # a recipe's environments by set of tools
 
 
 def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random.Random) -> Trajectory:
@@ -64,17 +65,16 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
     has_memory = recipe.verifies and MEMORY_RETRIEVE in tools and episode.example.history
     executed = (" WHERE " not in sql and rng.random() < habits.skips_execution) or EXEC_SQL not in tools
     recalled = rng.random() < habits.skips_memory or not has_memory
-    while True:
-        if (executed and recalled) or episode.trajectory.interactions == episode.limits.max_interactions:
-            say(verdicts + recipe.answer(sql))
-            return episode.trajectory
-        tool = MEMORY_RETRIEVE if executed else EXEC_SQL
-        say(verdicts + (tool_call(tool, sql) if executed else recipe.call(sql)))
+    trajectory = episode.trajectory
+    while not (executed and recalled) and trajectory.interactions < episode.limits.max_interactions:
         if executed:
-            fault, notices = sql != gold, habits.notices_memory
+            tool, notices = MEMORY_RETRIEVE, habits.notices_memory
+            say(verdicts + tool_call(tool, sql))
+            fault = sql != gold
         else:  # an error, nothing, or a lone zero looks wrong
-            outcome = episode.trajectory.observations[-1].outcome
-            fault, notices = outcome != "ok" or episode.result.rows == ((0,),), habits.notices_execution
+            tool, notices = EXEC_SQL, habits.notices_execution
+            say(verdicts + recipe.call(sql))
+            fault = trajectory.observations[-1].outcome != "ok" or episode.result.rows == ((0,),)
         alarm = rng.random() < (notices if fault else habits.false_alarm)
         verdicts = verdict(tool, not alarm) + "\n" if recipe.verifies else ""
         if executed:
@@ -83,6 +83,8 @@ def demonstrate(episode: Episode, wrong: list[dict], habits: Habits, rng: random
             others = [q for q in likely if q != sql]
             sql = gold if not others or rng.random() < habits.right_repair else rng.choice(others)
         executed = EXEC_SQL not in tools or not alarm
+    say(verdicts + recipe.answer(sql))
+    return trajectory
 
 
 def repair_lesson(
@@ -96,43 +98,33 @@ def repair_lesson(
     verifies = episode.recipe.verifies
     kind = rng.choice(sorted({m["kind"] for m in wrong}) or [""])
     shown = demonstrate(episode, [m for m in wrong if m["kind"] == kind], ATTENTIVE, rng)
-    repairs = [
-        a for a in shown.actions if (a.passed is False if verifies else a.type is ActionType.SELF_CORRECT)
-    ]
+    repairs = [a.message for a in shown.actions if a.passed is False or a.type is ActionType.SELF_CORRECT]
     if not repairs:
         return []
-    message = min(action.message for action in repairs)
+    message = min(repairs)
     *before, repair = shown.segments[: 2 * message + 2]  # prompt, message, observation, message, ...
     seen = verdict(shown.observations[message].tool, False) + "\n" if verifies else ""
     behind = episode.tokens.count(seen)
     segments = [replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in before]
-    loss_mask = tuple(int(i >= behind) for i in range(len(repair.ids)))
+    loss_mask = (0,) * behind + (1,) * (len(repair.ids) - behind)
     return [replace(shown, segments=[*segments, replace(repair, loss_mask=loss_mask)])]
 
 
-Played: TypeAlias = Mapping[str, Environment]  # a recipe's environments by set of tools
-
-
-def direct_answer(
-    played: Played, example: Example, wrong: list[dict], habits: Habits, rng: random.Random
+def lessons(
+    phase: str, played: Played, example: Example, wrong: list[dict], habits: Habits, rng: random.Random
 ) -> list[Trajectory]:
-    """What one question gives to the phase without tools."""
-    return [demonstrate(played["none"].episodes(example, [0])[0], wrong, habits, rng)]
+    """What one question gives to a phase of the imitation.
 
-
-def demonstrations(
-    played: Played, example: Example, wrong: list[dict], habits: Habits, rng: random.Random
-) -> list[Trajectory]:
-    """What one question gives to the last phase, by the set of tools.
-
-    A demonstration with all tools, and at times without any or, where there are two, with a single one, so
-    that the model knows every set of Table 4. A repair lesson goes with it.
+    "answers" is without tools. "agent" has a demonstration with all tools, and at times one without any or,
+    where there are two, with a single one, so that the model knows every set of Table 4; and a repair lesson.
     """
-    single = ("no_execution", "no_memory", None, None) if played["both"].recipe.verifies else (None,)
-    others = filter(None, (rng.choice(("none", None)), rng.choice(single)))
-    lessons = repair_lesson(played["both"], example, wrong, rng)
-    shown = [played[tools].episodes(example, [0])[0] for tools in ("both", *others)]
-    return [*(demonstrate(episode, wrong, habits, rng) for episode in shown), *lessons]
+    sets, repairs = ["none"], []
+    if phase == "agent":
+        single = ("no_execution", "no_memory", None, None) if played["both"].recipe.verifies else (None,)
+        sets = ["both", *filter(None, (rng.choice(("none", None)), rng.choice(single)))]
+        repairs = repair_lesson(played["both"], example, wrong, rng)
+    episodes = [played[tools].episodes(example, [0])[0] for tools in sets]
+    return [*(demonstrate(episode, wrong, habits, rng) for episode in episodes), *repairs]
 
 
 def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Trajectory:
@@ -141,14 +133,13 @@ def copying_exercise(ids: list[int], length: int, rng: random.Random) -> Traject
     The loss mask leaves out the first token of each piece, which nothing foretells.
     """
     source = rng.choices(ids, k=length)
-    copied: list[int] = []
-    loss_mask: list[int] = []
+    copied, loss_mask = [], []
     while len(copied) < length:
         size = min(rng.randint(2, 10), length - len(copied))
         start = rng.randint(0, length - size)
         copied += source[start : start + size]
         loss_mask += [0] + [1] * (size - 1)
-    response = Segment("model", tuple(copied), tuple(loss_mask), (0.0,) * length)
+    response = Segment.sampled(copied, [0.0] * length, loss_mask)
     return Trajectory("copying", 0, [Segment.given("prompt", source), response])
 
 

@@ -75,10 +75,11 @@ def train_tokenizer(
     )
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in (*MARKUP_TOKENS, *markup)])
-    control = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **control)
-    fast.chat_template = (Path(__file__).parent / "tiny_chat_template.jinja").read_text()
-    return fast
+    template = (Path(__file__).parent / "tiny_chat_template.jinja").read_text()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>",
+    )  # fmt: skip
 
 
 def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, seed: int) -> Qwen3ForCausalLM:
@@ -123,13 +124,12 @@ def start_with_copying_heads(model: Qwen3ForCausalLM) -> None:
     model.model.embed_tokens.weight.normal_(0, scale)
     model.model.embed_tokens.weight[:, 0] = constant * scale
     for layer in layers:
-        attention = layer.self_attn
-        for head in range(config.num_attention_heads):
-            start = head // heads_per_value * size
-            if head % heads_per_value == 0:
-                attention.v_proj.weight[start : start + size] = projection()
-            value = attention.v_proj.weight[start : start + size]
-            attention.o_proj.weight[:, head * size : (head + 1) * size] = scale * value.T
+        values = torch.stack(
+            [projection() for _ in range(config.num_key_value_heads)]
+        )  # (values, size, hidden)
+        layer.self_attn.v_proj.weight.copy_(values.flatten(0, 1))
+        shared = values.repeat_interleave(heads_per_value, 0)  # (heads, size, hidden)
+        layer.self_attn.o_proj.weight.copy_(scale * shared.flatten(0, 1).T)
 
     # Layer 0: queries lag keys by one position in the fastest rotations, whatever the tokens are.
     frequency = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)

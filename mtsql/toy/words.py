@@ -13,7 +13,8 @@ from __future__ import annotations
 import random
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -25,21 +26,11 @@ def _read(name: str) -> dict:
 
 _WORD = re.compile(r"[a-z]+")
 _KNOWN, _UNSEEN, ASKING = _read("words.toml"), _read("words_unseen.toml"), _read("questions.toml")
-ADJECTIVES: Mapping[str, Sequence[str]] = _KNOWN["adjectives"] | _UNSEEN["adjectives"]
+ADJECTIVES: dict[str, list[str]] = _KNOWN["adjectives"] | _UNSEEN["adjectives"]
 PERSONS = ("person", "person_unseen")  # the kinds of label that people say "who" of
 KEPT = ("number", "of", "id")  # words of grammar in the names and phrases of columns
 LENGTHS = range(4, 10)  # letters of an invented word
 POOL, LABELS = 12, 24  # values of an invented list; of one that names entities, of which a table has up to 16
-
-
-def _pools(source: dict) -> dict[str, tuple[str, Sequence[str]]]:
-    """The lists of values in a file: kind -> form and values. A title is two words."""
-    titles = {kind: [*map(" ".join, product(*words.values()))] for kind, words in source["titles"].items()}
-    lists = {"label": source["labels"] | titles, "proper": source["proper"], "common": source["common"]}
-    return {kind: (form, values) for form, pools in lists.items() for kind, values in pools.items()}
-
-
-_POOLS = _pools(_KNOWN) | _pools(_UNSEEN)
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ class EntityWords:
 
     singular: str
     plural: str
-    columns: tuple[ColumnWords, ...]
+    columns: Sequence[ColumnWords]
     parent: str | None = None
     person: bool = False
 
@@ -76,17 +67,20 @@ class EntityWords:
 def themes(unseen: bool = False) -> dict[str, list[EntityWords]]:
     """The themes of all splits, or of `test_themes` alone: name -> its entities, parents before children."""
     source = _UNSEEN if unseen else _KNOWN
+    titles = {kind: [*map(" ".join, product(*words.values()))] for kind, words in source["titles"].items()}
+    pools = {"label": source["labels"] | titles, "proper": source["proper"], "common": source["common"]}
 
     def column(entry: dict | str) -> ColumnWords:
         entry = source["columns"][entry] if isinstance(entry, str) else entry
-        form, values = _POOLS.get(entry["kind"], (entry["kind"], ()))
-        return ColumnWords(**entry, form=form, values=values)
+        kind = entry["kind"]
+        form = next((form for form, lists in pools.items() if kind in lists), kind)
+        return ColumnWords(**entry, form=form, values=pools.get(form, {}).get(kind, ()))
 
     def entity(entry: dict) -> EntityWords:
-        columns = tuple(map(column, entry["columns"]))
+        columns = [column(words) for words in entry["columns"]]
         return EntityWords(**entry | {"columns": columns}, person=columns[0].kind in PERSONS)
 
-    return {name: list(map(entity, entities)) for name, entities in source["themes"].items()}
+    return {name: [entity(entry) for entry in entries] for name, entries in source["themes"].items()}
 
 
 class Inventor:
@@ -94,10 +88,10 @@ class Inventor:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.following: dict[str, list[str]] = {}
+        self.following: dict[str, list[str]] = defaultdict(list)
         for word in sorted(set(_WORD.findall(str(_KNOWN).lower()))):
             for at, letter in enumerate(f"{word}."):
-                self.following.setdefault(f"..{word}"[at : at + 2], []).append(letter)
+                self.following[f"..{word}"[at : at + 2]].append(letter)
         self.taken = set(_WORD.findall(f"{_KNOWN} {_UNSEEN} {ASKING['taken']['words']}".lower()))
 
     def word(self) -> str:
@@ -115,14 +109,14 @@ class Inventor:
                 return word
 
     def theme(self, entities: Sequence[EntityWords]) -> list[EntityWords]:
-        """A theme with other words: the same word of `entities` becomes the same word everywhere."""
-        renamed: dict[str, str] = {word: word for word in KEPT}
+        """A theme with other words: the same word of `entities` becomes the same word everywhere.
+
+        Words of grammar stay, and a plural stays one.
+        """
+        renamed = defaultdict(self.word, zip(KEPT, KEPT, strict=True))
         pools: dict[str, Sequence[str]] = {}
 
         def rename(text: str) -> str:
-            """Every word of a noun, name or phrase but for those of grammar; a plural stays one."""
-            for word in _WORD.findall(text):
-                renamed[word] = renamed.get(word) or self.word()
             return _WORD.sub(lambda found: renamed[found[0]], text)
 
         def column(known: ColumnWords) -> ColumnWords:
@@ -131,27 +125,25 @@ class Inventor:
             names, phrases = ([rename(text) for text in texts] for texts in (known.names, known.phrases))
             return replace(known, names=names, phrases=phrases, kind="", values=pools.get(known.kind, ()))
 
-        for entity in entities:
-            renamed[entity.plural] = rename(entity.singular) + "s"
-        return [
-            replace(
-                entity,
-                singular=rename(entity.singular),
-                plural=rename(entity.plural),
-                parent=entity.parent and rename(entity.parent),
-                columns=tuple(map(column, entity.columns)),
+        def entity(known: EntityWords) -> EntityWords:
+            columns, parent = (
+                [column(words) for words in known.columns],
+                known.parent and rename(known.parent),
             )
-            for entity in entities
-        ]
+            return EntityWords(rename(known.singular), rename(known.plural), columns, parent, known.person)
+
+        for known in entities:
+            renamed[known.plural] = rename(known.singular) + "s"
+        return [entity(known) for known in entities]
 
     def asked(self, question: str) -> str:
         """A question with words around it that mean nothing, in half of the cases: not all words matter."""
         if self.rng.random() < 0.5:
             return question
         before, behind = self.rng.choice(((1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (1, 1), (2, 1)))
-        words = [self.word() for _ in range(before)]
-        if words:
-            question = " ".join([words[0].capitalize(), *words[1:], question[0].lower() + question[1:]])
+        if before:
+            words = " ".join(self.word() for _ in range(before)).capitalize()
+            question = f"{words} {question[0].lower()}{question[1:]}"
         return " ".join([question[:-1], *(self.word() for _ in range(behind))]) + question[-1]
 
     def _pool(self, known: ColumnWords) -> list[str]:

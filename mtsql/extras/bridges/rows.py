@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mtsql.config import option, read_options, user_errors
 from mtsql.errors import UserError
-from mtsql.extras.bridges.task import BridgeConfig, Task, load_task
+from mtsql.extras.bridges.task import BridgeConfig, load_task
 from mtsql.files import write_atomically
 
 
@@ -24,29 +24,25 @@ class RowsConfig(BridgeConfig):
     split: Literal["train", "dev", "test", "held_out"] = option("train", "part of the data")
 
 
-def make_row(task: Task, example_id: str, split: str, engine: str) -> dict[str, Any]:
-    """A question in the fields that an engine looks for; all but id and split is for its logs and filters.
+def main(config: RowsConfig) -> None:
+    """Write the rows in the fields of an engine; all but id and split is for its logs and filters.
 
     The engines want a prompt in the row, which the bridge does not read: the environment renders it.
     """
-    example = task.examples[example_id]
-    row = {"prompt": [{"role": "user", "content": example.question}], "data_source": "mtsql"}
-    place = {"example_id": example_id, "split": split}
-    if engine == "skyrl":
-        return row | {"env_class": "mtsql"} | place
-    reward = {"style": "rule", "ground_truth": example.gold_sql}
-    return row | {"reward_model": reward, "extra_info": place, "agent_name": "mtsql"}
-
-
-def main(config: RowsConfig) -> None:
-    """Write the rows."""
     if not config.out:
         raise UserError("give --out, the file of rows to write")
-    task = load_task(config, config.split)
-    rows = [make_row(task, name, config.split, config.engine) for name in task.playable()]
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    task, lines = load_task(config, config.split), []
+    for name in task.playable():
+        example, place = task.examples[name], {"example_id": name, "split": config.split}
+        row = {"prompt": [{"role": "user", "content": example.question}], "data_source": "mtsql"}
+        if config.engine == "skyrl":
+            row |= {"env_class": "mtsql"} | place
+        else:
+            reward = {"style": "rule", "ground_truth": example.gold_sql}
+            row |= {"reward_model": reward, "extra_info": place, "agent_name": "mtsql"}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_atomically(Path(config.out), "".join(lines))
-    print(f"{len(rows):,} rows of {len(task.examples):,} questions in {config.out}")
+    print(f"{len(lines):,} rows of {len(task.examples):,} questions in {config.out}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ writes the dataset; the program that starts SkyRL registers the environment firs
 
     skyrl_gym.register("mtsql", "mtsql.extras.bridges.skyrl:MtsqlEnv")
 
-Its options, those of BridgeConfig, are environment.skyrl_gym.mtsql.options in SkyRL's configuration. SkyRL
+environment.skyrl_gym.mtsql.options in SkyRL's configuration is "--config C --model M --data DATA". SkyRL
 renders and encodes the messages itself, so the ids are ours only as far as its template's are. It does not
 say that a message was cut at a limit: such a message is read like any other, and mostly holds no action.
 Recipes with stop strings (SkyRL-SQL, SQL-Trail) need them in SkyRL's sampling parameters, for training and
@@ -21,7 +21,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from mtsql.agent.tokens import messages_with_tools
-from mtsql.extras.bridges.task import from_mapping, load_task
+from mtsql.extras.bridges.task import load_task, read_line
 
 
 class MtsqlEnv(BaseTextEnv):
@@ -30,7 +30,7 @@ class MtsqlEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         """`env_config` holds the options, `extras` the fields of the row."""
         super().__init__()
-        self.task = load_task(from_mapping(env_config["options"]), extras["split"])
+        self.task = load_task(read_line(env_config["options"]), extras["split"])
         self.episode = self.task.episode(extras["example_id"], seed=0)  # SkyRL's engines have the seeds
         self.max_turns = self.task.environment.limits.max_interactions + 1
 
@@ -44,13 +44,10 @@ class MtsqlEnv(BaseTextEnv):
         """Take one message of the model, without its end of turn. At the end comes the reward."""
         task, episode = self.task, self.episode
         ids = task.tokens.message_ids(action, whole=False)
-        done = task.take(episode, ids, [0.0] * len(ids)) is None
-        if not done:
-            seen = {
-                "role": episode.recipe.observation_role,
-                "content": episode.trajectory.observations[-1].text,
-            }
-            return BaseTextEnvStepOutput(observations=[seen], reward=0.0, done=False, metadata={})
+        if task.take(episode, ids, [0.0] * len(ids)) is not None:
+            seen = episode.trajectory.observations[-1].text
+            observations = [{"role": episode.recipe.observation_role, "content": seen}]
+            return BaseTextEnvStepOutput(observations=observations, reward=0.0, done=False, metadata={})
         rewards = task.rewards(episode.trajectory)
         metadata = {"ex": rewards.ex, "em": rewards.em, "status": str(episode.trajectory.status)}
         return BaseTextEnvStepOutput(observations=[], reward=rewards.total, done=True, metadata=metadata)

@@ -5,8 +5,9 @@ Everything goes by a question's id and split, which are all that a row of an eng
 
 from __future__ import annotations
 
+import shlex
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from mtsql.errors import UserError
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.rewards import RewardFunction, Rewards
 from mtsql.sql.score import Scorer, scorable
-from mtsql.task import draw_questions, load_split, make_environment, make_sampling, reward_function
+from mtsql.task import draw_questions, load_split, make_sampling, reward_function, task_over
 
 # Writes one message to each sequence of ids: the sampled ids and their log-probabilities.
 Write = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]]]]
@@ -35,25 +36,12 @@ class BridgeConfig(Rewarded):
     out: str = option("", "run folder of mtsql.extras.bridges.trl, or file of mtsql.extras.bridges.rows")
 
 
-def from_mapping(options: Mapping[str, Any]) -> BridgeConfig:
-    """The options of an engine's configuration file, `config` among them.
+def read_line(options: str) -> BridgeConfig:
+    """The options in an engine's configuration, written as on the command line that made its rows.
 
     Ends the process with one sentence, like a command, for one that is unknown, missing or of another type.
     """
-    return read_options(BridgeConfig, None, as_arguments(options))
-
-
-def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as a command line; lists may be an engine's own sequences."""
-    arguments = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            several = isinstance(value, Sequence) and not isinstance(value, str)
-            arguments += [flag, *map(str, value if several else [value])]
-    return arguments
+    return read_options(BridgeConfig, None, shlex.split(options))
 
 
 @dataclass(frozen=True)
@@ -85,6 +73,13 @@ class Task:
     def message_limit(self, episode: Episode) -> int:
         """Tokens that the episode's next message may have."""
         return min(self.sampling.max_turn_tokens, episode.remaining_tokens())
+
+    def message_options(self) -> dict[str, Any]:
+        """What vLLM has to know of a message, beside its temperature and its length."""
+        options = {"stop_token_ids": list(self.tokens.end_of_turn_ids)}
+        if self.sampling.stop_strings:
+            options |= {"stop": list(self.sampling.stop_strings), "include_stop_str_in_output": True}
+        return options
 
     def take(self, episode: Episode, ids: list[int], logprobs: list[float]) -> list[int] | None:
         """Give the episode a message that an engine sampled; what to append, or None at its end.
@@ -119,10 +114,9 @@ def load_task(config: BridgeConfig, split: str = "train") -> Task:
 @cache
 def _load_task(config: BridgeConfig, split: str) -> Task:
     tokens = ChatTokens(load_tokenizer(config.model), config.thinking != "off")
-    dataset = load_split(config, split)
-    environment = make_environment(config, dataset, tokens, config.tools)
-    scorer = Scorer(environment.schemas, environment.executor, config.ex)
-    asked = examples(dataset.dialogues, config.history)
+    over = task_over(config, tokens, load_split(config, split))
+    environment, scorer = over["environment"], over["scorer"]
+    asked = examples(over["dataset"].dialogues, config.history)
     drawn = draw_questions(asked, config.questions, config.seed)
     reward = reward_function(config, tokens, scorer, config.rewards)
     sampling = make_sampling(config, environment, 1.0)

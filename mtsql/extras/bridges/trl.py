@@ -29,8 +29,8 @@ from mtsql.learn.model import load_policy
 from mtsql.model_folder import ADAPTER_FILE
 from mtsql.task import pick_device
 
-COMPLETION = ("prompt_ids", "completion_ids", "env_mask", "logprobs")  # TRL's names for `completion`
-EARNED = ("reward", "ex", "em")
+# A trajectory in TRL's names, and what it earned.
+FIELDS = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward", "ex", "em")
 
 
 def defaults(config: BridgeConfig) -> list[str]:
@@ -59,17 +59,15 @@ def defaults(config: BridgeConfig) -> list[str]:
 
 
 def rollout_fields(task: Task, episodes: Sequence[Episode]) -> dict[str, list]:
-    """What a `rollout_func` returns of finished episodes: a list for each field, one entry an episode.
+    """What a `rollout_func` returns of finished episodes: a list for each of FIELDS, one entry an episode.
 
-    The reward, EX and EM are further fields, which reach the reward functions.
+    The reward, EX and EM reach the reward functions.
     """
-    fields: dict[str, list] = {name: [] for name in (*COMPLETION, *EARNED)}
+    rows = []
     for episode in episodes:
-        rewards = task.rewards(episode.trajectory)
-        values = (*completion(episode.trajectory), rewards.total, rewards.ex, rewards.em)
-        for name, value in zip(fields, values, strict=True):
-            fields[name].append(value)
-    return fields
+        earned = task.rewards(episode.trajectory)
+        rows.append((*completion(episode.trajectory), earned.total, earned.ex, earned.em))
+    return dict(zip(FIELDS, map(list, zip(*rows, strict=True)), strict=True))
 
 
 def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOTrainer], dict[str, list]]:
@@ -94,19 +92,14 @@ def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOT
     return play
 
 
-def reward(reward: list[float], **_: Any) -> list[float]:
-    """The reward, as the rollout found it."""
-    return reward
+def earned(name: str) -> Callable[..., list[float]]:
+    """A reward function of TRL's: what the rollout found as `name`."""
 
+    def read(**fields: Any) -> list[float]:
+        return fields[name]
 
-def ex(ex: list[float], **_: Any) -> list[float]:
-    """Execution accuracy, logged with weight 0."""
-    return ex
-
-
-def em(em: list[float], **_: Any) -> list[float]:
-    """Exact match, logged with weight 0."""
-    return em
+    read.__name__ = name  # under which TRL logs it
+    return read
 
 
 def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
@@ -115,27 +108,25 @@ def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
     Raises UserError for options that TRL refuses, and for settings in which it would wait forever.
     """
     try:
-        given, model = HfArgumentParser((GRPOConfig, ModelConfig)).parse_args_into_dataclasses(
-            [*defaults(config), *options]
-        )
+        parser = HfArgumentParser((GRPOConfig, ModelConfig))
+        given, model = parser.parse_args_into_dataclasses([*defaults(config), *options])
     except ValueError as error:
         raise UserError(f"behind --: {error}") from None
     check_vllm(given)
     task = load_task(config)
     if given.use_vllm:
-        given.generation_kwargs = {**(given.generation_kwargs or {}), **message_options(task)}
-    given.reward_weights = [1.0, 0.0, 0.0]
+        limit = {"max_tokens": task.sampling.max_turn_tokens}
+        given.generation_kwargs = (given.generation_kwargs or {}) | limit | task.message_options()
+    given.reward_weights = [1.0, 0.0, 0.0]  # EX and EM are only logged
     new_adapter = get_peft_config(model)
     is_adapter = (Path(config.model) / ADAPTER_FILE).is_file()
     if new_adapter and is_adapter:
-        raise UserError(
-            f"{config.model} is a LoRA adapter already and goes on as it is: leave out --use_peft"
-        )
+        raise UserError(f"{config.model} is a LoRA adapter, and goes on as it is: leave out --use_peft")
     # In bfloat16 most updates of whole weights would be rounded away.
     dtype = config.dtype if new_adapter or is_adapter else "float32"
     return GRPOTrainer(
         load_policy(config.model, dtype, given.device, quantise=config.quantise),
-        [reward, ex, em],
+        [earned(name) for name in ("reward", "ex", "em")],
         given,
         Dataset.from_list([{"prompt": name} for name in task.playable()]),
         processing_class=task.tokens.tokenizer,
@@ -144,23 +135,10 @@ def make_trainer(config: BridgeConfig, options: list[str]) -> GRPOTrainer:
     )
 
 
-def message_options(task: Task) -> dict[str, Any]:
-    """What vLLM has to know of a message, beside what TRL tells it."""
-    options: dict[str, Any] = {
-        "max_tokens": task.sampling.max_turn_tokens,
-        "stop_token_ids": list(task.tokens.end_of_turn_ids),
-    }
-    if task.sampling.stop_strings:
-        options |= {"stop": list(task.sampling.stop_strings), "include_stop_str_in_output": True}
-    return options
-
-
 def check_vllm(given: GRPOConfig) -> None:
     """Raise UserError if processes would wait for each other at each message: their numbers differ."""
-    together = (
-        given.vllm_mode == "server" or given.vllm_tensor_parallel_size > 1 or given.vllm_enable_sleep_mode
-    )
-    if given.use_vllm and given.world_size > 1 and together:
+    alone = given.vllm_mode == "colocate" and given.vllm_tensor_parallel_size == 1
+    if given.use_vllm and given.world_size > 1 and not (alone and not given.vllm_enable_sleep_mode):
         raise UserError(
             "with several processes choose --vllm_mode colocate, --vllm_tensor_parallel_size 1 and no "
             "--vllm_enable_sleep_mode: episodes differ in their messages, and TRL would wait forever"

@@ -16,7 +16,6 @@ from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
 from mtsql.extras.chat.introspect import relevant_part
-from mtsql.extras.http_client import ServerError
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.report.records import RESULT_CHARACTERS
 from mtsql.sql.execute import ExecutionResult
@@ -109,8 +108,6 @@ class Conversation:
             self.play([episode])
             sql = trajectory.answer_sql
             result = None if sql is None else executor.execute(self.schema.path, sql)
-        except ServerError as error:
-            raise UserError(str(error)) from None
         except FileNotFoundError:
             raise UserError(f"{self.schema.path} is gone; put it back, and ask again") from None
         problem = ENDINGS.get(trajectory.status, "")
