@@ -61,27 +61,23 @@ from train_sft import Args as SftArgs
 
 def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
     """All commands in order. Raises UserError if the suite lacks data or a model."""
-    name, out, suite = chosen.suite, chosen.out, SUITES[chosen.suite]
+    name, data, suite = chosen.suite, chosen.data, SUITES[chosen.suite]
     suite = suite._replace(config=chosen.config or suite.config)
-    data, other, parts = chosen.data, chosen.other, []
-    if suite.benchmark:
-        if data or other:
-            raise UserError(f"--suite {name} makes its own data; leave out --data and --other")
-        data = str(out / "benchmark")
-        parts = [Part("benchmark", [word.format(data=data) for word in suite.benchmark], Path(data))]
-    elif not (data and chosen.model):
+    parts = [suite.benchmark_part(chosen.out)] if suite.benchmark else []
+    if suite.benchmark and (data or chosen.other):
+        raise UserError(f"--suite {name} makes its own data; leave out --data and --other")
+    if not (suite.benchmark or (data and chosen.model)):
         raise UserError(f"--suite {name} needs --data and --model")
-    if other and not any("{other}" in asked for asked in suite.sets.values()):
-        raise UserError(f"--suite {name} has no --other")
     missing = [file for file in suite.files if not (chosen.list or (Path(data) / file).exists())]
     if missing:  # a part may read it hours later
         raise UserError(f"--data {data} lacks {', '.join(missing)}, which --suite {name} needs")
     rank = str(from_toml(shipped(suite.config), SftArgs).get("lora_rank", 0))
+    places = {"data": data or str(chosen.out / "benchmark"), "other": chosen.other, "rank": rank}
     for seed in chosen.seeds or suite.seeds:
         made = shipped(MODELS / f"seed{seed}")
         own = str(made) if name in ("quick", "toy") and made.exists() else ""
-        places = {"data": data, "other": other, "model": chosen.model or own, "rank": rank}
-        parts += parts_of(suite, out, seed, places)
+        chains = parts_of(suite, chosen.out, seed, places | {"model": chosen.model or own})
+        parts += [part for chain in chains for part in chain]
     return parts
 
 
@@ -89,17 +85,17 @@ def main(chosen: argparse.Namespace) -> None:
     """Run what is missing, then write the page."""
     page = chosen.suite if chosen.suite in ("real", "recipes") else f"suite_{chosen.suite}"
     chosen.out = chosen.out or Path("runs") / page
-    for part in parts_of_suite(chosen) if not chosen.page else ():
-        if chosen.list:
-            print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
-        else:
-            run_part(*part)
-    if not chosen.list:
-        suite = SUITES[chosen.suite]
-        given = "" if suite.benchmark else " --data DATA --model MODEL"
-        made_by = f"python reproduce.py --suite {chosen.suite}{given}"
-        written = write_page(suite, made_by, chosen.out / f"{page}.md")
-        print(f"\n{written.read_text()}\n{written}")
+    parts = [] if chosen.page else parts_of_suite(chosen)
+    if chosen.list:
+        print("\n".join(part.listed() for part in parts))
+        return
+    for part in parts:
+        run_part(*part)
+    suite = SUITES[chosen.suite]
+    given = "" if suite.benchmark else " --data DATA --model MODEL"
+    made_by = f"python reproduce.py --suite {chosen.suite}{given}"
+    written = write_page(suite, made_by, chosen.out / f"{page}.md")
+    print(f"\n{written.read_text()}\n{written}")
 
 
 if __name__ == "__main__":

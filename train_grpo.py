@@ -114,7 +114,6 @@ from mtsql.learn.parallel import leave_processes
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog
-from mtsql.report.plots import plot_training
 from mtsql.report.records import drop_later_records
 from mtsql.task import (
     Task,
@@ -198,8 +197,9 @@ def main(config: Args) -> int:
         print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
     elif processes.is_main:
         write_atomically(out / "asked.json", json.dumps(sorted(asked)))
-        plot_training([out / "metrics.csv"], out / "training.png")
-        print(f"policy after {max(first, config.steps)} steps: {out / 'policy'}")
+        print(
+            f"policy after {max(first, config.steps)} steps: {out / 'policy'}; its course: mtsql plot {out}"
+        )
     leave_processes(processes)
     return INTERRUPTED if stop else 0
 

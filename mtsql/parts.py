@@ -19,6 +19,10 @@ class Part(NamedTuple):
     command: list[str]
     done: Path
 
+    def listed(self) -> str:
+        """Its command, and whether it is done."""
+        return f"{'done' if self.done.exists() else 'to do':<6} python {' '.join(self.command)}"
+
 
 def python(command: list[str]) -> list[str]:
     """A command with its interpreter; a script of the project that is not here is the installed module."""

@@ -35,7 +35,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TOY = ["--config", "configs/toy.toml"]
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
 FORKS = multiprocessing.get_context("forkserver")  # of a process that has imported what takes seconds
-FORKS.set_forkserver_preload(["mtsql.task", "mtsql.learn.samples", "mtsql.report.plots", "peft"])
+FORKS.set_forkserver_preload(["mtsql.task", "mtsql.learn.samples", "mtsql.extras.plot", "peft"])
 QUESTION = "Which singers are from France?"
 GOLD = "SELECT name FROM singer WHERE country = 'france'"
 TABLES = """[{"db_id": "music", "table_names": ["label", "singer"],

@@ -53,14 +53,8 @@ STEP = (
 @pytest.fixture(scope="module")
 def explained(work, tmp_path_factory):
     """Options, and the step that they make."""
-    given = [
-        "--data",
-        work / "benchmark",
-        "--model",
-        work / "imitation",
-        "--out",
-        tmp_path_factory.mktemp("e"),
-    ]
+    given = ["--data", work / "benchmark", "--model", work / "imitation"]
+    given += ["--out", tmp_path_factory.mktemp("e")]
     config = read_options(GrpoArgs, None, list(map(str, (*TOY, *given, *STEP))))
     task = begin_training(config, "train")
     asked = fitting_questions(config, task, training_questions(config, task))
@@ -134,29 +128,26 @@ def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
     chosen, rest = ablate.read_arguments(
         [*GRID, "--out", str(tmp_path), "--steps", "3", "--history=gold", "--dialogues", "7"]
     )
-    suite = ablate.suite_of(chosen, rest)
+    cells = ablate.cells_of(chosen.vary)
+    suite = ablate.suite_of(chosen, rest, cells)
     assert list(suite.arms)[:3] == ["start", "divide_by=group,tools=both", "divide_by=group,tools=none"]
     assert suite.sets.keys() == {"dev"}
     assert [pair[0] for pair in suite.pairs] == ["tools", "divide_by", "divide_by, tools"]
-    chains = ablate.chains_of(chosen, suite)
+    chains = ablate.chains_of(chosen, suite, cells)
     assert len(chains) == 1 + 8 and len(chains[0]) == 1
     training, evaluation = chains[8]
     config = read_options(GrpoArgs, None, training.command[1:])
     assert (config.seed, config.divide_by, config.tools, config.steps) == (1, "none", "none", 3)
     asked = read_options(EvaluateArgs, None, evaluation.command[1:])
-    assert (asked.tools, asked.history, asked.split, asked.model) == (
-        "none",
-        "gold",
-        "dev",
-        f"{config.out}/policy",
-    )
-    assert ablate.cells_of(["rewards=process|process,verify=0.2"])[1] == {"rewards": "process,verify=0.2"}
-    assert asked.dialogues == 7
+    assert (asked.tools, asked.history, asked.split, asked.dialogues) == ("none", "gold", "dev", 7)
+    assert asked.model == f"{config.out}/policy"
+    options = ablate.cells_of(["rewards=process|process,verify=0.2"]).values()
+    assert list(options) == [{"rewards": "process"}, {"rewards": "process,verify=0.2"}]
     with pytest.raises(UserError, match="give --seeds"):
-        ablate.suite_of(chosen, ["--seed", "3"])
-    chosen.vary = ["divide_by=group,nonsense"]
+        ablate.suite_of(chosen, ["--seed", "3"], cells)
+    cells = ablate.cells_of(["divide_by=group,nonsense"])
     with pytest.raises(SystemExit):  # before anything runs
-        ablate.chains_of(chosen, ablate.suite_of(chosen, rest))
+        ablate.chains_of(chosen, ablate.suite_of(chosen, rest, cells), cells)
     with pytest.raises(UserError, match="--vary steps should be an option, =, and different values"):
         ablate.cells_of(["steps"])
     with pytest.raises(UserError, match="different values"):
@@ -169,22 +160,23 @@ def test_a_branch_is_a_value(tmp_path, monkeypatch):
 
     git("init", "-q", "-b", "main")
     for branch in ("main", "my-reward"):
-        git("checkout", "-q", *(["-b"] if branch != "main" else []), branch) if branch != "main" else None
+        git("checkout", "-q", "-B", branch)
         (tmp_path / "train_grpo.py").write_text(branch)
-        git("add", "."), git("commit", "-qm", branch)
+        git("add", ".")
+        git("commit", "-qm", branch)
     monkeypatch.chdir(tmp_path)
     given = ["--config", f"{ROOT}/configs/toy.toml", "--data", "D", "--out", "out"]
     chosen, rest = ablate.read_arguments(["--vary", "branch=main,my-reward", *given])
     cells = ablate.cells_of(chosen.vary)
-    for cell in cells:
+    for cell in cells.values():
         ablate.clone(cell["branch"], chosen.out)
-    chains = ablate.chains_of(chosen, ablate.suite_of(chosen, rest))
+    chains = ablate.chains_of(chosen, ablate.suite_of(chosen, rest, cells), cells)
     scripts = [Path(chain[0].command[0]) for chain in chains[1:]]
     assert [script.read_text() for script in scripts] == ["main", "my-reward"]
     (tmp_path / "train_grpo.py").write_text("better")
     git("commit", "-aqm", "better")  # a run goes on with what was committed, or begins anew
-    again = ablate.cells_of(chosen.vary)
-    assert again[0] == cells[0] and again[1] != cells[1]
+    main, ours = ablate.cells_of(chosen.vary)
+    assert main in cells and ours not in cells
     with pytest.raises(UserError, match="branch=none: git has no such branch"):
         ablate.cells_of(["branch=main,none"])
     git("branch", "same")
@@ -195,22 +187,13 @@ def test_a_branch_is_a_value(tmp_path, monkeypatch):
 def test_chains_run_beside_each_other_and_go_on(tmp_path):
     def part(name, code):
         done = tmp_path / name / "done"
-        return Part(
-            name,
-            [
-                "-c",
-                f"import pathlib as p, os; {code}; d = p.Path({str(done)!r}); "
-                "d.parent.mkdir(exist_ok=True); d.touch()",
-            ],
-            done,
-        )
+        code = f"import pathlib as p, os; {code}; d = p.Path({str(done)!r}); d.parent.mkdir(exist_ok=True)"
+        return Part(name, ["-c", f"{code}; d.touch()"], done)
 
+    after = part("b", f"assert p.Path({str(tmp_path / 'a')!r}).exists()")
     fails = [part("c", "raise SystemExit(3)"), part("d", "pass")]
     with pytest.raises(UserError, match=r"c failed with exit code 3; .*\.log says why"):
-        ablate.run_chains(
-            [[part("a", "pass"), part("b", f"assert p.Path({str(tmp_path / 'a')!r}).exists()")], fails],
-            1,
-        )
+        ablate.run_chains([[part("a", "pass"), after], fails], 1)
     assert [(tmp_path / name / "done").exists() for name in "abcd"] == [True, True, False, False]
     before = (tmp_path / "a" / "done").stat().st_mtime_ns
     mended = [part("c", "pass"), part("d", "assert os.environ['OMP_NUM_THREADS']")]
@@ -221,37 +204,22 @@ def test_chains_run_beside_each_other_and_go_on(tmp_path):
 
 
 def test_a_grid_is_made_into_a_page(work, tmp_path, monkeypatch, capsys):
-    given = [
-        "--vary",
-        "divide_by=group,none",
-        "--data",
-        str(work / "benchmark"),
-        "--model",
-        str(work / "imitation"),
-    ]
-    given += [
-        "--steps",
-        "1",
-        "--prompts-per-step",
-        "2",
-        "--samples-per-prompt",
-        "2",
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    command = ["-m", "mtsql.extras.ablate", *given]
-    shown = run(*command, "--dry-run")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(ablate, "run_logged", lambda part, *_: part.done.exists() or run(*part.command))
+    out = tmp_path / "o"
+    given = ["--vary", "divide_by=group,none", "--data", work / "benchmark", "--model", work / "imitation"]
+    given += ["--steps", 1, "--prompts-per-step", 2, "--samples-per-prompt", 2, "--dialogues", 2]
+    given += ["--out", out]
+    given = [str(word) for word in given]
+    ablate.main(*ablate.read_arguments([*given, "--dry-run"]))
+    shown = capsys.readouterr().out
     assert shown.count("to do  python train_grpo.py") == 2 and shown.count("to do  python evaluate.py") == 3
-    assert not (tmp_path / "o").exists()
-    run(*command, "--dialogues", "2")
-    page = (tmp_path / "o" / "ablation.md").read_text()
-    assert (
-        "| `start` | what all begin with |" in page
-        and "| divide_by | `divide_by=none` - `divide_by=group` |" in page
-    )
+    assert not out.exists()
+    ablate.main(*ablate.read_arguments(given))
+    page, rows = (out / "ablation.md").read_text(), (out / "ablation.json").read_bytes()
+    assert "| `start` | what all begin with |" in page
+    assert "| divide_by | `divide_by=none` - `divide_by=group` |" in page
     assert "of one seed none is in bold" in page and "**+" not in page.split("## dev")[1]
     assert "## During RL" in page
-    before = (tmp_path / "o" / "ablation.json").read_bytes()
-    run(*command, "--dialogues", "2")
-    assert (tmp_path / "o" / "ablation.json").read_bytes() == before
-    assert "of other options; give another --out" in run(*command, "--dialogues", "3", expect=2)
+    ablate.main(*ablate.read_arguments([*given, "--page"]))
+    assert (out / "ablation.json").read_bytes() == rows

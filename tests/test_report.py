@@ -18,6 +18,7 @@ from matplotlib.image import imread
 from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_record
 from mtsql.config import user_errors
 from mtsql.errors import UserError
+from mtsql.extras.plot import plot_training
 from mtsql.extras.viewer import main, render
 from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import ABILITIES
@@ -31,7 +32,6 @@ from mtsql.report.metrics import (
     paired_difference,
     summarise,
 )
-from mtsql.report.plots import plot_training
 from mtsql.report.records import drop_later_records
 from mtsql.sql.score import FURTHER_METRICS
 

@@ -78,7 +78,7 @@ def test_recipe_end_to_end(work, base, tmp_path):
         assert sum(float(v) for k, v in row.items() if k.startswith("status_")) == pytest.approx(1.0)
         assert float(row["logprob_gap"]) < 1e-3
         assert float(row["clip_fraction"]) == 0  # one update a batch: the ratio is exactly 1
-    assert {"training.png", "run.json", "trajectories.jsonl", "dev.csv"} <= {p.name for p in grpo.iterdir()}
+    assert {"run.json", "trajectories.jsonl", "dev.csv"} <= {p.name for p in grpo.iterdir()}
 
     out = run(
         "evaluate.py", *TOY, *data, "--model", grpo / "policy", "--out", answers, "--split", "test",

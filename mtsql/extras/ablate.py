@@ -17,13 +17,12 @@ as JSON, and a log of each part.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
+import shlex
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -33,20 +32,17 @@ from mtsql.config import Common, read_options, user_errors
 from mtsql.errors import UserError
 from mtsql.parts import Part, python, run_part
 
-SCRIPTS = {"grpo": "train_grpo.py", "sft": "train_sft.py"}
+Cells = Mapping[str, Mapping[str, str]]  # title, which is a folder too: the cell's options and their values
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The grid, and the options of all its trainings."""
     parser = argparse.ArgumentParser(
-        "mtsql ablate",
-        "mtsql ablate --vary NAME=A,B [--vary ...] [--seeds N ...] [--OPTION-OF-THE-TRAINING VALUE ...]",
-        __doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        usage="mtsql ablate --vary NAME=A,B [--vary ...] [--seeds N ...] [--OPTION-OF-TRAINING VALUE ...]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("--vary", action="append", required=True, help="an option and its values, or branch=")
-    parser.add_argument("--script", choices=SCRIPTS, default="grpo", help="what is trained [grpo]")
+    parser.add_argument("--script", choices=("grpo", "sft"), default="grpo", help="what is trained [grpo]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of each cell [0]")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="[runs/ablation]")
     parser.add_argument("--config", nargs="+", default=["configs/toy.toml"], help="[configs/toy.toml]")
@@ -55,9 +51,6 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--split", default="", help="to evaluate on [test of the benchmark, else dev]")
     parser.add_argument("--jobs", type=int, default=0, help="cells at once [one a GPU, without: one a core]")
     parser.add_argument("--dry-run", action="store_true", help="show the commands, and stop")
-    parser.add_argument(
-        "--cost", action="store_true", help="run one step of GRPO, say what all cost, and stop"
-    )
     parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
     return parser.parse_known_args(argv)
 
@@ -76,10 +69,10 @@ from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
 
-ARGS = {"grpo": GrpoArgs, "sft": SftArgs, "evaluate": EvaluateArgs}
+ARGS = {"train_grpo.py": GrpoArgs, "train_sft.py": SftArgs, "evaluate.py": EvaluateArgs}
 
 
-def cells_of(vary: Sequence[str]) -> list[dict[str, str]]:
+def cells_of(vary: Sequence[str]) -> Cells:
     """The cells of the grid, the first values first; a branch has its commit with it.
 
     Raises UserError for what is no NAME=A,B, and for branches that are not there or are the same.
@@ -97,7 +90,8 @@ def cells_of(vary: Sequence[str]) -> list[dict[str, str]]:
                 f"--vary {given} should be an option, =, and different values between commas or |"
             )
         grid[name.strip().replace("-", "_")] = found
-    return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    cells = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return {",".join(f"{name}={value}" for name, value in c.items()).replace("/", "-"): c for c in cells}
 
 
 def commit_of(branch: str) -> str:
@@ -109,17 +103,7 @@ def commit_of(branch: str) -> str:
     return found
 
 
-def title_of(cell: dict[str, str]) -> str:
-    """A cell's name, of its values; it is a folder too."""
-    return ",".join(f"{name}={value}" for name, value in cell.items()).replace("/", "-")
-
-
-def changed(cell: dict[str, str], first: dict[str, str]) -> str:
-    """The options in which a cell differs from the first."""
-    return ", ".join(name for name in cell if cell[name] != first[name])
-
-
-def parted(options: Sequence[str], script: str) -> tuple[list[str], list[str]]:
+def parted(options: Sequence[str], script: str) -> tuple[str, str]:
     """Options of the training, and of the evaluation: what both have is for both, but for `temperature`."""
     own = {field.name for field in fields(ARGS[script])}
     shared, asked = {field.name for field in fields(Common)}, {field.name for field in fields(EvaluateArgs)}
@@ -129,69 +113,59 @@ def parted(options: Sequence[str], script: str) -> tuple[list[str], list[str]]:
             name = word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         training += [word] if name in own or name not in asked else []
         evaluation += [word] if name in shared or name in asked - own else []
-    return training, evaluation
+    return shlex.join(training), shlex.join(evaluation)
 
 
-def suite_of(chosen: argparse.Namespace, rest: Sequence[str]) -> Suite:
+def suite_of(chosen: argparse.Namespace, rest: Sequence[str], cells: Cells) -> Suite:
     """The grid as a suite: a training and an arm for each cell, and the differences to the first.
 
     Beside them is what all begin with. Raises UserError for a --seed.
     """
     if any(word.partition("=")[0] == "--seed" for word in rest):
         raise UserError("give --seeds, which are those of the trainings, instead of --seed")
-    cells = {title_of(cell): cell for cell in cells_of(chosen.vary)}
-    trainings, arms = {}, {"start": Arm("what all begin with", BASE, tuple(parted(rest, chosen.script)[1]))}
+    script, (first, *others) = f"train_{chosen.script}.py", cells
+    trainings, arms = {}, {"start": Arm("what all begin with", BASE, parted(rest, script)[1])}
     for title, cell in cells.items():
         options = list(rest)
         for name, value in cell.items():
             flag = f"--{name.replace('_', '-')}"
             switch = {"true": flag, "false": f"--no-{flag[2:]}"}.get(value)
             options += [] if name == "branch" else [switch] if switch else [flag, value]
-        training, evaluation = parted(options, chosen.script)
-        trainings[title] = Training((SCRIPTS[chosen.script],), BASE, tuple(training))
-        arms[title] = Arm("" if trainings.keys() - {title} else "the first cell", title, tuple(evaluation))
-    first, *others = cells
+        training, evaluation = parted(options, script)
+        trainings[title] = Training(script, BASE, training)
+        arms[title] = Arm("the first cell" if title == first else "", title, evaluation)
     split = chosen.split or ("dev" if chosen.data else "test")
+    changed = {t: ", ".join(n for n in cells[t] if cells[t][n] != cells[first][n]) for t in others}
     return Suite(
-        f"Ablation of {', '.join(next(iter(cells.values())))}",
+        f"Ablation of {', '.join(cells[first])}",
         " ".join(chosen.config),
-        ("--data", "{data}"),
-        {split: ("--data", "{data}", "--split", split)},
+        "--data {data}",
+        {split: f"--data {{data}} --split {split}"},
         trainings,
         arms,
-        tuple((changed(cells[other], cells[first]), other, first) for other in others),
+        tuple((changed[other], other, first) for other in others),
         seeds=tuple(chosen.seeds),
         once=(BASE,),
-        benchmark=() if chosen.data else TOY_BENCHMARK,
+        benchmark="" if chosen.data else TOY_BENCHMARK,
         corrected=True,
     )
 
 
-def chains_of(chosen: argparse.Namespace, suite: Suite) -> list[list[Part]]:
+def chains_of(chosen: argparse.Namespace, suite: Suite, cells: Cells) -> list[list[Part]]:
     """For each seed and cell the training and its evaluation; of a branch, with the scripts of its clone.
 
     Exits with one sentence for an option or value that a script does not have.
     """
-    places = {
-        "data": chosen.data or str(chosen.out / "benchmark"),
-        "model": chosen.model or str(shipped(MODELS / "seed0")),
-        "other": "",
-        "rank": "0",
-    }
-    chains = []
-    for seed in suite.seeds:
-        parts = parts_of(suite, chosen.out, seed, places)
-        alone = len(parts) % 2  # of what all begin with
-        chains += [parts[:alone]] if alone else []
-        for cell, training in zip(cells_of(chosen.vary), range(alone, len(parts), 2), strict=True):
-            chain = parts[training : training + 2]
-            if "branch" in cell:
-                folder = clone_folder(cell["branch"], chosen.out)
-                chain = [p._replace(command=[str(folder / p.command[0]), *p.command[1:]]) for p in chain]
-            chains.append(chain)
-    for _, (script, *given), _ in (part for chain in chains for part in chain):
-        name = Path(script).stem
-        read_options(ARGS["evaluate" if name == "evaluate" else chosen.script], None, given)
+    data, model = chosen.data or str(chosen.out / "benchmark"), chosen.model or shipped(MODELS / "seed0")
+    places = {"data": data, "model": str(model)}
+    chains = [chain for seed in suite.seeds for chain in parts_of(suite, chosen.out, seed, places)]
+    for chain in chains:
+        branch = cells.get(chain[0].title, {}).get("branch")
+        for place, (title, (script, *options), done) in enumerate(chain):
+            read_options(ARGS[script], None, options)
+            if branch:
+                script = str(clone_folder(branch, chosen.out) / script)
+                chain[place] = Part(title, [script, *options], done)
     return chains
 
 
@@ -211,32 +185,29 @@ def clone(branch: str, out: Path) -> None:
 
 
 def run_chains(chains: Sequence[Sequence[Part]], jobs: int) -> None:
-    """Run what is not done yet, so many chains at once. Raises UserError for a part that fails, and for one
-    that was done with other options.
+    """Run what is not done yet, so many chains at once; when one fails, or after Ctrl-C, no other begins.
+
+    Raises UserError for a part that fails, and for one that was done with other options.
     """
     slots: SimpleQueue[int] = SimpleQueue()
     for slot in range(jobs):
         slots.put(slot)
-    bar = tqdm(total=sum(map(len, chains)), desc="ablation", unit="part")
 
     def run_chain(chain: Sequence[Part]) -> None:
         slot = slots.get()
         try:
             for part in chain:
                 run_logged(part, slot, jobs)
-                bar.update()
         finally:
             slots.put(slot)
 
-    with bar, ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         running = [pool.submit(run_chain, chain) for chain in chains]
         try:
-            wait(running, return_when=FIRST_EXCEPTION)
+            for ended in tqdm(as_completed(running), "ablation", len(chains), unit="cell"):
+                ended.result()
         finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C, or when one failed, no other begins
-    for chain in running:
-        if not chain.cancelled():
-            chain.result()
+            pool.shutdown(cancel_futures=True)
 
 
 def run_logged(part: Part, slot: int, jobs: int) -> None:
@@ -258,41 +229,21 @@ def run_logged(part: Part, slot: int, jobs: int) -> None:
         raise UserError(f"{title} failed with exit code {process.returncode}; {log} says why")
 
 
-def cost(chains: Sequence[Sequence[Part]], jobs: int) -> str:
-    """What the trainings will cost, from the first step of the first cell, which is run for it."""
-    trained = [chain[0].command for chain in chains if len(chain) > 1]
-    command, steps = trained[0], [read_options(GrpoArgs, None, given[1:]).steps for given in trained]
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*python(command), "--steps", "1", "--out", folder], check=True)
-        with Path(folder, "metrics.csv").open(newline="") as file:
-            minutes = float(next(csv.DictReader(file))["minutes"])
-    return (
-        f"the first step took {60 * minutes:.0f} s, alone on this machine: {sum(steps)} steps some "
-        f"{minutes * sum(steps):.0f} minutes, less where {jobs} cells at once use it better; "
-        f"{len(chains)} evaluations come on top"
-    )
-
-
 def main(chosen: argparse.Namespace, rest: list[str]) -> None:
     """Run the grid, then write the page."""
-    suite = suite_of(chosen, rest)
-    chains = chains_of(chosen, suite)
-    jobs = min(len(chains), chosen.jobs or torch.cuda.device_count() or os.cpu_count() or 1)
+    cells = cells_of(chosen.vary)
+    suite = suite_of(chosen, rest, cells)
+    chains = chains_of(chosen, suite, cells)
     if chosen.dry_run:
-        for part in (part for chain in chains for part in chain):
-            print(f"{'done' if part.done.exists() else 'to do':<6} python {' '.join(part.command)}")
-        return
-    for branch in {cell["branch"]: 0 for cell in cells_of(chosen.vary) if "branch" in cell}:
-        clone(branch, chosen.out)
-    if not (chosen.data or chosen.page):
-        benchmark = chosen.out / "benchmark"
-        run_part("benchmark", [word.format(data=benchmark) for word in TOY_BENCHMARK], benchmark)
-    if chosen.cost:
-        print(cost(chains, jobs))
+        print("\n".join(part.listed() for chain in chains for part in chain))
         return
     if not chosen.page:
+        for branch in {cell["branch"] for cell in cells.values() if "branch" in cell}:
+            clone(branch, chosen.out)
+        if suite.benchmark:
+            run_part(*suite.benchmark_part(chosen.out))
         try:
-            run_chains(chains, jobs)
+            run_chains(chains, chosen.jobs or torch.cuda.device_count() or os.cpu_count() or 1)
         except KeyboardInterrupt:
             print("\ninterrupted; the same command goes on from here", file=sys.stderr)
             sys.exit(130)

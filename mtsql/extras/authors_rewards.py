@@ -34,7 +34,9 @@ from mtsql.recipes.mtsql_r1_prompts import VERDICT, answers, enclosed
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PROCESS, RewardWeights, r_all
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards
 from mtsql.sql.execute import ExecutionResult
+from mtsql.sql.grammar import parse_sql
 from mtsql.sql.score import Scorer
+from mtsql.sql.structure import SqlParseError, SqlSchema
 
 FOUR_ERRORS = ("no such table", "no such column", "ambiguous column name", "syntax error")
 
@@ -66,7 +68,7 @@ def authors_reward(
     ex, em = scorer.ex(db_id, gold, answer), scorer.em(db_id, gold, answer, keep_limit=True)
     proposals, e_verify, m_verify = [], [], []
     for call in calls:
-        f1 = scorer.whole_clause_f1(db_id, gold, call.sql)
+        f1 = whole_clause_f1(gold, call.sql, scorer.schemas[db_id])
         proposals.append(f1)
         if call.tool == EXEC_SQL:
             outcome = "ok"
@@ -107,3 +109,16 @@ def _outcome(result: ExecutionResult) -> str:
     if not result.ok:
         return "error" if any(error in result.message for error in FOUR_ERRORS) else "ok"
     return "ok" if result.rows else "null"
+
+
+def whole_clause_f1(gold_sql: str, pred_sql: str, schema: SqlSchema) -> float:
+    """The share of whole clauses that are equal, of those that are not empty on both sides.
+
+    Values, DISTINCT and the order of elements count. 0.0 if one of the two cannot be read.
+    """
+    try:
+        gold, pred = (parse_sql(sql, schema, keep_limit=True) for sql in (gold_sql, pred_sql))
+    except SqlParseError:
+        return 0.0
+    used = [clause for clause in gold if gold[clause] or pred[clause]]
+    return sum(gold[clause] == pred[clause] for clause in used) / len(used)

@@ -29,12 +29,9 @@ CONFIG, MODEL = "configs/toy.toml", "models/toy/seed0"
 def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The question and the page, and all that train_grpo.py is to read; for a shipped model its settings."""
     parser = argparse.ArgumentParser(
-        "mtsql explain",
-        "mtsql explain [--question ID] [--html FILE] [--OPTION-OF-TRAIN-GRPO VALUE ...]",
-        __doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        usage="mtsql explain [--question ID] [--html FILE] [--OPTION-OF-TRAIN-GRPO VALUE ...]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("--question", default="", help="id of the question, as in trajectories.jsonl")
     parser.add_argument("--html", default="", help="write a page for a browser to this file instead")
     own, rest = parser.parse_known_args(argv)
@@ -147,16 +144,12 @@ def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
     statistics = clipped_step(config, task, reference, optimizer, groups, informative, 0)
     with torch.no_grad():
         _, _, after = pulls_of(config, task, groups[0])
-    decode = task.tokens.tokenizer.decode
     values = iter(zip(before.exp().tolist(), pulls.tolist(), after.exp().tolist(), strict=True))
-    tokens = [
-        [
-            Token(decode([i]).translate(MARKS), *next(values))
-            for i, bit in zip(s.trajectory.ids, s.trajectory.loss_mask, strict=True)
-            if bit and s.rewards.kept
-        ]
-        for s in groups[0]
-    ]
+    tokens = []
+    for sample in groups[0]:
+        pairs = zip(sample.trajectory.ids, sample.trajectory.loss_mask, strict=True)
+        texts = [task.tokens.tokenizer.decode([i]) for i, bit in pairs if bit and sample.rewards.kept]
+        tokens.append([Token(text.translate(MARKS), *next(values)) for text in texts])
     return Step(groups[0], tokens, loss, statistics)
 
 

@@ -190,18 +190,6 @@ def _keywords(sql: dict) -> set[str]:
     return words
 
 
-def whole_clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
-    """The share of whole clauses that are equal, which the released reward of MTSQL-R1 calls F1.
-
-    Over the ten clauses of the structure that are not empty on both sides; values, DISTINCT and the
-    order of elements count. 0.0 if the prediction cannot be read. Raises SqlParseError if the gold
-    query cannot.
-    """
-    gold, pred = _both(gold_sql, pred_sql, lambda sql: parse_sql(sql, schema, keep_limit=True))
-    used = [clause for clause in gold if gold[clause] or pred[clause]]
-    return sum(gold[clause] == pred[clause] for clause in used) / len(used)
-
-
 def hardness(gold_sql: str, schema: SqlSchema) -> str:
     """ "easy", "medium", "hard" or "extra". Raises SqlParseError if the query does not parse."""
     sql = parse_sql(gold_sql, schema)

@@ -12,7 +12,7 @@ from mtsql.errors import UserError
 from mtsql.sql.clauses import clause_f1
 from mtsql.sql.execute import Executor, as_executed, as_scored, execution_match, set_match
 from mtsql.sql.grammar import parse_sql
-from mtsql.sql.match import exact_set_match, hardness, whole_clause_f1
+from mtsql.sql.match import exact_set_match, hardness
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 
 FURTHER_METRICS = {
@@ -99,16 +99,6 @@ class Scorer:
             return clause_f1(gold, predicted, self.schemas[db_id])
         except SqlParseError:
             return float(self.ex(db_id, gold, predicted))
-
-    def whole_clause_f1(self, db_id: str, gold: str, predicted: str) -> float:
-        """The share of whole clauses that are equal: what the authors' released reward calls F1.
-
-        As there, 0 where the official grammar cannot read the gold SQL.
-        """
-        try:
-            return whole_clause_f1(gold, predicted, self.schemas[db_id])
-        except SqlParseError:
-            return 0.0
 
     def hardness(self, db_id: str, gold: str) -> str:
         """easy, medium, hard or extra, by the gold SQL; "unread" if the official grammar cannot read it."""

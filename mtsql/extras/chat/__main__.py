@@ -48,14 +48,13 @@ def chat_options(argv: list[str]) -> Args:
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = chat_options(sys.argv[1:])
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from mtsql.agent.rollout import Sampling, rollout
+from mtsql.agent.rollout import rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import Dataset
-from mtsql.extras.chat.conversation import Conversation, Play
+from mtsql.extras.chat.conversation import Conversation
 from mtsql.extras.chat.introspect import read_schema
 from mtsql.extras.chat.server import serve
 from mtsql.extras.chat.terminal import converse
@@ -71,23 +70,16 @@ def main(config: Args) -> None:
     tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
     sampling = make_sampling(config, environment, config.temperature)
-    with player(config, tokens, sampling) as play:
-        conversation = Conversation(environment, schema, play, config.seed)
-        if config.port:
-            serve(conversation, config.port)
-        else:
-            converse(conversation)
-
-
-@contextmanager
-def player(config: Args, tokens: ChatTokens, sampling: Sampling) -> Iterator[Play]:
-    """The function that plays an episode with the policy, here or behind its address."""
     if config.address:
-        served = served_policy(config, tokens)
-        yield lambda episodes: play_served(served, episodes, sampling, 1)
-        return
-    policy = chosen_policy(config, tokens)
-    yield lambda episodes: rollout(policy, tokens, episodes, sampling, 1)
+        play = partial(play_served, served_policy(config, tokens), sampling=sampling, concurrency=1)
+    else:
+        play = partial(rollout, chosen_policy(config, tokens), tokens, sampling=sampling, max_rows=1)
+    conversation = Conversation(environment, schema, play, config.seed)
+    if config.port:
+        serve(conversation, config.port)
+    else:
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 is no reason to end
+        converse(conversation)
 
 
 if __name__ == "__main__":

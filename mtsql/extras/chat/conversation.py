@@ -6,12 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtsql.agent.env import Environment, Episode
-from mtsql.agent.trajectory import (
-    ActionType,
-    Status,
-    Trajectory,
-    trajectory_record,
-)
+from mtsql.agent.trajectory import ActionType, Status, Trajectory, trajectory_record
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
@@ -91,23 +86,22 @@ class Conversation:
         number = len(self.answers)
         example = Example(f"00000/{number}", "00000", self.schema.db_id, number, question, "", self.history)
         asked = [turn.question for turn in self.history] + [question]
-        schema, left_out = relevant_part(self.schema, asked, lambda part: bool(self._episode(example, part)))
+        schema = relevant_part(self.schema, asked, lambda part: bool(self._episode(example, part)))
         episode = self._episode(example, schema)
         if episode is None:
             raise UserError(
                 f"the question is too long with the dialogue so far and table {schema.tables[0].name} alone; "
                 "take questions back with :undo, or raise --max-prompt-tokens"
             )
-        if left_out:
+        if schema is not self.schema:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
             names = ", ".join(table.name for table in schema.tables)
             show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
-        trajectory, executor = episode.trajectory, self.environment.executor
+        trajectory, episode.told = episode.trajectory, show_steps(show)
         try:
-            episode.told = show_steps(show)
             self.play([episode])
             sql = trajectory.answer_sql
-            result = None if sql is None else executor.execute(self.schema.path, sql)
+            result = None if sql is None else self.environment.executor.execute(self.schema.path, sql)
         except FileNotFoundError:
             raise UserError(f"{self.schema.path} is gone; put it back, and ask again") from None
         problem = ENDINGS.get(trajectory.status, "")
@@ -126,10 +120,10 @@ class Conversation:
 
     def records(self) -> list[dict]:
         """The dialogue as rows of a file of trajectories, for mtsql.extras.viewer."""
-        rows = []
-        for turn, answer in enumerate(self.answers):
-            row = trajectory_record(answer.trajectory, self.environment.tokens.tokenizer.decode)
-            row |= {"question": answer.question, "db_id": self.schema.db_id, "turn_index": turn}
-            result = answer.result and compact_result(answer.result, RESULT_CHARACTERS)
-            rows.append(row | {"answer_result": result})
-        return rows
+        decode, db_id = self.environment.tokens.tokenizer.decode, self.schema.db_id
+        return [
+            trajectory_record(answer.trajectory, decode)
+            | {"question": answer.question, "db_id": db_id, "turn_index": turn}
+            | {"answer_result": answer.result and compact_result(answer.result, RESULT_CHARACTERS)}
+            for turn, answer in enumerate(self.answers)
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ KINDS += (("DEC", "number"), ("DATE", "time"), ("TIME", "time"), ("BOOL", "boole
 INDEX_PARTS = (  # tables of FTS3 to FTS5 and of R-trees
     "content", "data", "idx", "docsize", "config", "segments", "segdir", "stat", "node", "parent", "rowid",
 )  # fmt: skip
-WORD = re.compile(r"[^\W\d_]+|\d+")
+SMALL = r"[^\W\d_A-Z]"  # any letter but ASCII's capitals
+NAME_WORD = re.compile(rf"[A-Z]+(?!{SMALL})|[A-Z]?{SMALL}+|\d+")
 QUESTION_WORD = re.compile(r"\w+")
 SHORT_WORDS = frozenset(
     "a an and are as at by do for from in is it of on or that the their to was what".split()
@@ -30,8 +32,8 @@ def read_schema(path: Path) -> Schema:
 
     A view of what is no longer there is left out.
 
-    `entry` stays empty. Raises UserError for what is no file, no SQLite file
-    (an encrypted one looks like it), locked, damaged, or has no table.
+    `entry` stays empty. Raises UserError for what is no file, no SQLite file, locked, damaged, or has no
+    table; an encrypted one looks like no SQLite file.
     """
     if not path.is_file():
         raise UserError(f"--database {path} is not a file; give a SQLite database")
@@ -63,10 +65,8 @@ def _names(reader: Reader) -> list[tuple[str, int, int]]:
 def _read_table(reader: Reader, name: str, plain: int) -> SchemaTable:
     found = reader.columns(name, bool(plain))
     columns = {folded(column): column for column, _, _ in found}
-    foreign = []
-    for _, place, other, column, key, *_ in reader.rows(
-        f"pragma foreign_key_list({quoted(name)})", needed=False
-    ):
+    foreign, keys_of = [], f"pragma foreign_key_list({quoted(name)})"
+    for _, place, other, column, key, *_ in reader.rows(keys_of, needed=False):
         if key is None:  # without a column it is the other table's primary key
             keys = {index: column for column, _, index in reader.columns(other, needed=False)}
             key = keys.get(place + 1)
@@ -86,31 +86,26 @@ def _kind(declared: str) -> str:
     return next((kind for start, kind in KINDS if start in declared.upper()), "text")
 
 
-def relevant_part(
-    schema: Schema, questions: Sequence[str], fits: Callable[[Schema], bool]
-) -> tuple[Schema, list[str]]:
-    """The schema, or the most of its tables that fit, and the names of those left out.
+def relevant_part(schema: Schema, questions: Sequence[str], fits: Callable[[Schema], bool]) -> Schema:
+    """The schema, or the most of its tables that fit; `fits` says whether a schema is short enough.
 
     Tables come in the order of how much the words of `questions`, the last of which counts most, name them,
     their columns and their example values; one that a foreign key joins to a named one stands before
-    others. They keep the file's order. `fits` says whether a schema is short enough. At least one is kept.
+    others. They keep the file's order. At least one is kept.
     """
     if fits(schema):
-        return schema, []
-    ranked = sorted(schema.tables, key=lambda table: -_relevance(table, questions))
-    named = [table for table in ranked if _relevance(table, questions) > 0]
+        return schema
+    relevance = {table.name: _relevance(table, questions) for table in schema.tables}
+    named = [table for table in schema.tables if relevance[table.name]]
     joined = {folded(other) for table in named for _, other, _ in table.foreign_keys}
-    ranked.sort(key=lambda t: 0 if t in named else 1 if folded(t.name) in joined else 2)
+    ranked = sorted(schema.tables, key=lambda t: (-relevance[t.name], folded(t.name) not in joined))
 
     def part(count: int) -> Schema:
         kept = set(ranked[:count])
         return replace(schema, tables=tuple(table for table in schema.tables if table in kept))
 
-    low, high = 1, len(ranked)  # low tables fit, or none does; high do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(part(middle)) else (low, middle)
-    return part(low), sorted(table.name for table in ranked[low:])
+    counts = range(2, len(ranked))
+    return part(1 + bisect_left(counts, True, key=lambda count: not fits(part(count))))
 
 
 def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
@@ -128,17 +123,8 @@ def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
 
 
 def _stems(name: str) -> set[str]:
-    return {_stem(word) for word in _words(name)} - SHORT_WORDS
-
-
-def _words(name: str) -> list[str]:
-    """The words in a name such as order_items, OrderItems or "order items", in lower case."""
-    around = zip(f" {name}", name, f"{name[1:]} ", strict=False)  # each letter between its neighbours
-    spaced = (
-        f" {letter}" if letter.isupper() and (before.islower() or after.islower()) else letter
-        for before, letter, after in around
-    )
-    return [word.lower() for word in WORD.findall("".join(spaced))]
+    """The words in a name such as order_items, OrderItems or "order items"."""
+    return {_stem(word.lower()) for word in NAME_WORD.findall(name)} - SHORT_WORDS
 
 
 def _stem(word: str) -> str:

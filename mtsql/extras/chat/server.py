@@ -7,12 +7,8 @@ has one, Origin (so that no other page can ask in the user's name).
 from __future__ import annotations
 
 import json
-import re
-import socket
 import sys
 import threading
-import time
-from contextlib import suppress
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +21,6 @@ from mtsql.extras.http_client import read_object
 
 ADDRESS = "127.0.0.1"
 MAX_BODY_BYTES = 100_000
-SECONDS, CONNECTIONS = 10.0, 64  # to send a request, or to take the next piece of an answer; open at once
 SENT_ROWS = 200  # of a result
 
 
@@ -40,12 +35,7 @@ def serve(conversation: Conversation, port: int) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """The server of one dialogue. Raises UserError if the port cannot be had; `port` 0 is any free one.
-
-    A browser may leave at any time: that is no fault, and shown to nobody. A connection that has not sent its
-    request after SECONDS is read no further, and of more than CONNECTIONS the last are closed: each is a
-    thread.
-    """
+    """The server of one dialogue. Raises UserError if the port cannot be had; `port` 0 is any free one."""
 
     def __init__(self, conversation: Conversation, port: int) -> None:
         try:
@@ -55,26 +45,9 @@ class Server(ThreadingHTTPServer):
         self.conversation = conversation
         self.page = (files("mtsql.extras.chat") / "page.html").read_bytes()
         self.busy = threading.Lock()  # one question at a time
-        self.opened: dict[Any, float] = {}  # when, by connection
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self.opened) >= CONNECTIONS:
-            self.shutdown_request(request)
-            return
-        self.opened[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        for request, began in list(self.opened.items()):
-            if time.monotonic() - began > SECONDS:
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RD)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.opened.pop(request, None)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser may leave at any time: that is no fault, and shown to nobody."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -83,19 +56,16 @@ class Handler(BaseHTTPRequestHandler):
     """GET / is the page, GET /dialogue what was said, POST /ask and /undo go on with it."""
 
     server: Server
-    timeout = SECONDS  # for a reader to take what is sent
-    gone = False  # whether the reader of an answer went away
+    timeout = 10.0  # seconds to send the next piece of a request, or to take that of an answer
 
     def log_message(self, *_: object) -> None:
         """Nothing: a dialogue is private."""
 
     def trusted(self) -> bool:
-        port = self.server.server_port
-        own = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
-        own |= {ADDRESS, "localhost"} if port == 80 else set()  # which browsers leave out
+        own = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
         named = len(hosts) == 1 and hosts[0].lower() in own
-        return named and set(origins) <= {f"http://{name}" for name in own}
+        return named and all(origin in [f"http://{name}" for name in own] for origin in origins)
 
     def send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)
@@ -106,12 +76,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def send_dialogue(self) -> None:
-        described = json.dumps(described_dialogue(self.server.conversation))
-        self.send(HTTPStatus.OK, described.encode(), "application/json")
+    def send_json(self, content: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send(status, json.dumps(content).encode(), "application/json")
 
     def refuse(self, status: HTTPStatus, problem: str) -> None:
-        self.send(status, json.dumps({"problem": problem}).encode(), "application/json")
+        self.send_json({"problem": problem}, status)
 
     def do_GET(self) -> None:
         if not self.trusted():
@@ -119,41 +88,37 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/":
             self.send(HTTPStatus.OK, self.server.page, "text/html")
         elif self.path == "/dialogue":
-            self.send_dialogue()
+            self.send_json(described_dialogue(self.server.conversation))
         else:
             self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     def do_POST(self) -> None:
-        length = ",".join(self.headers.get_all("Content-Length", []))
+        length = self.headers.get("Content-Length", "")
         if not self.trusted() or self.headers.get_content_type() != "application/json":
             self.refuse(HTTPStatus.FORBIDDEN, "another host, origin or type of content than the page's own")
-        elif not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY_BYTES:
+        elif not (length.isdecimal() and len(length) < 10 and int(length) <= MAX_BODY_BYTES):
             self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the question is too long")
         elif self.path not in ("/ask", "/undo"):
             self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
         else:
-            body = self.rfile.read(int(length))
-            question = read_question(body) if self.path == "/ask" else None
-            if question == "" or len(body) < int(length):
+            question = read_question(self.rfile.read(int(length)))
+            if self.path == "/ask" and not question:
                 self.refuse(HTTPStatus.BAD_REQUEST, "the question is empty or cut")
             elif not self.server.busy.acquire(blocking=False):
                 self.refuse(HTTPStatus.CONFLICT, "the agent is still answering")
             else:
-                self.go_on(question)
-
-    def go_on(self, question: str | None) -> None:
-        """Answer a question, or take the last one back."""
-        try:
-            if question is not None:
-                self.answer(question)
-                return
-            self.server.conversation.undo()
-        finally:
-            self.server.busy.release()
-        self.send_dialogue()  # after the release: who reads it may ask at once
+                try:
+                    self.answer(question) if self.path == "/ask" else self.server.conversation.undo()
+                finally:
+                    self.server.busy.release()
+                if self.path == "/undo":  # after the release: who reads it may ask at once
+                    self.send_json(described_dialogue(self.server.conversation))
 
     def answer(self, question: str) -> None:
-        """Send each event as a line, then the answer or the problem; the end is that of the connection."""
+        """Send each event as a line, then the answer or the problem; the end is that of the connection.
+
+        A reader who goes away ends the answer, and the question is forgotten.
+        """
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/x-ndjson")
         self.end_headers()
@@ -164,14 +129,8 @@ class Handler(BaseHTTPRequestHandler):
             self.tell({"problem": str(error)})
 
     def tell(self, content: dict[str, Any]) -> None:
-        """Send one line; a reader who went away does not stop the answer."""
-        if self.gone:
-            return
-        try:
-            self.wfile.write(json.dumps(content).encode() + b"\n")
-            self.wfile.flush()
-        except OSError:
-            self.gone = True
+        """Send one line."""
+        self.wfile.write(json.dumps(content).encode() + b"\n")
 
 
 def read_question(body: bytes) -> str:

@@ -37,15 +37,11 @@ def converse(conversation: Conversation) -> None:
     while True:
         try:
             line = input("\n> ").strip()
-            line.encode()
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print("\n(:quit ends the dialogue)")
-            continue
-        except UnicodeError:
-            print("error: the line holds a byte that is not UTF-8; write it again")
             continue
         if line == ":quit":
             return
@@ -68,8 +64,10 @@ def run_command(conversation: Conversation, line: str) -> str:
     if name == ":schema":
         return printable(conversation.schema.text(compact=False))
     if name == ":history":
-        told = ((a.question, a.sql or f"({a.problem})") for a in conversation.answers)
-        lines = [f"{number}. {question}\n   {sql}" for number, (question, sql) in enumerate(told, 1)]
+        lines = [
+            f"{number}. {answer.question}\n   {answer.sql or f'({answer.problem})'}"
+            for number, answer in enumerate(conversation.answers, 1)
+        ]
         return printable("\n".join(lines)) or "nothing was asked yet"
     if name == ":undo":
         question = conversation.undo()
@@ -81,12 +79,7 @@ def run_command(conversation: Conversation, line: str) -> str:
         if not argument.strip():
             raise UserError("say where: :save FILE.jsonl")
         path = Path(argument.strip())
-        try:
-            if path.is_dir() or not path.parent.is_dir():
-                raise UserError(f"{path} cannot be a file; its folder has to exist")
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in conversation.records()))
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror})") from None
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in conversation.records()))
         return f"{len(conversation.answers)} trajectories in {path}"
     raise UserError(f"{name} is no command; :help lists them")
 

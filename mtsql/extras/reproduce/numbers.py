@@ -1,31 +1,16 @@
-"""Finished evaluations, and means and differences of them with 95 % intervals over databases."""
+"""Means and differences of evaluations with 95 % intervals over databases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mtsql.errors import UserError
-from mtsql.files import load_json, load_json_lines
 from mtsql.report.metrics import RESAMPLES, bootstrap_means, excludes_zero, interval_of
 
 Values: TypeAlias = Sequence[tuple[str, float]]  # database and value of each question, in order
-
-
-class Evaluation(NamedTuple):
-    """What evaluate.py left in a folder."""
-
-    summary: dict  # see mtsql.report.metrics.summarise
-    records: list[dict]  # one a question, see mtsql.report.evaluation.score_records
-    run: dict  # run.json
-
-    def values(self, key: str) -> Values:
-        """The number `key` of every question."""
-        return [(record["db_id"], record[key]) for record in self.records]
 
 
 class Estimate(NamedTuple):
@@ -38,32 +23,6 @@ class Estimate(NamedTuple):
     interval: tuple[float, float] | None
     by_seed: dict[int, float]
     sure: bool
-
-
-def read_evaluation(folder: Path) -> Evaluation | None:
-    """The evaluation in a folder; None while its summary or predictions are not there or not whole."""
-    summary, run = read_json(folder / "summary.json"), read_json(folder / "run.json")
-    try:
-        records = [row for _, row in load_json_lines(folder / "predictions.jsonl")]
-    except UserError:
-        return None
-    whole = summary and len(records) == summary["questions"]
-    return Evaluation(summary, records, run or {}) if whole else None
-
-
-def read_json(path: Path) -> Any:
-    """What a file holds, None if it is not there, or not whole yet."""
-    try:
-        return load_json(path)
-    except UserError:
-        return None
-
-
-def subtract(values: Values, others: Values) -> Values:
-    """The differences on the same questions. Raises UserError if they are over other databases."""
-    if [database for database, _ in values] != [database for database, _ in others]:
-        raise UserError("arms that are compared have answered different questions: evaluate them on one set")
-    return [(database, a - b) for (database, a), (_, b) in zip(values, others, strict=True)]
 
 
 def estimate(
@@ -80,16 +39,15 @@ def estimate(
         return None
     means = {seed: fmean(value for _, value in values) for seed, values in by_seed.items()}
     mean = fmean(means.values())
+    pooled = [pair for values in by_seed.values() for pair in values]
     groups: dict[str, list[float]] = {}
-    for values in by_seed.values():
-        for database, value in values:
-            groups.setdefault(database, []).append(value)
+    for database, value in pooled:
+        groups.setdefault(database, []).append(value)
     count = len(groups)
     if count < 2:
         return Estimate(mean, None, means, False)
     drawn = bootstrap_means([groups[name] for name in sorted(groups)], draws=draws)
-    pooled = fmean(value for values in by_seed.values() for _, value in values)
-    drawn = mean + (drawn - pooled) * np.sqrt(count / (count - 1))
+    drawn = mean + (drawn - fmean(value for _, value in pooled)) * np.sqrt(count / (count - 1))
     if other_seeds and len(means) > 1:
         error = stdev(means.values()) / len(means) ** 0.5
         drawn += error * np.random.default_rng(1).standard_t(len(means) - 1, size=draws)
@@ -106,7 +64,7 @@ def signed(number: float) -> str:
     return f"{round(number, 1) + 0.0:+.1f}"
 
 
-def with_interval(found: Estimate, show: Callable[[float], str], scale: float = 1) -> str:
+def with_interval(found: Estimate, show: Callable[[float], str]) -> str:
     """The mean with its interval, if there is one: +3.4 [+1.7, +5.2]."""
-    ends = f" [{', '.join(show(scale * end) for end in found.interval)}]" if found.interval else ""
-    return show(scale * found.mean) + ends
+    ends = f" [{', '.join(map(show, found.interval))}]" if found.interval else ""
+    return show(found.mean) + ends

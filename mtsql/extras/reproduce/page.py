@@ -19,20 +19,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from mtsql.errors import UserError
-from mtsql.extras.reproduce.numbers import (
-    Estimate,
-    Values,
-    decimal,
-    estimate,
-    read_evaluation,
-    read_json,
-    signed,
-    subtract,
-    with_interval,
-)
+from mtsql.extras.plot import COLOURS, save_figure
+from mtsql.extras.reproduce.numbers import Estimate, Values, decimal, estimate, signed, with_interval
 from mtsql.extras.reproduce.suites import Suite
-from mtsql.files import write_atomically
-from mtsql.report.plots import COLOURS, save_figure
+from mtsql.files import load_json, load_json_lines, write_atomically
 
 Row = dict[str, Any]
 ByArm = dict[str, dict[int, Row]]  # arm: seed: row
@@ -41,16 +31,15 @@ READING = (
     "EX is execution accuracy, EM exact set match, greedy, in %; a mean is over seeds. In brackets: 95 "
     "% intervals, for which databases are drawn anew. In the differences, on the same questions and in "
     "points, the spread of the seeds is added to that as Student's t; with one seed they say nothing of "
-    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. {corrected} "
+    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. {} "
     "An arm that seed 0 has made for all stands beside every "
     "seed. Where there is no interval, the single answers were not kept."
 )
-
-CORRECTED = {
-    False: "Nothing is corrected for the number of differences.",
-    True: "The intervals of differences are widened for their number in a table (Bonferroni); of one seed "
-    "none is in bold.",
-}
+UNCORRECTED = "Nothing is corrected for the number of differences."
+CORRECTED = (
+    "The intervals of differences are widened for their number in a table (Bonferroni); of one seed none is "
+    "in bold."
+)
 
 
 def write_page(suite: Suite, made_by: str, path: Path) -> Path:
@@ -67,10 +56,10 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
     sections = [
         f"# {suite.title}",
         heading(suite, made_by, of, rows, path),
-        READING.format(corrected=CORRECTED[suite.corrected]),
+        READING.format(CORRECTED if suite.corrected else UNCORRECTED),
         f"![EX of every arm]({bars.name})",
     ]
-    for dataset, by_arm in (of | by_set(joint_rows(of, suite.joint))).items():
+    for dataset, by_arm in (of | by_set(joint_rows(rows, suite.joint))).items():
         count = next(row["questions"] for by_seed in by_arm.values() for row in by_seed.values())
         sections.append(f"## {dataset}: {count} questions")
         sections += [accuracy_table(suite, accuracies(by_arm)), difference_table(suite, by_arm)]
@@ -85,11 +74,11 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
 
 def up_to_date_rows(suite: Suite, path: Path) -> list[Row]:
     """The rows beside `path`, with those of finished evaluations, in the order of the suite; written back."""
-    rows = {(r["dataset"], r["arm"], r["seed"]): r for r in read_json(path.with_suffix(".json")) or []}
-    for folder in path.parent.glob("seed*/evaluation/*/*"):
-        row = finished_row(folder, next(iter(suite.sets)))
-        if row:
-            rows[row["dataset"], row["arm"], row["seed"]] = row
+    beside = path.with_suffix(".json")
+    known = load_json(beside) if beside.exists() else []
+    folders, first_set = path.parent.glob("seed*/evaluation/*/*"), next(iter(suite.sets))
+    known += [finished_row(folder, first_set) for folder in folders]
+    rows = {(row["dataset"], row["arm"], row["seed"]): row for row in known if row}
     if not rows:
         raise UserError(
             f"{path.parent} has no finished evaluation of this suite yet, and no {path.stem}.json"
@@ -99,7 +88,7 @@ def up_to_date_rows(suite: Suite, path: Path) -> list[Row]:
     order = sorted(rows, key=lambda key: (sets.index(key[0]), arms.index(key[1]), key[2]))
     found = [rows[key] for key in order]
     check_questions(found)
-    write_atomically(path.with_suffix(".json"), "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+    write_atomically(beside, "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     return found
 
 
@@ -111,21 +100,22 @@ def by_set(rows: Sequence[Row]) -> dict[str, ByArm]:
     return found
 
 
-def joint_rows(of: Mapping[str, ByArm], sets: Sequence[str]) -> list[Row]:
+def joint_rows(rows: Sequence[Row], sets: Sequence[str]) -> list[Row]:
     """The mean of the sets' EX and EM, where all of them have an arm of a seed (MTSQL-R1, Figure 1, Table 2).
 
     The sets weigh the same, whatever their questions; there is no interval.
     """
-    held = [of.get(dataset, {}) for dataset in sets]
-    rows = []
-    for arm, by_seed in (held[0] if held else {}).items():
-        for seed in by_seed:
-            parts = [by_arm[arm][seed] for by_arm in held if seed in by_arm.get(arm, ())]
-            if len(parts) == len(sets):
-                row = {"dataset": f"Mean of {' and '.join(sets)}", "arm": arm, "seed": seed}
-                row |= {metric: fmean(part[metric] for part in parts) for metric in BITS}
-                rows.append(row | {"questions": sum(part["questions"] for part in parts)})
-    return rows
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row["dataset"] in sets:
+            found.setdefault((row["arm"], row["seed"]), []).append(row)
+    return [
+        {"dataset": f"Mean of {' and '.join(sets)}", "arm": arm, "seed": seed}
+        | {metric: fmean(part[metric] for part in parts) for metric in BITS}
+        | {"questions": sum(part["questions"] for part in parts)}
+        for (arm, seed), parts in found.items()
+        if len(parts) == len(sets)
+    ]
 
 
 def finished_row(folder: Path, first_set: str) -> Row | None:
@@ -133,16 +123,20 @@ def finished_row(folder: Path, first_set: str) -> Row | None:
 
     The curve of the training of the same name is kept once, with `first_set`.
     """
-    evaluation = read_evaluation(folder)
-    if evaluation is None:
+    try:
+        summary = load_json(folder / "summary.json")
+        records = [row for _, row in load_json_lines(folder / "predictions.jsonl")]
+        run = load_json(folder / "run.json")
+    except UserError:
         return None
-    records, run, home = evaluation.records, evaluation.run, folder.parents[2]
-    done = datetime.fromtimestamp((folder / "summary.json").stat().st_mtime, UTC)
+    if len(records) != summary["questions"]:
+        return None
+    done, home = datetime.fromtimestamp((folder / "summary.json").stat().st_mtime, UTC), folder.parents[2]
     return {
         "dataset": folder.parent.name,
         "arm": folder.name,
         "seed": int(home.name.removeprefix("seed")),
-        **{metric: round(100 * evaluation.summary[metric]["mean"], 4) for metric in BITS},
+        **{metric: round(100 * summary[metric]["mean"], 4) for metric in BITS},
         "questions": len(records),
         "date": done.date().isoformat(),
         "hardware": run.get("hardware"),
@@ -158,7 +152,7 @@ def curve(training: Path) -> list[list[float]]:
     for path in (training / "dev.csv", training / "metrics.csv"):
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
-                rows = [row for row in csv.DictReader(file) if None not in row.values() and row.get("ex")]
+                rows = [row for row in csv.DictReader(file) if row.get("ex")]
             if rows:  # dev.csv is empty without --evaluate-every
                 return [[int(row["step"]) + 1, round(100 * float(row["ex"]), 2)] for row in rows]
     return []
@@ -182,6 +176,12 @@ def values_of(row: Row, metric: str) -> Values:
         return [("", row[metric])]
     names = (name for name, count in row["databases"] for _ in range(count))
     return [(name, 100.0 * int(bit)) for name, bit in zip(names, row[BITS[metric]], strict=True)]
+
+
+def differences(row: Row, other: Row, metric: str) -> Values:
+    """What a row has more than another on each question."""
+    pairs = zip(values_of(row, metric), values_of(other, metric), strict=True)
+    return [(database, value - others) for (database, value), (_, others) in pairs]
 
 
 def accuracies(by_arm: ByArm) -> dict[str, dict[str, Estimate]]:
@@ -208,24 +208,26 @@ def difference_table(suite: Suite, by_arm: ByArm) -> str:
     for what, better, worse in suite.pairs:
         others = by_arm.get(worse, {})
         pairs = {
-            seed: (row, others.get(0 if suite.is_once(worse) else seed))
+            seed: (row, others[other])
             for seed, row in by_arm.get(better, {}).items()
+            if (other := 0 if suite.is_once(worse) else seed) in others
         }
+        if not pairs:
+            continue
         ex, em = (
             estimate(
-                {s: subtract(values_of(a, metric), values_of(b, metric)) for s, (a, b) in pairs.items() if b},
+                {seed: differences(row, other, metric) for seed, (row, other) in pairs.items()},
                 other_seeds=True,
                 comparisons=comparisons,
             )
             for metric in BITS
         )
-        if ex:
-            shown = [with_interval(found, signed) for found in (ex, em)]
-            claimed = not suite.corrected or len(ex.by_seed) > 1  # a grid of one seed claims nothing
-            of_ex, of_em = (
-                f"**{t}**" if found.sure and claimed else t for t, found in zip(shown, (ex, em), strict=True)
-            )
-            lines.append([what, f"`{better}` - `{worse}`", of_ex, seeds_text(ex, signed), of_em])
+        claimed = not suite.corrected or len(pairs) > 1  # a grid of one seed claims nothing
+        of_ex, of_em = (
+            f"**{with_interval(found, signed)}**" if found.sure and claimed else with_interval(found, signed)
+            for found in (ex, em)
+        )
+        lines.append([what, f"`{better}` - `{worse}`", of_ex, seeds_text(ex, signed), of_em])
     return table(["difference", "arms", "EX", "EX of each seed", "EM"], lines)
 
 
