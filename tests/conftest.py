@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import multiprocessing
 import os
 import runpy
@@ -32,6 +33,7 @@ from mtsql.toy.tiny import train_tokenizer
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TOY = ["--config", "configs/toy.toml"]
+CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
 FORKS = multiprocessing.get_context("forkserver")  # of a process that has imported what takes seconds
 FORKS.set_forkserver_preload(["mtsql.task", "mtsql.learn.samples", "mtsql.extras.plot", "peft"])
 QUESTION = "Which singers are from France?"
@@ -126,13 +128,19 @@ def run(*command, expect=0):
 
 def run_forked(words: list[str]) -> tuple[int, str]:
     """Exit code and output of a script or module of the project."""
-    os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder) / "printed"
-        process = FORKS.Process(target=run_here, args=(words, printed, dict(os.environ)))
-        process.start()
+        process = start(words, printed)
         process.join()
         return process.exitcode, printed.read_text()
+
+
+def start(words: list[str], printed: Path) -> multiprocessing.Process:
+    """Start a script or module of the project, whose output goes to the file `printed`."""
+    os.environ.update(ENVIRONMENT)
+    process = FORKS.Process(target=run_here, args=(words, printed, dict(os.environ)))
+    process.start()
+    return process
 
 
 def run_here(words: list[str], printed: Path, environment: dict[str, str]) -> None:
@@ -153,6 +161,12 @@ def run_here(words: list[str], printed: Path, environment: dict[str, str]) -> No
         sys.argv = words
         sys.path[0] = str((ROOT / words[0]).parent)
         runpy.run_path(words[0], run_name="__main__")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file of a run, without what is a time."""
+    with path.open(newline="") as file:
+        return [{k: v for k, v in row.items() if k not in CLOCKS} for row in csv.DictReader(file)]
 
 
 SLOW = (  # the second to fourth do not wait for `work`, which the first makes meanwhile

@@ -2,95 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from decoders import END, KINDS, SIZES, VOCABULARY, make_decoder
 from peft import LoraConfig, get_peft_model
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from mtsql.agent import cache, graphs
 from mtsql.agent.cache import RowCache, cache_bytes_per_token, few_shapes
-from mtsql.agent.generator import STATIC_WIDTH, Generator, _inverse_cdf, _nucleus
+from mtsql.agent.generator import STATIC_WIDTH, Generator, Row, _inverse_cdf, _nucleus
 from mtsql.agent.prefix import families, shared_length
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.errors import UserError
-from mtsql.learn.model import load_policy
 
-VOCABULARY, END = 97, 3
 TOKENS = SimpleNamespace(end_of_turn_ids=(END,))
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "eos_token_id": END,
-    "pad_token_id": 0,
-}
+SEEDS = range(12)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["qwen3", "qwen2", "mistral", "llama", "smollm", "qwen3 with LoRA", "llama in 4 bits with LoRA"],
-)
-def model(request, tmp_path_factory) -> PreTrainedModel:
-    """Every kind of decoder that the project is for, small and random."""
-    torch.manual_seed(1)
-    if request.param == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **SIZES))
-    if request.param == "qwen2":
-        return with_random(
-            Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})), "bias"
-        )
-    if request.param == "mistral":
-        return MistralForCausalLM(MistralConfig(sliding_window=None, **SIZES))
-    if request.param == "llama":  # every bias, and frequencies that are not the plain ones
-        scaled = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-        scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10_000.0}
-        biases = {"attention_bias": True, "mlp_bias": True}
-        return with_random(LlamaForCausalLM(LlamaConfig(**biases, rope_parameters=scaled, **SIZES)), "bias")
-    if request.param == "smollm":  # three query heads for one key head, tied, as SmolLM2-135M
-        sizes = SIZES | {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4}
-        return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, rope_theta=100_000.0, **sizes))
-    if request.param == "qwen3 with LoRA":
-        base = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-        adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-        return with_random(adapted, "lora_B")
-    folder = tmp_path_factory.mktemp("llama")
-    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
-    return with_random(load_policy(folder, quantise="nf4", lora_rank=4), "lora_B").eval()
+@pytest.fixture(scope="module", params=KINDS)
+def any_model(request, tmp_path_factory) -> PreTrainedModel:
+    """For what depends on the kind of decoder."""
+    return make_decoder(request.param, tmp_path_factory.mktemp("model"))
 
 
-def with_random(model: PreTrainedModel, which: str) -> PreTrainedModel:
-    """The model with random numbers where a new one has zeros."""
-    for name, parameter in model.named_parameters():
-        if which in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """For what does not."""
+    return make_decoder("qwen3")
 
 
 class ScriptedEpisode:
@@ -124,22 +82,40 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def play(
-    model: PreTrainedModel, order: list[int], temperature: float, max_rows: int = 64
+    model: PreTrainedModel, temperature: float = 1.0, order: Sequence[int] = SEEDS, max_rows: int = 64
 ) -> dict[int, ScriptedEpisode]:
     """Episodes by seed, played in the given order of seeds."""
     all_prompts = prompts(12)
     episodes = [ScriptedEpisode(seed, all_prompts[seed]) for seed in order]
     sampling = Sampling(temperature=temperature, max_turn_tokens=20)
     trajectories = rollout(model, TOKENS, episodes, sampling, max_rows)
-    assert [t.seed for t in trajectories] == order
-    return dict(zip(order, episodes, strict=True))
+    assert [t.seed for t in trajectories] == list(order)
+    return {seed: episode for seed, episode in sorted(zip(order, episodes, strict=True))}
 
 
-def ids_by_seed(episodes: dict[int, ScriptedEpisode]) -> dict[int, list[int]]:
-    return {seed: episodes[seed].trajectory.ids for seed in sorted(episodes)}
+def play_ids(model: PreTrainedModel, *how: object) -> dict[int, list[int]]:
+    """The ids of `play` by seed."""
+    return {seed: episode.trajectory.ids for seed, episode in play(model, *how).items()}
 
 
-@torch.no_grad()
+def finish(generator: Generator, rows: Sequence[Row]) -> list[list[int]]:
+    """Sample until the rows' messages are complete; their ids."""
+    while any(row.decoding for row in rows):
+        generator.step()
+    return [row.ids for row in rows]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, of: type, method: str, see: Callable) -> None:
+    """Call `see` with what a method is called with, before it."""
+    original = getattr(of, method)
+
+    def watched(self, *given):
+        see(self, *given)
+        return original(self, *given)
+
+    monkeypatch.setattr(of, method, watched)
+
+
 def reference_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperature: float) -> torch.Tensor:
     """Log-probabilities (sampled tokens,) from one plain forward over the whole trajectory."""
     ids = torch.tensor([trajectory.ids])  # (1, positions)
@@ -148,26 +124,45 @@ def reference_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperatu
     return of_next[torch.tensor(trajectory.loss_mask[1:], dtype=torch.bool)]
 
 
-def test_greedy_equals_generate_with_full_reprefill(model):
-    for seed, episode in play(model, list(range(12)), temperature=0).items():
+def test_greedy_equals_generate_with_full_reprefill(any_model):
+    for seed, episode in play(any_model, temperature=0).items():
         segments = episode.trajectory.segments
         before: list[int] = []
         for segment in segments:
             if segment.role == "model":
                 prefix = torch.tensor([before])  # (1, positions)
+                how = {"attention_mask": torch.ones_like(prefix), "do_sample": False}
                 longest = min(20, 60 - (len(before) - len(segments[0].ids)))
-                full = model.generate(
-                    prefix,
-                    attention_mask=torch.ones_like(prefix),
-                    do_sample=False,
-                    max_new_tokens=longest,
-                )
+                full = any_model.generate(prefix, max_new_tokens=longest, **how)
                 assert full[0, len(before) :].tolist() == list(segment.ids), seed
             before += segment.ids
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_plain_forward(any_model, temperature):
+    for episode in play(any_model, temperature, SEEDS, 7).values():
+        trajectory = episode.trajectory
+        recorded = torch.tensor(trajectory.logprobs)[torch.tensor(trajectory.loss_mask).bool()]
+        expected = reference_logprobs(any_model, trajectory, temperature)  # (sampled tokens,), as recorded
+        assert (recorded - expected).abs().max() < 1e-4
+
+
+def test_the_policy_is_not_touched_and_its_weights_are_those_of_the_moment(any_model):
+    any_model.train()
+    any_model.lm_head.eval()
+    kept = {name: weight.clone() for name, weight in any_model.state_dict().items()}
+    before = play_ids(any_model, 0.0, [0, 1, 2])
+    assert any_model.training and not any_model.lm_head.training
+    assert all(torch.equal(weight, kept[name]) for name, weight in any_model.state_dict().items())
+    name, norm = next((n, p) for n, p in any_model.named_parameters() if n.endswith("model.norm.weight"))
+    norm.data.copy_(torch.linspace(-2, 2, len(norm)))
+    assert play_ids(any_model, 0.0, [0, 1, 2]) != before
+    norm.data.copy_(kept[name])
+    assert play_ids(any_model, 0.0, [0, 1, 2]) == before
+
+
 def test_messages_stop_at_an_end_of_turn_or_at_their_limit(model):
-    episodes = play(model, list(range(12)), temperature=1.0).values()
+    episodes = play(model).values()
     assert {stop for e in episodes for stop in e.stops} == {Stop.END_OF_TURN, Stop.LIMIT}
     for episode in episodes:
         messages = [s.ids for s in episode.trajectory.segments if s.role == "model"]
@@ -180,16 +175,15 @@ def test_messages_stop_at_an_end_of_turn_or_at_their_limit(model):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batch_composition_and_order_do_not_matter(model, temperature):
-    together = ids_by_seed(play(model, list(range(12)), temperature))
-    assert ids_by_seed(play(model, list(range(12)), temperature, max_rows=1)) == together
-    assert ids_by_seed(play(model, list(range(12))[::-1], temperature, max_rows=5)) == together
-    some = ids_by_seed(play(model, [7, 2, 10], temperature))
-    assert some == {seed: together[seed] for seed in (2, 7, 10)}
+    together = play_ids(model, temperature)
+    assert play_ids(model, temperature, SEEDS, 1) == together
+    assert play_ids(model, temperature, SEEDS[::-1], 5) == together
+    assert play_ids(model, temperature, [7, 2, 10]) == {seed: together[seed] for seed in (2, 7, 10)}
 
 
 def test_a_run_repeats_bit_for_bit(model):
-    first, second = (play(model, list(range(12)), 1.0, max_rows=5) for _ in range(2))
-    for seed in first:
+    first, second = (play(model, 1.0, SEEDS, 5) for _ in range(2))
+    for seed in SEEDS:
         assert first[seed].trajectory.segments == second[seed].trajectory.segments
 
 
@@ -198,40 +192,6 @@ def test_seeds_matter(model):
     episodes = [ScriptedEpisode(seed, same, messages=1) for seed in range(4)]
     rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=20))
     assert len({tuple(e.trajectory.ids) for e in episodes}) == 4
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_a_plain_forward(model, temperature):
-    for episode in play(model, list(range(12)), temperature, max_rows=7).values():
-        trajectory = episode.trajectory
-        loss_mask = np.array(trajectory.loss_mask, dtype=bool)
-        recorded = torch.tensor(trajectory.logprobs)[loss_mask]  # (sampled tokens,)
-        expected = reference_logprobs(model, trajectory, temperature)
-        assert (recorded - expected).abs().max() < 1e-4
-
-
-def test_shared_prompts_equal_separate_ones_and_are_computed_once(model):
-    prompt = prompts(3)[2]
-    widths: list[tuple[int, int]] = []
-
-    def first_message(copies: int) -> list[list[int]]:
-        with Generator(model, (END,), temperature=1.0) as generator:
-            original = generator._forward
-
-            def counted(ids, positions, pieces):
-                widths.append(tuple(ids.shape))
-                return original(ids, positions, pieces)
-
-            generator._forward = counted
-            rows = generator.start([prompt] * copies, list(range(copies)), [10] * copies)
-            while any(row.decoding for row in rows):
-                generator.step()
-            return [row.ids for row in rows]
-
-    together = first_message(4)
-    prefills = [w for w in widths if w[1] > 1]
-    assert prefills == [(1, len(prompt) - 1)]
-    assert first_message(1) == together[:1]
 
 
 def over_schemas() -> list[list[int]]:
@@ -243,33 +203,21 @@ def over_schemas() -> list[list[int]]:
     return [system + schemas[1], *made, made[3], [5, 6], system[:50]]
 
 
-def test_what_prompts_begin_with_is_computed_once(model):
+def test_what_prompts_begin_with_is_computed_once(model, monkeypatch):
     asked, written = over_schemas(), []
-
-    def answers(prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-        with Generator(model, (END,), temperature=1.0) as generator:
-            original = generator._write
-
-            def counted(new):
-                written.append(sum(len(ids) for _, ids in new))
-                return original(new)
-
-            generator._write = counted
-            rows = generator.start(prompts, range(len(prompts)), [10] * len(prompts))
-            while any(row.decoding for row in rows):
-                generator.step()
-            return [(row.ids, row.logprobs) for row in rows]
-
-    together = answers(asked)
-    # One system message, two schemas, and no question twice; the last token of a prompt is pending.
-    assert sum(written) <= 70 + 2 * 150 + sum(range(1, 10)) + 1 + 49
+    watch(monkeypatch, Generator, "_write", lambda _, new: written.extend(len(ids) for _, ids in new))
+    with Generator(model, (END,)) as generator:
+        together = generator.start(asked, range(len(asked)), [10] * len(asked))
+        # One system message, two schemas, no question twice, and the odd ones; what is the last token of a
+        # prompt is pending there, and so one schema's is written with each of its four other questions.
+        assert sum(written) == 70 + 150 + 149 + sum(range(9)) + 4 + 1 + 49
+        finish(generator, together)
     for place, prompt in enumerate(asked):
-        with Generator(model, (END,), temperature=1.0) as generator:
+        with Generator(model, (END,)) as generator:
             (alone,) = generator.start([prompt], [place], [10])
-            while alone.decoding:
-                generator.step()
-        assert alone.ids == together[place][0]
-        assert np.allclose(alone.logprobs, together[place][1], atol=1e-4)
+            finish(generator, [alone])
+        assert alone.ids == together[place].ids
+        assert np.allclose(alone.logprobs, together[place].logprobs, atol=1e-4)
 
 
 def test_families_of_prompts_are_those_of_one_schema():
@@ -285,37 +233,23 @@ def test_families_of_prompts_are_those_of_one_schema():
     assert families([]) == [] and shared_length([1, 2, 3], [1, 2]) == 2 and shared_length([], [1]) == 0
 
 
-def test_nothing_is_prefilled_again(model):
+def test_nothing_is_prefilled_again(model, monkeypatch):
     with Generator(model, (END,), temperature=0) as generator:
         (row,) = generator.start([[5] * 40], [0], [4])
-        while row.decoding:
-            generator.step()
-        written, original = [], generator._forward
-
-        def counted(ids, positions, pieces):
-            written.append(tuple(ids.shape))
-            return original(ids, positions, pieces)
-
-        generator._forward = counted
+        finish(generator, [row])
+        written = []
+        watch(monkeypatch, Generator, "_forward", lambda _, ids, *rest: written.append(tuple(ids.shape)))
         generator.append([row], [[7, 8, 9]], [4])
         assert written == [(1, 3)]  # the last sampled token and the observation but its last
         assert row.length == 40 + len(row.ids) + 4 + 3 - 1
 
 
 def test_an_empty_observation_continues_the_row(model):
-    prompt = prompts(3)[2]
     with Generator(model, (), temperature=0) as generator:
-        (row,) = generator.start([prompt], [0], [3])
-        while row.decoding:
-            generator.step()
-        first = row.ids
-        generator.append([row], [[]], [3])
-        while row.decoding:
-            generator.step()
-        (whole,) = generator.start([prompt], [0], [6])
-        while whole.decoding:
-            generator.step()
-    assert first + row.ids == whole.ids
+        rows = generator.start([[5, 6, 7]] * 2, [0, 0], [3, 6])
+        (first, whole) = finish(generator, rows)
+        generator.append(rows[:1], [[]], [3])
+        assert first + finish(generator, rows)[0] == whole
 
 
 def test_sampling_follows_the_distribution(model):
@@ -375,15 +309,6 @@ def test_a_token_is_the_one_of_the_plain_inverse_cdf(vocabulary):
     assert (plain == chosen).float().mean() > 0.97
 
 
-def test_the_policy_is_not_touched(model):
-    model.train()
-    model.lm_head.eval()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    play(model, [0, 1, 2], 1.0)
-    assert model.training and not model.lm_head.training
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-
-
 def test_a_titled_rollout_shows_its_progress(model, capsys):
     episodes = [ScriptedEpisode(seed, [5, 6], messages=3) for seed in range(5)]
     rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=3), 2, "evaluate")
@@ -402,21 +327,19 @@ def test_other_architectures_are_refused():
     windows = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     others = [MistralForCausalLM(MistralConfig(sliding_window=8, **SIZES)), Qwen3ForCausalLM(windows)]
     for other in [*others, GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=48))]:
-        with pytest.raises(
-            UserError, match="rollouts are for Llama, Mistral, Qwen2 and Qwen3 with only full"
-        ):
+        said = "rollouts are for Llama, Mistral, Qwen2 and Qwen3 with only full"
+        with pytest.raises(UserError, match=said):
             Generator(other, (END,))
     dora = LoraConfig(r=4, use_dora=True, target_modules="all-linear")
     with pytest.raises(UserError, match="linear layers and for LoRA"):
-        Generator(get_peft_model(Qwen3ForCausalLM(Qwen3Config(**SIZES)), dora), (END,))
+        Generator(get_peft_model(make_decoder("qwen3"), dora), (END,))
 
 
 def test_bfloat16_runs():
-    half = Qwen3ForCausalLM(Qwen3Config(**SIZES)).to(torch.bfloat16)
-    episodes = [ScriptedEpisode(seed, [5, 6, 7]) for seed in range(3)]
-    for trajectory in rollout(half, TOKENS, episodes, Sampling(max_turn_tokens=5)):
-        loss_mask = torch.tensor(trajectory.loss_mask).bool()
-        recorded = torch.tensor(trajectory.logprobs)[loss_mask]  # (sampled tokens,)
+    half = make_decoder("qwen3").to(torch.bfloat16)
+    for episode in play(half, 1.0, [0, 1, 2]).values():
+        trajectory = episode.trajectory
+        recorded = torch.tensor(trajectory.logprobs)[torch.tensor(trajectory.loss_mask).bool()]
         assert (recorded - reference_logprobs(half, trajectory, 1.0)).abs().max() < 0.1  # 8 bits of mantissa
 
 
@@ -426,36 +349,30 @@ def greedy(
     """First and second messages of seven rows."""
     with Generator(model, (END,), temperature=0, static_shapes=static_shapes) as generator:
         generator.graphs = graphs
-        rows = generator.start(prompts(7), list(range(7)), [9] * 7)
-        while any(row.decoding for row in rows):
-            generator.step()
-        first = [row.ids for row in rows]
+        rows = generator.start(prompts(7), range(7), [9] * 7)
+        first = finish(generator, rows)
         generator.release([rows[1], rows[4]])
         rest = [rows[i] for i in (0, 2, 3, 5, 6)]
         generator.append(rest, [[7, 8]] * 5, [9] * 5)
-        while any(row.decoding for row in rest):
-            generator.step()
-    return first + [row.ids for row in rest]
+        return first + finish(generator, rest)
 
 
-def test_static_shapes_change_nothing(model):
-    assert greedy(model, static_shapes=True) == greedy(model, static_shapes=False)
+def test_static_shapes_change_nothing(any_model):
+    assert greedy(any_model, static_shapes=True) == greedy(any_model, static_shapes=False)
 
 
-def test_the_decode_step_has_few_static_shapes(model):
+def test_the_decode_step_has_few_static_shapes(model, monkeypatch):
     shapes = set()
+
+    def see(generator, ids, positions, pieces):
+        if ids.shape[1] == 1:
+            shapes.update((p.tier.capacity, p.count, p.reach) for p in pieces)
+        else:
+            assert ids.shape[1] % STATIC_WIDTH == 0
+
+    watch(monkeypatch, Generator, "_forward", see)
     with Generator(model, (), temperature=0, static_shapes=True) as generator:
-        original = generator._forward
-
-        def counted(ids, positions, pieces):
-            if ids.shape[1] == 1:
-                shapes.update((p.tier.capacity, p.count, p.reach) for p in pieces)
-            else:
-                assert ids.shape[1] % STATIC_WIDTH == 0
-            return original(ids, positions, pieces)
-
-        generator._forward = counted
-        generator.start([[5] * 30] * 13, list(range(13)), [600] * 13)
+        generator.start([[5] * 30] * 13, range(13), [600] * 13)
         for count in range(580):
             generator.step()
             if count % 25 == 24 and len(generator.rows) > 1:
@@ -472,50 +389,32 @@ def free_positions(monkeypatch, model: PreTrainedModel, count: int) -> None:
 
 def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
     monkeypatch.setattr(cache, "TIER_STEP", 16)
-    free = ids_by_seed(play(model, list(range(12)), 1.0))
-    need, most, again, youngest, playing = [], [], [], [], []
-    enter = Generator.__enter__
+    free = play_ids(model)
+    need, most, playing, again = [], [], [], []
 
-    def entered(self):
-        playing.append(self)
-        return enter(self)
+    def see(generator, *_):
+        playing.append(generator)
+        need.append(sum(tier.capacity * len(tier.rows) for tier in generator.cache.tiers.values()))
+        most.append(generator.cache.reserved)
 
-    monkeypatch.setattr(Generator, "__enter__", entered)
-    admit, lift, drop = RowCache.admit, RowCache.lift, RowCache.drop
-
-    def watched(self, row, new):
-        done = admit(self, row, new)
-        again.append(done and bool(row.ids))
-        most.append(self.reserved)
-        return done
-
-    def lifted(self, row, new):
-        done = lift(self, row, new)
-        most.append(self.reserved)
-        return done
-
-    def dropped(self, rows):
-        need.append(sum(row.tier.capacity for tier in self.tiers.values() for row in tier.rows))
-        inside = [row for row in playing[-1].rows if row.tier is not None]
+    def dropped(_, rows):
         if len(rows) == 1 and rows[0].decoding:  # it gives its place back
-            youngest.append(rows[0] is inside[-1])
-        drop(self, rows)
+            assert rows[0] is playing[-1].in_cache[-1]  # the youngest
+            again.append(len(rows[0].ids))
 
-    monkeypatch.setattr(RowCache, "admit", watched)
-    monkeypatch.setattr(RowCache, "lift", lifted)
-    monkeypatch.setattr(RowCache, "drop", dropped)
-    assert ids_by_seed(play(model, list(range(12)), 1.0)) == free
-    assert not any(again)  # with room for all no row gives its place back
+    watch(monkeypatch, Generator, "_forward", see)
+    watch(monkeypatch, RowCache, "drop", dropped)
+    assert play_ids(model) == free
+    assert not again  # with room for all no row does
     third = max(need) // 3
-    need.clear(), most.clear(), again.clear()
+    need.clear(), most.clear()
     free_positions(monkeypatch, model, third)
-    assert ids_by_seed(play(model, list(range(12)), 1.0)) == free
+    assert play_ids(model) == free
     assert max(most) <= third and max(need) > third // 2
     assert any(again)  # in the middle of a message
-    assert youngest and all(youngest)
     free_positions(monkeypatch, model, third // 30)
     with pytest.raises(UserError, match="lower --max-response-tokens"):
-        play(model, [1], 1.0)
+        play(model, 1.0, [1])
 
 
 def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
@@ -540,48 +439,43 @@ def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
 
 @pytest.mark.parametrize("fails", [2, 20, 50])
 def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, capsys, fails):
-    free = ids_by_seed(play(model, list(range(12)), 1.0))
-    passes, original = [], Generator._forward
+    free, passes = play_ids(model), []
 
-    def short(self, ids, positions, pieces):
-        passes.append(self.cache.positions)
+    def short(generator, *_):
+        passes.append(generator.cache.positions)
         if len(passes) in (fails, fails + 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, ids, positions, pieces)
 
-    monkeypatch.setattr(Generator, "_forward", short)
-    assert ids_by_seed(play(model, list(range(12)), 1.0)) == free
+    watch(monkeypatch, Generator, "_forward", short)
+    assert play_ids(model) == free
     assert passes[-1] <= passes[fails] // 2 < passes[0] // 2
     assert capsys.readouterr().err.count("out of memory: the rollout goes on with") == 2
     monkeypatch.setattr(Generator, "_forward", lambda *_: np.zeros(1 << 50))
     with pytest.raises(ValueError, match="the device's memory does not hold one trajectory"):
-        play(model, [0], 1.0)
+        play(model, 1.0, [0])
 
 
 def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys):
     """The cache is halved while rows are short; they grow beyond that half."""
     monkeypatch.setattr(cache, "TIER_STEP", 16)
-    passes, original = [], Generator._forward
+    passes: list[int] = []
 
     def messages() -> list[list[int]]:
         with Generator(model, (), 1.0, longest=100) as generator:
             rows = generator.start([[5, 6, 7], [8, 9]], [0, 1], [90, 90])
             for _ in range(400):
                 generator.step()
-                if not any(row.decoding for row in rows):
-                    return [row.ids for row in rows]
-        pytest.fail("the rows never end")
+            return [row.ids for row in rows if not row.decoding]
 
     free = messages()
 
-    def short(self, ids, positions, pieces):
-        passes.append(self.cache.reserved)
+    def short(generator, *_):
+        passes.append(generator.cache.reserved)
         if len(passes) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, ids, positions, pieces)
 
-    monkeypatch.setattr(Generator, "_forward", short)
-    assert messages() == free
+    watch(monkeypatch, Generator, "_forward", short)
+    assert len(free) == 2 and messages() == free
     assert passes[2] <= 2 * 16 and max(passes) <= 100
     assert "out of memory: the rollout goes on with" in capsys.readouterr().err
 
@@ -616,52 +510,23 @@ def test_a_row_takes_the_positions_that_it_uses(model):
     ]  # fmt: skip
 
 
-class FakeGraph:
-    """A CUDA graph that replays by computing anew; its memory pool is watched."""
-
-    def replay(self) -> None:
-        self.recorded()
-
-
-class FakeCuda:
-    """What DecodeGraphs takes from torch.cuda, on a CPU."""
-
-    def __init__(self) -> None:
-        self.pools = self.streams = self.captures = 0
-        self.alive: dict[int, weakref.WeakSet] = {}
-        self.used: set[int] = set()
-        self.CUDAGraph = FakeGraph
-
-    def current_device(self) -> int:
-        return 0
-
-    def Stream(self, device: int) -> SimpleNamespace:
-        self.streams += 1
-        return SimpleNamespace(wait_stream=lambda other: None)
-
-    def current_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: None)
-
-    def stream(self, stream: SimpleNamespace) -> nullcontext:
-        return nullcontext()
-
-    def graph_pool_handle(self) -> int:
-        self.pools += 1
-        self.alive[self.pools] = weakref.WeakSet()
-        return self.pools
-
-    def graph(self, graph: FakeGraph, pool: int, stream: SimpleNamespace) -> nullcontext:
-        assert self.alive[pool] or pool not in self.used, "a pool that lost all its graphs is used again"
-        self.used.add(pool)
-        self.alive[pool].add(graph)
-        self.captures += 1
-        return nullcontext()
-
-
 def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
-    """With a stand-in for CUDA: the same tokens, few captures, one stream, none on storage that moved."""
+    """With a stand-in for CUDA, whose graphs replay by computing anew: the same tokens, few captures, one
+    stream, none on storage that moved."""
     plain = greedy(model, static_shapes=True)
-    cuda = FakeCuda()
+    alive: dict[int, weakref.WeakSet] = {}  # graphs of each memory pool
+
+    class Graph:
+        def replay(self) -> None:
+            self.recorded()
+
+    def graph(new: Graph, pool: int, stream: object) -> nullcontext:
+        assert pool not in alive or alive[pool], "a pool that lost all its graphs is used again"
+        alive.setdefault(pool, weakref.WeakSet()).add(new)
+        return nullcontext()
+
+    cuda = MagicMock(CUDAGraph=Graph, graph=graph)
+    cuda.graph_pool_handle.side_effect = itertools.count()
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
     capture = graphs.DecodeGraphs._capture
@@ -680,12 +545,14 @@ def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
 
     monkeypatch.setattr(graphs.DecodeGraphs, "_capture", captured)
     graphs.capture_stream.cache_clear()
+    rollouts = [graphs.DecodeGraphs() for _ in range(2)]
     try:
-        for _ in range(2):  # two rollouts
-            assert greedy(model, static_shapes=True, graphs=graphs.DecodeGraphs()) == plain
+        for own in rollouts:
+            assert greedy(model, static_shapes=True, graphs=own) == plain
     finally:
         graphs.capture_stream.cache_clear()
-    assert 2 < cuda.captures <= 12 and cuda.pools >= 2 and cuda.streams == 1
+    assert 2 < sum(own.captures for own in rollouts) <= 12
+    assert len(alive) >= 2 and cuda.Stream.call_count == 1
 
 
 def test_stop_strings_end_a_message(model):
@@ -699,19 +566,6 @@ def test_stop_strings_end_a_message(model):
     first = letters.decode(written).index(wanted) + 2
     assert stopped.trajectory.segments[1].ids == written[:first]
     assert stopped.stops == [Stop.STOP_STRING]
-
-
-def test_weights_changed_in_place_are_used_and_no_cache_survives(model):
-    before = ids_by_seed(play(model, [0, 1, 2], 0.0))
-    norm = next(m for name, m in model.named_modules() if name.endswith("model.norm"))
-    kept = norm.weight.detach().clone()
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(-2, 2, len(kept)))
-    changed = ids_by_seed(play(model, [0, 1, 2], 0.0))
-    with torch.no_grad():
-        norm.weight.copy_(kept)
-    assert changed != before
-    assert ids_by_seed(play(model, [0, 1, 2], 0.0)) == before
 
 
 class UnevenEpisode(ScriptedEpisode):
@@ -728,10 +582,8 @@ class UnevenEpisode(ScriptedEpisode):
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_no_row_waits_for_anothers_slow_query(ready):
+def test_no_row_waits_for_anothers_slow_query(model, ready):
     """One query ends when all other episodes have: were they to wait for it, they would wait forever."""
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
     others_ended, ended = threading.Event(), []
 
     class Slow(ScriptedEpisode):
@@ -753,11 +605,11 @@ def test_no_row_waits_for_anothers_slow_query(ready):
     assert [t.ids for t in played] == [e.trajectory.ids for e in alone]
 
 
-def test_two_thousand_uneven_episodes_leak_nothing():
+def test_hundreds_of_uneven_episodes_leak_nothing():
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": 1}))
     draw = np.random.default_rng(0)
-    starts = [draw.integers(4, VOCABULARY, draw.integers(1, 60)).tolist() for _ in range(250)]
+    starts = [draw.integers(4, VOCABULARY, draw.integers(1, 60)).tolist() for _ in range(75)]
     sampling = Sampling(max_turn_tokens=12)
 
     def run(seeds: list[int], rows: int) -> dict[int, list[int]]:
@@ -778,6 +630,6 @@ def test_two_thousand_uneven_episodes_leak_nothing():
         assert max(caches) <= rows * 128 * 5 // 4 + 128  # memory is flat: slots x the longest row
         return {e.trajectory.seed: e.trajectory.ids for e in episodes}
 
-    together = run(list(range(2_000)), 96)
-    alone = run(list(range(0, 2_000, 16)), 1)
+    together = run(list(range(600)), 96)
+    alone = run(list(range(0, 600, 16)), 1)
     assert alone == {seed: together[seed] for seed in alone}

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TOY, run
+from conftest import TOY, rows_of, run
 from safetensors.torch import load_file
 
 from mtsql.learn.parallel import Processes, join_processes, leave_processes
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
-
-
-def fork(check: Callable[[int, str], None], path: Path, processes: int = 2) -> None:
-    """Run a check in each of several processes; the first that fails fails the test."""
-    torch.multiprocessing.start_processes(
-        check, args=(str(path),), nprocs=processes, start_method="forkserver"
-    )
 
 
 def play(rank: int, store: str) -> None:
@@ -48,7 +36,8 @@ def play(rank: int, store: str) -> None:
 
 
 def test_shares_come_back_in_order_and_gradients_add_up(tmp_path):
-    fork(play, tmp_path / "store", processes=3)
+    how = {"nprocs": 3, "start_method": "forkserver"}
+    torch.multiprocessing.start_processes(play, args=(str(tmp_path / "store"),), **how)
     assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1", "store.2"}
 
 
@@ -60,29 +49,29 @@ def test_alone_without_torchrun(monkeypatch):
     leave_processes(processes)
 
 
-def rows_of(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="") as file:
-        return [{k: float(v) for k, v in row.items() if k not in CLOCKS} for row in csv.DictReader(file)]
-
-
 def assert_trained_alike(start: Path, one: Path, other: Path) -> None:
     """Both are as far from where they started, to 2 % of the way, as rounding differs where gradients are
     nearly 0 and Adam moves a weight by its rate all the same."""
-    if (one / "adapter_model.safetensors").is_file():  # where B starts at 0, and A is small beside it
-        a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
-        assert a.keys() == b.keys()
-        a, b = ({name: w for name, w in of.items() if "lora_B" in name} for of in (a, b))
-        before = {name: torch.zeros_like(weight) for name, weight in a.items()}
+    (name,) = (path.name for path in one.glob("*.safetensors"))
+    a, b = (load_file(folder / name) for folder in (one, other))
+    assert a.keys() == b.keys()
+    if name.startswith("adapter"):  # B starts at 0, and A is small beside it
+        before = {key: torch.zeros_like(weight) for key, weight in a.items() if "lora_B" in key}
     else:
-        before, a, b = (load_file(folder / "model.safetensors") for folder in (start, one, other))
-        assert before.keys() == a.keys() == b.keys()
-    way = torch.cat([(a[name] - before[name]).flatten() for name in a])  # (parameters,)
-    apart = torch.cat([(b[name] - a[name]).flatten() for name in a])  # (parameters,)
+        before = load_file(start / name)
+    way = torch.cat([(a[key] - before[key]).flatten() for key in before])  # (parameters,)
+    apart = torch.cat([(b[key] - a[key]).flatten() for key in before])  # (parameters,)
     assert way.norm() > 0 and apart.norm() <= 0.02 * way.norm()
 
 
-def files_of(folder: Path) -> set[str]:
-    return {str(Path(root, name).relative_to(folder)) for root, _, names in os.walk(folder) for name in names}
+def play_both(folder: Path, *command: object) -> tuple[Path, Path]:
+    """The folders of a command in one process and in two, which have the same files."""
+    one, two = folder / "one", folder / "two"
+    run(*command, "--out", one)
+    run(*TORCHRUN, *command, "--out", two)
+    files = [{path.relative_to(made) for path in made.rglob("*")} for made in (one, two)]
+    assert files[0] == files[1]
+    return one, two
 
 
 @pytest.mark.parametrize(
@@ -102,34 +91,21 @@ def files_of(folder: Path) -> set[str]:
     ],
 )  # fmt: skip
 def test_two_processes_train_as_one(script, options, work, tmp_path):
-    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation", *options]
-    run(*base, "--out", tmp_path / "one")
-    run(*TORCHRUN, *base, "--out", tmp_path / "two")
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
-    one, two = rows_of(tmp_path / "one" / "metrics.csv"), rows_of(tmp_path / "two" / "metrics.csv")
-    assert len(one) == len(two) > 0
-    for a, b in zip(one, two, strict=True):
+    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    one, two = play_both(tmp_path, *base, *options)
+    rows = [rows_of(folder / "metrics.csv") for folder in (one, two)]
+    assert len(rows[0]) == len(rows[1]) > 0
+    for pair in zip(*rows, strict=True):
+        a, b = ({name: float(value) for name, value in row.items()} for row in pair)
         # The log-probability gap is itself a difference by rounding.
         for name in ("logprob_gap", "logprob_gap_p99", "logprob_gap_mean"):
             assert a.pop(name, 0) < 1e-3 and b.pop(name, 0) < 1e-3
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
-    assert_trained_alike(work / "imitation", tmp_path / "one" / "policy", tmp_path / "two" / "policy")
+    assert_trained_alike(work / "imitation", one / "policy", two / "policy")
 
 
 def test_two_processes_evaluate_as_one(work, tmp_path):
-    base = [
-        "evaluate.py",
-        *TOY,
-        "--data",
-        work / "benchmark",
-        "--model",
-        work / "imitation",
-        "--split",
-        "test",
-    ]
-    base += ["--history", "predicted", "--sampled-runs", 1]
-    run(*base, "--out", tmp_path / "one")
-    run(*TORCHRUN, *base, "--out", tmp_path / "two")
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
-    one, two = ((tmp_path / name / "predictions.jsonl").read_text() for name in ("one", "two"))
-    assert [json.loads(line) for line in two.splitlines()] == [json.loads(line) for line in one.splitlines()]
+    base = ["evaluate.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    how = ["--split", "test", "--history", "predicted", "--sampled-runs", 1]
+    one, two = play_both(tmp_path, *base, *how)
+    assert (two / "predictions.jsonl").read_text() == (one / "predictions.jsonl").read_text()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import GOLD, Tiny, make_episode, say
+from decoders import SIZES
 from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -35,14 +37,10 @@ def never(trajectories: list[Trajectory]) -> np.ndarray:
     raise AssertionError("there is nothing to choose, so nothing to embed")
 
 
-def on_axis(trajectory: Trajectory) -> int:
-    return trajectory.ids[-1] % 3
-
-
 def on_axes(trajectories: list[Trajectory]) -> np.ndarray:
     """Three tight bundles of vectors of unlike length, by the sampled token modulo 3."""
-    rows = [np.eye(3)[on_axis(t)] * t.ids[-1] + 0.01 for t in trajectories]
-    return np.array(rows, np.float32)
+    written = [t.ids[-1] for t in trajectories]
+    return np.array([np.eye(3)[token % 3] * token + 0.01 for token in written], np.float32)
 
 
 def chosen(valid: list[Trajectory], simple: bool, embed: Embed, seed: int = 0) -> list[tuple[int, int]]:
@@ -55,9 +53,9 @@ def test_simple_questions_keep_two_short_trajectories():
     valid = [make(count, 10 + i) for i, count in enumerate([3, 0, 2, 1, 4, 3, 2])]
     seen = set()
     for seed in range(60):
-        picked = chosen(valid, True, never, seed)
-        assert len(picked) == 2 and len(set(picked)) == 2
-        seen.update(picked)
+        picked = set(chosen(valid, True, never, seed))
+        assert len(picked) == 2
+        seen |= picked
     assert seen == {(0, 11), (2, 12), (1, 13), (2, 16)}
     assert chosen(valid[:2], True, never) == [(0, 11)]
 
@@ -142,11 +140,7 @@ def test_vectors_without_a_direction_are_refused():
 
 def small_model(tiny: Tiny, lora: bool = False) -> torch.nn.Module:
     torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=len(tiny.tokens.tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"vocab_size": len(tiny.tokens.tokenizer)}))
     if lora:
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
         model = get_peft_model(model, config)
@@ -184,50 +178,39 @@ def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, posit
     assert not policy.training
 
 
-@pytest.fixture(scope="module")
-def embedding_folder(tiny, tmp_path_factory) -> str:
-    """A tiny Qwen3-Embedding: a model without a head whose tokenizer appends an end of text."""
-    folder = tmp_path_factory.mktemp("embedding")
-    tokenizer = copy.deepcopy(tiny.tokens.tokenizer)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.pad_token_id)]
-    )
-    tokenizer.save_pretrained(folder)
-    small_model(tiny).model.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("positions", [10**6, 1])
-def test_embedding_model_gives_the_state_of_its_end_of_text(
-    tiny, played, embedding_folder, positions, monkeypatch
-):
+def test_embedding_model_gives_the_state_of_its_end_of_text(tiny, played, tmp_path, positions, monkeypatch):
+    """Of a tiny Qwen3-Embedding: a model without a head whose tokenizer appends an end of text."""
+    end = tiny.tokens.tokenizer.pad_token_id
+    tokenizer, model = copy.deepcopy(tiny.tokens.tokenizer), small_model(tiny).model.eval()
+    appended = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)])
+    tokenizer.backend_tokenizer.post_processor = appended
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
-    policy = small_model(tiny)
-    vectors = text_embedder(embedding_folder, policy, tiny.tokens)(played)
-    model = small_model(tiny).model.eval()
+    vectors = text_embedder(str(tmp_path), small_model(tiny), tiny.tokens)(played)
     for trajectory, vector in zip(played, vectors, strict=True):
         text = "".join(tiny.tokens.tokenizer.decode(s.ids) for s in trajectory.segments[1:])
-        text = text.removesuffix("<|im_end|>")
-        ids = [*tiny.tokens.tokenizer.encode(text), tiny.tokens.tokenizer.pad_token_id]
+        ids = [*tiny.tokens.tokenizer.encode(text.removesuffix("<|im_end|>")), end]
         with torch.no_grad():
             last = model(torch.tensor([ids])).last_hidden_state[0, -1]
         np.testing.assert_allclose(vector, (last / last.norm()).numpy(), rtol=0, atol=1e-5)
 
 
 def test_a_folder_without_a_whole_embedding_model_is_named(tiny, tmp_path):
-    policy = small_model(tiny)
-    for folder in ("no/such/folder", str(tmp_path)):
-        with pytest.raises(ValueError, match=f"loaded from {folder}; give a folder with config.json"):
-            text_embedder(folder, policy, tiny.tokens)
+    policy, model = small_model(tiny), small_model(tiny).model
+
+    def refused(message: str, folder: Path | str = tmp_path) -> None:
+        with pytest.raises(ValueError, match=message):
+            text_embedder(str(folder), policy, tiny.tokens)
+
+    for folder in ("no/such/folder", tmp_path):
+        refused(f"loaded from {folder}; give a folder with config.json", folder)
     tiny.tokens.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        text_embedder(str(tmp_path), policy, tiny.tokens)  # a tokenizer and nothing else
-    model = small_model(tiny).model
+    refused("no embedding model could be loaded")  # a tokenizer and nothing else
     weights = {name: value for name, value in model.state_dict().items() if "layers.1" not in name}
     model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        text_embedder(str(tmp_path), policy, tiny.tokens)
+    refused("no embedding model could be loaded")
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="no embedding model could be loaded"):
-        text_embedder(str(tmp_path), policy, tiny.tokens)
+    refused("no embedding model could be loaded")

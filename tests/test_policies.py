@@ -1,0 +1,262 @@
+"""Folders of policies, adapters and tokenizers: saved, loaded, merged, shipped; and the KL reference."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import run
+from decoders import VOCABULARY, WIDER, make_decoder, with_random
+from peft import PeftModel
+from safetensors.torch import load_file, save
+from test_learn import make_groups
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from mtsql.config import Agent
+from mtsql.errors import UserError
+from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
+from mtsql.learn.model import Reference, load_policy, merge_adapter, restore_policy, save_policy
+from mtsql.model_folder import PACKAGED, load_tokenizer
+from mtsql.task import chosen_policy
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3", pad_token="w0")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer) -> Path:
+    """An ordinary folder of a random model."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("models") / "base"
+    save_policy(Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **WIDER)), tokenizer, folder)
+    return folder
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_policy_folders_round_trip(tmp_path, tokenizer):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_policy(make_decoder("qwen3"), tokenizer, base)
+    assert load_tokenizer(base).get_vocab() == tokenizer.get_vocab()
+    policy = load_policy(base)
+    assert_same_weights(weights(policy), weights(make_decoder("qwen3")))
+    assert all(p.requires_grad for p in policy.parameters())
+    lora = with_random(load_policy(base, "bfloat16", lora_rank=3), ".lora_B")
+    names = {name.split(".lora_")[0] for name in weights(lora) if ".lora_" in name}
+    assert len(names) == 2 * 7  # every linear layer of both blocks, not the head
+    assert lora.peft_config["default"].lora_alpha == 6
+    save_policy(lora, tokenizer, adapter)
+    again = load_policy(adapter, "bfloat16")
+    assert_same_weights(weights(again), weights(lora))
+    for loaded in (lora, again):
+        for name, parameter in loaded.named_parameters():
+            is_adapter = ".lora_" in name
+            assert parameter.requires_grad == is_adapter
+            assert parameter.dtype == (torch.float32 if is_adapter else torch.bfloat16)
+    with pytest.raises(ValueError, match="LoRA adapter already"):
+        load_policy(adapter, lora_rank=2)
+
+
+def test_a_policy_that_cannot_be_written_leaves_the_old_one(tmp_path, tokenizer):
+    save_policy(make_decoder("qwen3"), tokenizer, tmp_path / "policy")
+    before = sorted(p.name for p in (tmp_path / "policy").iterdir())
+    with pytest.raises(ZeroDivisionError):
+        failing = SimpleNamespace(save_pretrained=lambda folder: 1 / 0)
+        save_policy(make_decoder("llama"), failing, tmp_path / "policy")
+    assert sorted(p.name for p in (tmp_path / "policy").iterdir()) == before
+    assert_same_weights(weights(load_policy(tmp_path / "policy")), weights(make_decoder("qwen3")))
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # which has no models/
+    (tmp_path / "empty").mkdir()
+    for load in (load_policy, load_tokenizer):
+        for packaged in PACKAGED:
+            path = f"models/{packaged}-x"
+            with pytest.raises(UserError, match=f"{path} is not a folder; make it: .* {packaged} {path}"):
+                load(path)
+        for name in ("no/such/folder", "./nowhere", "models/nowhere", "empty/nowhere"):
+            with pytest.raises(ValueError, match=f"{name} is not a folder; give"):
+                load(name)
+        with pytest.raises(ValueError, match=r"could be loaded from .*empty; give"):
+            load(tmp_path / "empty")
+    with pytest.raises(ValueError, match="dtype 'int4' is unknown; choose from float32"):
+        load_policy("empty", dtype="int4")
+
+
+OWN_CODE = b"open('%s', 'w')\nclass Config: pass\nclass ModelForCausalLM: pass\n"
+
+
+class Opens:
+    """A pickle that leaves a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_what_a_library_cannot_load_is_one_sentence_and_runs_no_code(base, tmp_path, monkeypatch):
+    """Cut, noise, a pointer of Git LFS, a pickle, other shapes, code of its own (with "y" typed)."""
+    ran = tmp_path / "ran"
+    whole = (base / "model.safetensors").read_bytes()
+    config = json.loads((base / "config.json").read_text())
+    code = {"model_type": "own", "auto_map": {f"Auto{n}": f"own.{n}" for n in ("Config", "ModelForCausalLM")}}
+    lacking = load_file(base / "model.safetensors")
+    del lacking["model.norm.weight"]
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    cases = {
+        "pointer of Git LFS": {"model.safetensors": pointer},
+        "incomplete metadata": {"model.safetensors": whole[:5000]},
+        "header too small": {"model.safetensors": b""},
+        "header too large": {"model.safetensors": bytes(range(256)) * 9},
+        "lack model.norm.weight": {"model.safetensors": save(lacking, {"format": "pt"})},
+        "UnpicklingError": {"model.safetensors": None, "pytorch_model.bin": pickle.dumps(Opens(ran))},
+        "no model could be loaded": {"config.json": json.dumps(config | {"vocab_size": 3}).encode()},
+        "custom code": {"config.json": json.dumps(config | code).encode(), "own.py": OWN_CODE % bytes(ran)},
+        "RecursionError": {"config.json": b"[" * 100_000},
+    }
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    for number, (problem, contents) in enumerate(cases.items()):
+        folder = shutil.copytree(base, tmp_path / str(number))
+        for name, content in contents.items():
+            (folder / name).unlink(missing_ok=True)
+            if content is not None:
+                (folder / name).write_bytes(content)
+        with pytest.raises(UserError, match=problem) as error:
+            load_policy(folder)
+        assert "\n" not in str(error.value) and str(folder) in str(error.value)
+    for content in (pointer, b"", b"[]", b"\xff"):
+        (folder / "tokenizer.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"no tokenizer could be loaded|pointer of Git LFS"):
+            load_tokenizer(folder)
+    assert not ran.exists()
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(base):
+    tokens, config = SimpleNamespace(tokenizer=load_tokenizer(base)), Agent(model=str(base))
+    assert chosen_policy(config, tokens) is not None
+    tokens.tokenizer.add_tokens(["<new>"])
+    said = f"has {VOCABULARY + 1} ids, and its model embeddings for {VOCABULARY}"
+    with pytest.raises(UserError, match=said):
+        chosen_policy(config, tokens)
+
+
+def test_an_adapter_of_another_base_is_one_sentence(base, tmp_path, tokenizer):
+    save_policy(load_policy(base, lora_rank=2), tokenizer, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    content = json.loads(path.read_text())
+    for change in ({"r": 3}, {"peft_type": "NEW"}, {"target_modules": ["other"]}):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(UserError, match="does not go on its base"):
+            load_policy(tmp_path)
+    for broken in (json.dumps(content | {"base_model_name_or_path": 7}), '{"base_model'):
+        path.write_text(broken)
+        for load in (load_policy, load_tokenizer):
+            (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+            with pytest.raises(UserError, match="is no adapter's configuration"):
+                load(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="holds no weights for this model"):
+        restore_policy(load_policy(base, lora_rank=2), tmp_path, "float32")
+
+
+def test_the_policy_at_the_start_is_its_reference(base, tmp_path, tokenizer):
+    """After a LoRA warm start the reference is the warm-started model, not its base."""
+    warm = with_random(load_policy(base, lora_rank=2), "lora_")
+    save_policy(warm, tokenizer, tmp_path / "warm")
+    batch = shared_prompt_batch(make_groups())
+    for folder in (tmp_path / "warm", base):
+        policy = load_policy(folder)
+        reference = Reference(policy)
+        trainable = [name for name, p in policy.named_parameters() if p.requires_grad]
+        with torch.no_grad():
+            start = token_logprobs(policy, batch)[0]
+            for parameter in (p for p in policy.parameters() if p.requires_grad):
+                parameter.mul_(1.1)
+            moved = token_logprobs(policy, batch)[0]
+            with reference.policy() as frozen:
+                got = token_logprobs(frozen, batch)[0]
+            assert torch.equal(token_logprobs(policy, batch)[0], moved)
+        assert torch.equal(got, start) and not torch.allclose(got, moved)
+        assert [name for name, p in policy.named_parameters() if p.requires_grad] == trainable
+        save_policy(policy, tokenizer, tmp_path / "saved")
+        own = {name: value for name, value in weights(policy).items() if ".reference." not in name}
+        assert_same_weights(own, weights(load_policy(tmp_path / "saved")))
+
+
+@pytest.mark.parametrize("quantise", ["none", "nf4"])
+def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, tokenizer, quantise):
+    policy = with_random(load_policy(base, quantise=quantise, lora_rank=4), "lora_B", 0.1)
+    save_policy(policy, tokenizer, tmp_path / "adapter")
+    merged = merge_adapter(tmp_path / "adapter", "float32")
+    assert not isinstance(merged, PeftModel)
+    batch = shared_prompt_batch(make_groups())
+    unquantised = load_policy(tmp_path / "adapter")  # the merged copy stands on the unquantised base
+    with torch.no_grad():
+        found, expected = (token_logprobs(policy, batch)[0] for policy in (merged, unquantised))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge_adapter(base, "float32")
+
+
+def test_an_adapter_on_a_base_that_was_saved_in_nf4_is_not_merged(base, tmp_path):
+    load_policy(base, quantise="nf4").save_pretrained(tmp_path / "base")
+    load_policy(tmp_path / "base", lora_rank=2).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match="a base that is not quantised"):
+        merge_adapter(tmp_path / "adapter", "float32")
+
+
+def test_merge_replaces_no_folder(tmp_path):
+    (tmp_path / "kept").touch()
+    out = run("-m", "mtsql.extras.merge", tmp_path / "policy", tmp_path, expect=2)
+    assert f"error: {tmp_path} exists already; remove it or name another folder" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(
+    base, tmp_path, tokenizer, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # the base's path is looked up from here, too, where nothing is
+    policy = with_random(load_policy(base, lora_rank=4), "lora_B", 0.1).eval()
+    save_policy(policy, tokenizer, tmp_path / "policy")
+    out = tmp_path / "models" / "agent"
+    run("-m", "mtsql.extras.merge", tmp_path / "policy", out, "--base", "../base")
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    sizes = [(folder / "adapter_model.safetensors").stat().st_size for folder in (tmp_path / "policy", out)]
+    assert sizes[1] < 0.6 * sizes[0]
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(UserError, match=r"agent is an adapter of .*base, which is not there; its README"):
+            load(out)
+    shutil.copytree(base, tmp_path / "models" / "base")
+    shipped = load_policy(Path("models/agent")).eval()
+    assert load_tokenizer("models/agent").get_vocab() == tokenizer.get_vocab()
+    assert all(p.dtype == torch.float32 for p in shipped.parameters())
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        assert (shipped(ids).logits - policy(ids).logits).abs().max() < 0.1
+    save_policy(shipped, tokenizer, tmp_path / "elsewhere" / "policy")
+    load_policy(tmp_path / "elsewhere" / "policy")  # trained on, it still finds its base
+    said = run("-m", "mtsql.extras.merge", base, tmp_path / "no", "--base", "x", expect=2)
+    assert "holds no LoRA adapter" in said
