@@ -8,10 +8,10 @@ The agent reads the schema from the file itself, and its memory is its own earli
 shown as it comes: what it proposes, executes, sees, judges, recalls and corrects; then the SQL and its
 result. :help lists the commands. With --port the same is a page at 127.0.0.1.
 
-Without --model and --config it is the agent in models/smollm2-135m-sql with the settings that it was trained
-with, where its base is there (python -m mtsql pretrained smollm2-135m models/smollm2-135m-instruct). It is
-small, and often wrong. The file is only read, by the executor of all of mtsql. Where a schema is too long
-for the prompt, the agent sees the tables that the question seems to be about, and that is said.
+Without --model and --config it is the agent in models/qwen2.5-coder-0.5b-sql with the settings that it was
+trained with. Its base is fetched once, after asking. It is small, and often wrong. The file is only read, by
+the executor of all of mtsql. Where a schema is too long for the prompt, the agent sees the tables that the
+question seems to be about, and that is said.
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ class Args(Served, Agent):
     model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
     port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
     temperature: NotNegative = option(0.0, "of the answers; 0 is greedy")
+    yes: bool = option(False, "fetch the base of the agent in models/ without asking")
 
 
-SHIPPED, ITS_CONFIG = "models/smollm2-135m-sql", "configs/real_smollm2.toml"
+SHIPPED, ITS_BASE, ITS_CONFIG = (
+    "models/qwen2.5-coder-0.5b-sql",
+    "qwen2.5-coder-0.5b",
+    "configs/real_qwen.toml",
+)
 
 
 def chat_options(argv: list[str]) -> Args:
@@ -54,6 +59,7 @@ from pathlib import Path
 from mtsql.agent.rollout import rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import Dataset
+from mtsql.errors import UserError
 from mtsql.extras.chat.conversation import Conversation
 from mtsql.extras.chat.introspect import read_schema
 from mtsql.extras.chat.server import serve
@@ -67,6 +73,8 @@ def main(config: Args) -> None:
     """Load, then talk."""
     check_policy(config)
     schema = read_schema(Path(config.database))
+    if config.model == SHIPPED:
+        fetch_base(Path(SHIPPED).with_name(ITS_BASE), config.yes)
     tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
     sampling = make_sampling(config, environment, config.temperature)
@@ -80,6 +88,20 @@ def main(config: Args) -> None:
     else:
         sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 is no reason to end
         converse(conversation)
+
+
+def fetch_base(base: Path, yes: bool) -> None:
+    """Make the base of the agent in models/ where it is missing, once the user agrees; UserError if not."""
+    if base.is_dir():
+        return
+    print(f"the agent needs its base in {base}: 0.5 GB to download, 1 GB on the disk, some two minutes")
+    if not yes:
+        print("fetch it? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise UserError(f"no base, no answer; make it: python -m mtsql pretrained {ITS_BASE} {base}")
+    from mtsql.pretrained import main as make_pretrained
+
+    make_pretrained(ITS_BASE, base)
 
 
 if __name__ == "__main__":
