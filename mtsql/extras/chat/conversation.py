@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtsql.agent.env import Environment, Episode
-from mtsql.agent.trajectory import ActionType, Status, Trajectory, trajectory_record
+from mtsql.agent.trajectory import Status, Trajectory, trajectory_record
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
@@ -40,14 +40,15 @@ Show = Callable[[Event], None]
 
 
 def show_steps(show: Show) -> Callable[[Trajectory], None]:
-    """The function that shows what a trajectory did and saw since it was last called."""
-    acted = seen = 0
+    """The function that shows what a trajectory did and saw since it was last called, an SQL once."""
+    acted, seen, shown = 0, 0, ""
 
     def told(trajectory: Trajectory) -> None:
-        nonlocal acted, seen
+        nonlocal acted, seen, shown
         for action in trajectory.actions[acted:]:
-            judged = action.type in (ActionType.E_VERIFY, ActionType.M_VERIFY)
-            show(Event(str(action.type), "" if judged else action.sql or "", action.passed))
+            sql = action.sql or ""
+            show(Event(str(action.type), sql if sql != shown else "", action.passed))
+            shown = sql
         for observation in trajectory.observations[seen:]:
             show(Event("observe", observation.text))
         acted, seen = len(trajectory.actions), len(trajectory.observations)
