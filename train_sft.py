@@ -126,18 +126,9 @@ def main(config: Args) -> int:
     processes, out = task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     optimizer, first, state = resume(config, out, task.policy, processes)
-    embed: Embedder = partial(embed_with_policy, task.policy)
-    if config.embedding:
-        from mtsql.extras.embedding import text_embedder
-
-        embed = text_embedder(config.embedding, task.policy, task.tokens)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
-    if config.targets == "teacher":  # each of whose lines is accounted for, so that none is left out before
-        from mtsql.extras.teacher import read_teacher, taught_answers
-
-        taught = read_teacher(Path(config.teacher))
-    else:
+    if config.targets != "teacher":  # each of whose lines is accounted for
         pool = fitting_questions(config, task, pool)
     progress = Progress.from_plain(state, pool, first) if state else Progress(pool)
     if progress.round >= config.rounds:
@@ -154,19 +145,8 @@ def main(config: Args) -> int:
             progress.round = round_index
             if not progress.collected:
                 # S1 and S2: roll out the policy; keep some of what is right by EX and EM.
-                share = processes.share(list(enumerate(progress.remaining)))
-                if config.targets == "gold":
-                    from mtsql.extras.demonstrations import gold_trajectories
-
-                    asked = [example for _, example in share]
-                    shown = gold_trajectories(task.environment, asked, config.seed)
-                    found = [Collected(e.id, 1, len(t), t) for e, t in zip(asked, shown, strict=True)]
-                elif config.targets == "teacher":
-                    found = taught_answers(config, task, reward, taught, pool)
-                else:
-                    found = collect(config, task, reward, embed, share, progress.round)
-                found = processes.gather(found)
-                progress.add(found, rng)
+                found = collect(config, task, reward, progress, pool)
+                progress.add(processes.gather(found), rng)
                 if processes.is_main:
                     write_collected(config, task, progress, pool)
                 if not progress.kept:
@@ -215,6 +195,9 @@ def check(config: Args) -> None:
         raise UserError(f"--epochs should be above 0, not {config.epochs:g}")
     if bool(config.teacher) != (config.targets == "teacher"):
         raise UserError("--targets teacher and --teacher FILE.jsonl go together: give both or neither")
+    for flag, path in (("--teacher", config.teacher), ("--embedding", config.embedding)):
+        if path and not Path(path).exists():
+            raise UserError(f"{flag} {path} is not there")
     if config.teacher and config.rounds != 1:
         raise UserError("--targets teacher needs --rounds 1: another would replay the same trajectories")
 
@@ -230,15 +213,26 @@ def idle(config: Args) -> list[str]:
 
 
 def collect(
-    config: Args,
-    task: Task,
-    reward: RewardFunction,
-    embed: Embedder,
-    numbered: Sequence[tuple[int, Example]],
-    round_index: int,
+    config: Args, task: Task, reward: RewardFunction, progress: Progress, pool: Sequence[Example]
 ) -> list[Collected]:
-    """S1 and S2 of Algorithm 1 for a process's share of the questions, given with their place in D_i."""
-    found = []
+    """S1 and S2 of Algorithm 1 for a process's share of D_i, or what --targets names in their place."""
+    numbered = task.processes.share(list(enumerate(progress.remaining)))
+    if config.targets == "teacher":
+        from mtsql.extras.teacher import read_teacher, taught_answers
+
+        return taught_answers(config, task, reward, read_teacher(Path(config.teacher)), pool)
+    if config.targets == "gold":
+        from mtsql.extras.demonstrations import gold_trajectories
+
+        asked = [example for _, example in numbered]
+        shown = gold_trajectories(task.environment, asked, config.seed)
+        return [Collected(e.id, 1, len(t), t) for e, t in zip(asked, shown, strict=True)]
+    embed: Embedder = partial(embed_with_policy, task.policy)
+    if config.embedding:
+        from mtsql.extras.embedding import text_embedder
+
+        embed = text_embedder(config.embedding, task.policy, task.tokens)
+    found, round_index = [], progress.round
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
     for example, sampled in sample_questions(config, task, numbered, seed, title):

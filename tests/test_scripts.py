@@ -254,7 +254,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, base, tmp_path, monkeypat
             "--history: invalid choice: 'predicted'",
         ),
         (train_sft, ["--targets", "gold", "--rounds", 2], "--targets gold needs --rounds 1: another"),
-        (train_sft, ["--embedding", tmp_path / "none"], "no embedding model could be loaded from"),
+        (train_sft, ["--embedding", tmp_path / "none"], "none is not there"),
     ):
         words = [str(word) for word in (*base, *out, *options)]
         with pytest.raises(SystemExit) as stop:
