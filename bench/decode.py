@@ -25,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.cache import cache_bytes_per_token
-from mtsql.agent.generator import Generator
+from mtsql.agent.generator import Generator, Sampling
 from mtsql.files import write_atomically
 from mtsql.task import pick_device
 
@@ -107,7 +107,7 @@ def decode_speed(
     in the cache; `share_of_floor` is of the tokens a second if a step read weights and its rows' cache once.
     """
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-    with Generator(model, (), 1.0, static_shapes=static_shapes) as generator:
+    with Generator(model, (), Sampling(), static_shapes=static_shapes) as generator:
         rows = generator.start(prompts, range(len(prompts)), [steps + 3] * len(prompts))
         seconds = sampled = read = 0
         for step in range(steps + 3):

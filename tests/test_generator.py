@@ -206,14 +206,14 @@ def over_schemas() -> list[list[int]]:
 def test_what_prompts_begin_with_is_computed_once(model, monkeypatch):
     asked, written = over_schemas(), []
     watch(monkeypatch, Generator, "_write", lambda _, new: written.extend(len(ids) for _, ids in new))
-    with Generator(model, (END,)) as generator:
+    with Generator(model, (END,), Sampling()) as generator:
         together = generator.start(asked, range(len(asked)), [10] * len(asked))
         # One system message, two schemas, no question twice, and the odd ones; what is the last token of a
         # prompt is pending there, and so one schema's is written with each of its four other questions.
         assert sum(written) == 70 + 150 + 149 + sum(range(9)) + 4 + 1 + 49
         finish(generator, together)
     for place, prompt in enumerate(asked):
-        with Generator(model, (END,)) as generator:
+        with Generator(model, (END,), Sampling()) as generator:
             (alone,) = generator.start([prompt], [place], [10])
             finish(generator, [alone])
         assert alone.ids == together[place].ids
@@ -234,7 +234,7 @@ def test_families_of_prompts_are_those_of_one_schema():
 
 
 def test_nothing_is_prefilled_again(model, monkeypatch):
-    with Generator(model, (END,), temperature=0) as generator:
+    with Generator(model, (END,), Sampling(0)) as generator:
         (row,) = generator.start([[5] * 40], [0], [4])
         finish(generator, [row])
         written = []
@@ -245,7 +245,7 @@ def test_nothing_is_prefilled_again(model, monkeypatch):
 
 
 def test_an_empty_observation_continues_the_row(model):
-    with Generator(model, (), temperature=0) as generator:
+    with Generator(model, (), Sampling(0)) as generator:
         rows = generator.start([[5, 6, 7]] * 2, [0, 0], [3, 6])
         (first, whole) = finish(generator, rows)
         generator.append(rows[:1], [[]], [3])
@@ -257,7 +257,7 @@ def test_sampling_follows_the_distribution(model):
     prompt, temperature = [5, 6, 7], 0.7
     with torch.no_grad():
         logits = model.eval()(torch.tensor([prompt])).logits[0, -1].double()  # (vocabulary,)
-    with Generator(model, (END,), temperature=temperature) as generator:
+    with Generator(model, (END,), Sampling(temperature)) as generator:
         rows = generator.start([prompt] * 4000, list(range(4000)), [1] * 4000)
         generator.step()
     counts = np.bincount([row.ids[0] for row in rows], minlength=VOCABULARY)
@@ -279,7 +279,7 @@ def test_top_p_draws_from_the_likeliest_tokens_alone(model):
     assert torch.equal(_nucleus(rows, 1.0), rows)
     with torch.no_grad():
         expected = model.eval()(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
-    with Generator(model, (END,), temperature=1.0, top_p=0.3) as generator:
+    with Generator(model, (END,), Sampling(top_p=0.3)) as generator:
         rows = generator.start([[5, 6, 7]] * 300, list(range(300)), [1] * 300)
         generator.step()
     likely = set(_nucleus(expected[None], 0.3)[0].nonzero()[:, 0].tolist())
@@ -329,10 +329,10 @@ def test_other_architectures_are_refused():
     for other in [*others, GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=48))]:
         said = "rollouts are for Llama, Mistral, Qwen2 and Qwen3 with only full"
         with pytest.raises(UserError, match=said):
-            Generator(other, (END,))
+            Generator(other, (END,), Sampling())
     dora = LoraConfig(r=4, use_dora=True, target_modules="all-linear")
     with pytest.raises(UserError, match="linear layers and for LoRA"):
-        Generator(get_peft_model(make_decoder("qwen3"), dora), (END,))
+        Generator(get_peft_model(make_decoder("qwen3"), dora), (END,), Sampling())
 
 
 def test_bfloat16_runs():
@@ -347,7 +347,7 @@ def greedy(
     model: PreTrainedModel, static_shapes: bool, graphs: graphs.DecodeGraphs | None = None
 ) -> list[list[int]]:
     """First and second messages of seven rows."""
-    with Generator(model, (END,), temperature=0, static_shapes=static_shapes) as generator:
+    with Generator(model, (END,), Sampling(0), static_shapes=static_shapes) as generator:
         generator.graphs = graphs
         rows = generator.start(prompts(7), range(7), [9] * 7)
         first = finish(generator, rows)
@@ -371,7 +371,7 @@ def test_the_decode_step_has_few_static_shapes(model, monkeypatch):
             assert ids.shape[1] % STATIC_WIDTH == 0
 
     watch(monkeypatch, Generator, "_forward", see)
-    with Generator(model, (), temperature=0, static_shapes=True) as generator:
+    with Generator(model, (), Sampling(0), static_shapes=True) as generator:
         generator.start([[5] * 30] * 13, range(13), [600] * 13)
         for count in range(580):
             generator.step()
@@ -424,7 +424,7 @@ def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
 
     def first_messages(positions: int) -> list[list[int]]:
         free_positions(monkeypatch, model, positions)
-        with Generator(model, (END,), 1.0, longest=100) as generator:
+        with Generator(model, (END,), Sampling(), longest=100) as generator:
             rows = generator.start(asked, range(len(asked)), [12] * len(asked))
             for _ in range(12 * len(asked)):
                 generator.step()
@@ -461,7 +461,7 @@ def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys
     passes: list[int] = []
 
     def messages() -> list[list[int]]:
-        with Generator(model, (), 1.0, longest=100) as generator:
+        with Generator(model, (), Sampling(), longest=100) as generator:
             rows = generator.start([[5, 6, 7], [8, 9]], [0, 1], [90, 90])
             for _ in range(400):
                 generator.step()
@@ -494,7 +494,7 @@ def test_the_cache_takes_a_share_of_what_the_device_has_free(model, monkeypatch)
 
 
 def test_a_row_takes_the_positions_that_it_uses(model):
-    with Generator(model, (), longest=12_000) as generator:
+    with Generator(model, (), Sampling(), longest=12_000) as generator:
         rows = generator.start([[5] * 100, [6] * 100, [7] * 1000], range(3), [100] * 3)
         assert generator.cache.reserved == 2 * 128 + 1024
         for _ in range(30):

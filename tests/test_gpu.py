@@ -17,7 +17,7 @@ from transformers.utils import is_flash_attn_2_available
 from mtsql.agent import cache
 from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.decoder import Decoder
-from mtsql.agent.generator import Generator
+from mtsql.agent.generator import Generator, Sampling
 from mtsql.agent.head import float32_logits
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.extras import planner
@@ -68,7 +68,7 @@ def sample(
     prompts = [torch.randint(1, 1000, (n,), generator=draw).tolist() for n in PROMPTS]
     prompts[-1][: len(prompts[-2])] = prompts[-2]
     played = [Trajectory(str(i), i, [Segment.given("prompt", p)]) for i, p in enumerate(prompts)]
-    with Generator(model, (0,), temperature, **options) as generator:
+    with Generator(model, (0,), Sampling(temperature), **options) as generator:
         rows = generator.start(prompts, range(len(prompts)), [48] * len(prompts))
         for _ in range(2):
             while any(row.decoding for row in rows):

@@ -12,7 +12,7 @@ from decoders import SIZES, WIDER, with_random
 from test_learn import difference, gradients, make_groups
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mtsql.agent.generator import Generator
+from mtsql.agent.generator import Generator, Sampling
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
 from mtsql.learn.model import load_policy
@@ -57,7 +57,7 @@ def test_sampling_changes_nothing_in_the_training_of_a_quantised_policy(base):
     batch = shared_prompt_batch(make_groups())
     before, _ = token_logprobs(policy, batch)
     expected = gradients(policy, before.sum())
-    with Generator(policy, (), temperature=1.0) as generator:
+    with Generator(policy, (), Sampling()) as generator:
         generator.start([[5, 6, 7]], [0], [10])
         for _ in range(10):
             generator.step()

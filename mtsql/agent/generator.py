@@ -45,6 +45,20 @@ TOO_SMALL = (
 )
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How messages are sampled; `temperature` 0 is greedy.
+
+    With `top_p` below 1 only from the likeliest tokens that together hold so much. A message ends with an end
+    of turn, with one of the `stop_strings`, or at `max_turn_tokens`.
+    """
+
+    temperature: float = 1.0
+    max_turn_tokens: int = 512
+    stop_strings: tuple[str, ...] = ()
+    top_p: float = 1.0
+
+
 @dataclass(eq=False)
 class Row(CachedRow):
     """One trajectory and the message that is being sampled, or was just sampled."""
@@ -100,17 +114,15 @@ class Generator:
         self,
         model: PreTrainedModel,
         end_of_turn_ids: Sequence[int],
-        temperature: float = 1.0,
+        sampling: Sampling,
         stops: Callable[[list[int]], bool] | None = None,
         longest: int | None = None,
         static_shapes: bool | None = None,
-        top_p: float = 1.0,
     ) -> None:
         self.model = model
         self.decoder = Decoder(model)
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
-        self.temperature = temperature
-        self.top_p = top_p
+        self.temperature, self.top_p = sampling.temperature, sampling.top_p
         self.stops = stops
         on_gpu = model.device.type == "cuda"
         self.static_shapes = on_gpu if static_shapes is None else static_shapes

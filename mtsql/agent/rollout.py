@@ -6,34 +6,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import Episode
-from mtsql.agent.generator import Generator, Row
+from mtsql.agent.generator import Generator, Row, Sampling
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 
 ENVIRONMENT_THREADS = 8
 REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free.
 ANSWER_SHARE = 0.0625  # Observations are appended when this share of the rows in play waits for one.
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How messages are sampled; `temperature` 0 is greedy.
-
-    With `top_p` below 1 only from the likeliest tokens that together hold so much. A message ends with an end
-    of turn, with one of the `stop_strings`, or at `max_turn_tokens`.
-    """
-
-    temperature: float = 1.0
-    max_turn_tokens: int = 512
-    stop_strings: tuple[str, ...] = ()
-    top_p: float = 1.0
 
 
 def rollout(
@@ -68,12 +53,7 @@ def rollout(
     with (
         ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool,
         Generator(
-            model,
-            tokens.end_of_turn_ids,
-            sampling.temperature,
-            stop_string_test(tokens, sampling.stop_strings),
-            longest,
-            top_p=sampling.top_p,
+            model, tokens.end_of_turn_ids, sampling, stop_string_test(tokens, sampling.stop_strings), longest
         ) as generator,
         tqdm(total=len(episodes), desc=title, unit="question", disable=not title) as bar,
     ):

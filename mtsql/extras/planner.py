@@ -40,7 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtsql.agent import cache
 from mtsql.agent.decoder import Decoder
-from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generator
+from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generator, Sampling
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import Training, from_toml, read_options, user_errors
 from mtsql.errors import UserError, loading
@@ -230,7 +230,7 @@ def prefill_bytes(model: nn.Module, config: Training) -> int:
     """Bytes that a forward pass of the rollout adds to its cache, or the sampling if that takes more."""
     prompt, rows, longest = config.max_prompt_tokens, config.rows, longest_trajectory(config)
     together = min(rows, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(WIDEST, prompt)))
-    with in_shapes(model, 1) as live, Generator(model, [0], 1, None, longest, True) as generator:
+    with in_shapes(model, 1) as live, Generator(model, [0], Sampling(), None, longest, True) as generator:
         kept = live.peak = live.live()
         generator.start([[i] * prompt for i in range(together)], range(together), [1] * together)
         kept += generator.cache.reserved * cache.cache_bytes_per_token(model)
