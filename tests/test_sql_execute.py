@@ -121,6 +121,8 @@ def test_a_timeout_is_remembered_only_if_the_statement_had_the_processor(executo
     for worker in workers():
         os.kill(worker, signal.SIGSTOP)
     assert executor.execute(database, "SELECT 2").status == "timeout"
+    for worker in workers():  # of earlier tests
+        os.kill(worker, signal.SIGCONT)
     assert executor.execute(database, "SELECT 2").rows == ((2,),)
     late = executor.execute(database, ENDLESS)
     had_it = late.message == "stopped after 0.5 seconds"  # not on a machine with much else to do

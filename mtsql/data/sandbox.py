@@ -152,17 +152,19 @@ def _ask(seconds: float, *request: object) -> tuple:
 
 def run_sql(path: str | Path, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
     """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects."""
-    try:
-        if seconds <= 0:
-            raise TimeoutError(0.0)
-        return ExecutionResult(*_ask(seconds, read_only_uri(Path(path)), sql, max_rows, max_bytes))
-    except TimeoutError as timeout:
-        how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
-        return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
-    except (EOFError, ConnectionError):
-        return ExecutionResult("error", message=ENDED)
-    except OSError as error:
-        return ExecutionResult("error", message=f"{NOT_OPEN}: {error}")
+    for _ in range(2):  # something else may have ended the first worker
+        try:
+            if seconds <= 0:
+                raise TimeoutError(0.0)
+            return ExecutionResult(*_ask(seconds, read_only_uri(Path(path)), sql, max_rows, max_bytes))
+        except TimeoutError as timeout:
+            how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
+            return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
+        except (EOFError, ConnectionError):
+            continue
+        except OSError as error:
+            return ExecutionResult("error", message=f"{NOT_OPEN}: {error}")
+    return ExecutionResult("error", message=ENDED)
 
 
 class Reader:
