@@ -70,7 +70,7 @@ def test_each_step_is_shown_and_the_memory_holds_the_agents_own_answers(tiny):
     assert (answer.sql, answer.result.rows, answer.problem) == (COUNT, ((3,),), "")
     shown.clear()
     answer = conversation.ask(QUESTION, shown.append)
-    assert COUNT in [e.text for e in shown if e.kind == "observe"][1]  # what the memory returned
+    assert [COUNT in e.text for e in shown if e.kind == "recall"] == [True]
     assert answer.result.rows == (("Bruno",),)
     assert conversation.undo() == QUESTION and [t.sql for t in conversation.history] == [COUNT]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtsql.agent.env import Environment, Episode
+from mtsql.agent.tools import MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory, trajectory_record
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema
@@ -26,7 +27,7 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the agent did (an ActionType) or saw (`observe`), or a `note` about the question.
+    """Something that the agent did (an ActionType), saw or recalled, or a `note` about the question.
 
     `passed` is the verdict of a check.
     """
@@ -50,7 +51,8 @@ def show_steps(show: Show) -> Callable[[Trajectory], None]:
             show(Event(str(action.type), sql if sql != shown else "", action.passed))
             shown = sql
         for observation in trajectory.observations[seen:]:
-            show(Event("observe", observation.text))
+            recalled = observation.tool == MEMORY_RETRIEVE
+            show(Event("recall" if recalled else "observe", observation.text))
         acted, seen = len(trajectory.actions), len(trajectory.observations)
 
     return told

@@ -23,6 +23,7 @@ LABELS = {
     "self_correct": "corrects",
     "execute": "executes",
     "observe": "sees",
+    "recall": "recalls",
     "e_verify": "judges the result",
     "m_verify": "checks the memory",
     "finalize": "answers",
