@@ -180,8 +180,8 @@ def write_evaluation(
         lines.append(
             json.dumps(question_record(trajectory, example, task.scorer, decode, None, scores)) + "\n"
         )
-        if trajectory.status is Status.ANSWERED:
-            chat = chat_record(trajectory, example, task.environment)
+        has_sql = trajectory.status is Status.ANSWERED
+        if has_sql and (chat := chat_record(trajectory, example, task.environment)):
             for message in chat["messages"]:
                 message.pop("weight", None)  # a server's ids are not ours, but its words can be learned
             chats.append(json.dumps(chat, ensure_ascii=False) + "\n")

@@ -197,9 +197,8 @@ def main(config: Args) -> int:
         print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
     elif processes.is_main:
         write_atomically(out / "asked.json", json.dumps(sorted(asked)))
-        print(
-            f"policy after {max(first, config.steps)} steps: {out / 'policy'}; its course: mtsql plot {out}"
-        )
+        print(f"policy after {max(first, config.steps)} steps: {out / 'policy'}")
+        print(f"its curves: python -m mtsql plot {out}")
     leave_processes(processes)
     return INTERRUPTED if stop else 0
 

@@ -55,7 +55,7 @@ def rollout(
         Generator(
             model, tokens.end_of_turn_ids, sampling, stop_string_test(tokens, sampling.stop_strings), longest
         ) as generator,
-        tqdm(total=len(episodes), desc=title, unit="question", disable=not title) as bar,
+        tqdm(total=len(episodes), desc=title, unit="trajectory", disable=not title) as bar,
     ):
         while queue or playing:
             free = max_rows - len(playing)

@@ -289,7 +289,7 @@ def play_served(
     policy.server.stopped.clear()
     answers = policy.costs.requests > 0
     refused: list[tuple[Episode, ServerError]] = []  # since the server has last given a whole episode
-    bar = tqdm(total=len(episodes), desc=title, unit="question", disable=not title)
+    bar = tqdm(total=len(episodes), desc=title, unit="trajectory", disable=not title)
     with bar, ThreadPoolExecutor(concurrency) as pool:
         futures = {pool.submit(policy.play, episode, sampling): episode for episode in episodes}
         try:
