@@ -20,7 +20,7 @@ takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-S
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
 server of OpenAI's form, in the same environment (mtsql/extras/served.py).
 The run folder gets summary.json, predictions.jsonl (one record a question), trajectories.jsonl, and as
-chat.jsonl what was answered as chat messages, for train_sft.py --teacher (a teacher answers --split train).
+chat.jsonl what was answered as chat messages, for train_sft.py --targets (a teacher answers --split train).
 Answers are kept as they come: the same command goes on after an interruption.
 
 Departures from the paper:
@@ -126,7 +126,7 @@ def main(config: Args) -> None:
         log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)
         title, seed = f"evaluate at temperature {temperature:g}", trajectory_seed(config.seed, number)
         sampling = make_sampling(config, task.environment, temperature, config.top_p)
-        return answer_split(config, task, dialogues, sampling, seed, title, log)
+        return answer_split(task, dialogues, sampling, seed, config.history, title, log)
 
     answered = answer(config.temperature, 0)
     samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]

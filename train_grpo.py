@@ -23,15 +23,15 @@ Departures from the paper:
   advantage is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs it.
 - One update a batch, so that the importance ratio is 1 and the clip does nothing (--updates-per-batch).
-- Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (--beta2) and there is no weight decay
-  (--weight-decay), where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
+- Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (BETA2) and there is no weight decay,
+  where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
 - Other papers' variants (mtsql/learn/loss.py, advantages.py) are off unless a paper's file sets them, but for
   truncated importance sampling where sampler and trainer differ by rounding: in half precision or on a GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mtsql.config import (
@@ -53,16 +53,15 @@ class Args(Training):
     """The options of GRPO; those of every training are in mtsql/config.py."""
 
     SECTION: ClassVar = "grpo"
+    BETA2: ClassVar = 0.99  # of AdamW
     steps: Positive = option(100, "batches of questions")
     prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
     samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
     temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
     learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
-    beta2: NotNegative = option(0.99, "of AdamW, below 1")
     curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
-    clip_low: NotNegative = option(0.2, "epsilon below 1")
-    clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: above --clip-low)")
+    clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: 0.28); below it is 0.2")
     updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
     aggregate: Literal["trajectory", "token", "constant"] = option(
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
@@ -72,16 +71,10 @@ class Args(Training):
         "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
     )
     beta: NotNegative = option(0.0, "weight of the KL penalty (k3)")
-    tis_cap: float = option(
-        -1.0,
-        "cap of truncated importance sampling; 0: off, -1: 2 where sampler and trainer round apart",
-    )
-    resample_rounds: Count = option(0, "times that other questions replace groups without variance (DAPO)")
     micro_batch_positions: Positive = option(16384, "positions in one forward pass")
     evaluate_every: Count = option(
         0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
     )
-    evaluate_dialogues: Count = option(100, "first dialogues in these evaluations; 0 is all")
     save_every: Positive = option(20, "steps between checkpoints")
 
 
@@ -134,12 +127,11 @@ def main(config: Args) -> int:
     check(config)
     task = begin_training(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
-    config = replace(config, tis_cap=truncation_cap(config.tis_cap, policy))
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)  # mtsql_r1_rewards.py: reward
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
     optimizer, first, state = resume(config, out, policy, processes)
     levels = curriculum(config, task)
-    dev = dev_task(config, task, config.evaluate_dialogues) if config.evaluate_every else None
+    dev = dev_task(config, task) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, out)
         for sentence in idle(config):
@@ -155,7 +147,7 @@ def main(config: Args) -> int:
         for step in bar:
             began = time.perf_counter()
             # 1. Rollout: G trajectories of each question, each with its reward.
-            groups, replaced = sample_groups(config, task, reward, levels, step)
+            groups = sample_groups(config, task, reward, levels, step)
             sampled = time.perf_counter()
             # 2. Advantages: the rewards normalised within each group.
             informative = set_advantages(config, groups)  # (questions,)
@@ -168,9 +160,7 @@ def main(config: Args) -> int:
                     "step": step,
                     "minutes": round((time.perf_counter() - started) / 60, 3),
                     "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
-                    **group_metrics(
-                        groups, informative, replaced, sampled - began, task.tokens.tokenizer.decode
-                    ),
+                    **group_metrics(groups, informative, sampled - began, task.tokens.tokenizer.decode),
                     **statistics,
                     "train_seconds": round(time.perf_counter() - sampled, 2),
                 }
@@ -207,8 +197,6 @@ def check(config: Args) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.temperature <= 0:
         raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
-    if config.tis_cap < 0 and config.tis_cap != -1:
-        raise UserError(f"--tis-cap should be above 0, 0 for none, or -1, not {config.tis_cap:g}")
 
 
 def curriculum(config: Args, task: Task) -> list[list[Example]]:
@@ -224,53 +212,25 @@ def idle(config: Args) -> list[str]:
     return idle_options(
         config,
         {
-            "clip_low": ratio,
             "clip_high": ratio,
             "level_size": not config.curriculum and "there is no --curriculum",
-            "evaluate_dialogues": config.evaluate_every == 0 and "--evaluate-every is 0",
         },
     )
 
 
 def sample_groups(
     config: Args, task: Task, reward: RewardFunction, levels: Sequence[Sequence[Example]], step: int
-) -> tuple[list[list[Sample]], int]:
-    """G rewarded samples of each of a step's questions, and how many groups were replaced.
-
-    Dynamic sampling (DAPO, section 3.2): up to --resample-rounds times, groups whose rewards are all equal
-    are set aside and other questions are played. If there are too few then, those set aside fill the step.
-    """
-    level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
-    questions = levels[level]
-    wanted = min(config.prompts_per_step, len(questions))
-    groups: list[list[Sample]] = []
-    asked: list[int] = []
-    equal: list[int] = []  # places in `groups` of those without variance
-    for attempt in range(config.resample_rounds + 1):
-        order = question_order(config.seed, len(questions), wanted, level, step_in_level, attempt)
-        missing = wanted - len(groups) + len(equal)
-        known = set(asked)
-        fresh = [i for i in order if i not in known][:missing]
-        groups += rollout_groups(config, task, reward, [questions[i] for i in fresh], step, len(asked))
-        asked += fresh
-        equal = [i for i, teaches in enumerate(informative_groups(rewards_of(groups))) if not teaches]
-        if len(groups) - len(equal) >= wanted:
-            break
-    surplus = len(groups) - wanted  # of which the last ones without variance go
-    dropped = set(equal[len(equal) - surplus :])
-    return [group for i, group in enumerate(groups) if i not in dropped], surplus
-
-
-def rollout_groups(
-    config: Args, task: Task, reward: RewardFunction, questions: Sequence[Example], step: int, first: int
 ) -> list[list[Sample]]:
-    """A group of G rewarded samples of each question; their seeds depend on its number, from `first` on."""
-    size, sampling = config.samples_per_prompt, make_sampling(config, task.environment, config.temperature)
+    """G rewarded samples of each of a step's questions; their seeds depend on its place in the step."""
+    level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
+    questions, size = levels[level], config.samples_per_prompt
+    asked = question_order(config.seed, len(questions), config.prompts_per_step, level, step_in_level)
+    sampling = make_sampling(config, task.environment, config.temperature)
     episodes, examples = [], []
-    for number, question in task.processes.share(list(enumerate(questions, start=first))):
-        seeds = [trajectory_seed(config.seed, step, number, sample) for sample in range(size)]
-        episodes += task.environment.episodes(question, seeds)
-        examples += [question] * size
+    for place, index in task.processes.share(list(enumerate(asked))):
+        seeds = [trajectory_seed(config.seed, step, place, sample) for sample in range(size)]
+        episodes += task.environment.episodes(questions[index], seeds)
+        examples += [questions[index]] * size
     trajectories = task.play(episodes, sampling)  # mtsql/agent/rollout.py, with the weights of this moment
     samples = [Sample(t, e, reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
     return task.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
@@ -317,6 +277,7 @@ def clipped_step(
     parts = micro_batches(share, config.micro_batch_positions, shared)
     old_logprobs: list[Tensor | None] = [None] * len(parts)  # (tokens,) each, before the first update
     parameters, rate = stepped_parameters(optimizer), warmup_rate(config.learning_rate, step)
+    tis_cap = truncation_cap(task.policy)
     task.policy.train()
     sums: Counter[str] = Counter()  # updated, never added: + would drop what is negative
     gaps, norm = [], 0.0
@@ -329,7 +290,7 @@ def clipped_step(
                 with torch.no_grad(), reference.policy() as frozen:
                     reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
             loss, statistics = grpo_loss(
-                logprobs, batch, denominator, config, old_logprobs[number], reference_logprobs
+                logprobs, batch, denominator, config, old_logprobs[number], reference_logprobs, tis_cap
             )
             if not torch.isfinite(loss):
                 raise_not_finite(task, step, part)

@@ -12,7 +12,7 @@ as chat messages, for other fine-tuning tools), coverage.json (Table 7), metrics
 
 `--targets gold --rounds 1` learns from the gold SQL instead. With `--tools none` that is the short-horizon
 baseline, direct answers; with tools, demonstrations of the protocol (mtsql/extras/demonstrations.py).
-`--targets teacher --teacher FILE.jsonl --rounds 1` learns from a teacher's right trajectories instead
+`--targets FILE.jsonl --rounds 1` learns from a teacher's right trajectories instead
 (SQL-Trail, section 3.2): chat messages of any source, played again in our environment.
 
 Departures from the paper, and how we read it:
@@ -23,10 +23,10 @@ Departures from the paper, and how we read it:
   two, those that come nearest are kept, so that every solved question has a trajectory.
 - EM is the official exact set match, as in the authors' code; the paper's text says string match (--rewards
   paper). EX is the official one too: DISTINCT and the order of columns do not count.
-- Clusters are of the policy's own hidden states; --embedding takes the paper's Qwen3-Embedding.
+- Clusters are of the policy's own hidden states; the paper's are of Qwen3-Embedding's.
 - Fine-tuning makes --epochs passes a round over everything kept, --trajectories-per-step at a time;
   the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs. The cosine
-  begins anew in each round, after a warm-up over 3 % of its steps (--warmup; the paper names none).
+  begins anew in each round, after a warm-up over 3 % of its steps; the paper names none.
 - The loss is the mean over the trained tokens of a step, where the paper writes their sum.
 - LoRA with --lora-rank; the paper fine-tunes all parameters.
 """
@@ -34,7 +34,7 @@ Departures from the paper, and how we read it:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from mtsql.config import (
     Count,
@@ -55,15 +55,9 @@ class Args(Training):
 
     SECTION: ClassVar = "sft"
     rounds: Positive = option(3, "N of Algorithm 1 (paper: 3)")
-    targets: Literal["self", "gold", "teacher"] = option(
-        "self", "own right trajectories, gold answers, a teacher's"
-    )
-    teacher: str = option("", "JSONL file of a teacher's chat messages, for --targets teacher")
-    teacher_kept: Count = option(0, "its right trajectories kept, easy ones last (SQL-Trail: 1000); 0 is all")
+    targets: str = option("self", "own right trajectories, gold answers, a teacher's: self, gold, FILE.jsonl")
     samples_per_question: Positive = option(20, "rollouts of each question in each round (paper: 20)")
     temperature: NotNegative = option(0.7, "of these rollouts (paper: 0.7)")
-    correct: Literal["ex_em", "ex"] = option("ex_em", "a rollout is right by (paper: ex_em)")
-    embedding: str = option("", "folder of Qwen3-Embedding for the clusters; else the policy's own states")
     epochs: NotNegative = option(
         2.0, "passes over the kept trajectories in each round; the last may be a part"
     )
@@ -72,7 +66,6 @@ class Args(Training):
         0, "databases they are over, whose schemas they then share in a batch; 0: whatever comes"
     )
     learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
-    warmup: NotNegative = option(0.03, "share of a round's steps, below 1, in which it rises to that peak")
     save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
 
 
@@ -128,7 +121,7 @@ def main(config: Args) -> int:
     optimizer, first, state = resume(config, out, task.policy, processes)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
-    if config.targets != "teacher":  # each of whose lines is accounted for
+    if config.targets in ("self", "gold"):  # each of a teacher's lines is accounted for
         pool = fitting_questions(config, task, pool)
     progress = Progress.from_plain(state, pool, first) if state else Progress(pool)
     if progress.round >= config.rounds:
@@ -151,7 +144,7 @@ def main(config: Args) -> int:
                     write_collected(config, task, progress, pool)
                 if not progress.kept:
                     raise UserError(
-                        f"no trajectory of {config.teacher or config.model} can be kept: "
+                        f"no trajectory of --targets {config.targets} can be kept: "
                         "the counts above say why, and there is nothing to learn from"
                     )
                 save(task, optimizer, progress)
@@ -189,27 +182,22 @@ def check(config: Args) -> None:
         raise UserError("--targets gold needs --tools none or --recipe mtsql_r1, whose protocol is shown")
     if config.targets == "self":
         check_samples(config)
-    if config.warmup >= 1:
-        raise UserError(f"--warmup should be below 1, not {config.warmup:g}")
     if config.epochs <= 0:
         raise UserError(f"--epochs should be above 0, not {config.epochs:g}")
-    if bool(config.teacher) != (config.targets == "teacher"):
-        raise UserError("--targets teacher and --teacher FILE.jsonl go together: give both or neither")
-    for flag, path in (("--teacher", config.teacher), ("--embedding", config.embedding)):
-        if path and not Path(path).exists():
-            raise UserError(f"{flag} {path} is not there")
-    if config.teacher and config.rounds != 1:
-        raise UserError("--targets teacher needs --rounds 1: another would replay the same trajectories")
+    if config.targets not in ("self", "gold"):
+        if not Path(config.targets).is_file():
+            raise UserError(
+                f"--targets {config.targets} should be self, gold or a JSONL file of chat messages"
+            )
+        if config.rounds != 1:
+            raise UserError(f"--targets {config.targets} needs --rounds 1: another would replay the same")
 
 
 def idle(config: Args) -> list[str]:
-    """A sentence for each option that does nothing, because --targets gold or teacher samples nothing."""
+    """A sentence for each option that does nothing, because --targets gold or a file samples nothing."""
     why = config.targets != "self" and f"--targets {config.targets} samples nothing"
-    names = ("samples_per_question", "temperature", "embedding")
     gold = config.targets == "gold" and "--targets gold takes every answer"
-    lines = config.targets != "teacher" and "--targets is not teacher"
-    reasons = {"correct": gold, "rewards": gold, "teacher_kept": lines}
-    return idle_options(config, dict.fromkeys(names, why) | reasons)
+    return idle_options(config, {"samples_per_question": why, "temperature": why, "rewards": gold})
 
 
 def collect(
@@ -217,26 +205,22 @@ def collect(
 ) -> list[Collected]:
     """S1 and S2 of Algorithm 1 for a process's share of D_i, or what --targets names in their place."""
     numbered = task.processes.share(list(enumerate(progress.remaining)))
-    if config.targets == "teacher":
-        from mtsql.extras.teacher import read_teacher, taught_answers
-
-        return taught_answers(config, task, reward, read_teacher(Path(config.teacher)), pool)
     if config.targets == "gold":
         from mtsql.extras.demonstrations import gold_trajectories
 
         asked = [example for _, example in numbered]
         shown = gold_trajectories(task.environment, asked, config.seed)
         return [Collected(e.id, 1, len(t), t) for e, t in zip(asked, shown, strict=True)]
-    embed: Embedder = partial(embed_with_policy, task.policy)
-    if config.embedding:
-        from mtsql.extras.embedding import text_embedder
+    if config.targets != "self":
+        from mtsql.extras.teacher import read_teacher, taught_answers
 
-        embed = text_embedder(config.embedding, task.policy, task.tokens)
+        return taught_answers(config, task, reward, read_teacher(Path(config.targets)), pool)
+    embed: Embedder = partial(embed_with_policy, task.policy)
     found, round_index = [], progress.round
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
     for example, sampled in sample_questions(config, task, numbered, seed, title):
-        reasons = [rejection(t, reward(t, example), config.correct) for t in sampled]
+        reasons = [rejection(t, reward(t, example), task.environment.recipe) for t in sampled]
         valid = [t for t, reason in zip(sampled, reasons, strict=True) if reason is None]
         right = sum(reason in (None, "off_protocol") for reason in reasons)
         # S2: difficulty-aware choice among them.
@@ -288,7 +272,7 @@ def fine_tune(
             loss.backward()
             sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         task.processes.sum_gradients(parameters)
-        rate = cosine_rate(config.learning_rate, (index + 0.5) / steps, config.warmup)
+        rate = cosine_rate(config.learning_rate, (index + 0.5) / steps)
         norm = optimizer_step(optimizer, parameters, rate)
         totals: Counter[str] = Counter()
         for share in task.processes.all_gather(sums):

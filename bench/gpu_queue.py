@@ -36,7 +36,7 @@ PROCESS, NO_TOOLS = ["--rewards", "process"], ["--tools", "none"]
 PAPER = (
     "--wording paper --result-characters 200 --no-error-hints --max-prompt-tokens 4000 --max-response-tokens "
 )
-PAPER += "8000 --max-turn-tokens 1000 --max-tool-tokens 2000"
+PAPER += "8000 --max-turn-tokens 1000"
 COSQL = ["--tables", "{data}/cosql/tables.json", "--databases", "{data}/database"]
 UNTRAINED = {
     "sparc": ["evaluate.py", *CONFIG, *PAPER.split(), "--data", "{data}/sparc/dev.json", *SOURCES],

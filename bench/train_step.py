@@ -147,7 +147,7 @@ class Step:
         if self.task == "sft":
             return sft_loss(logprobs, self.tokens)
         advantages = torch.stack([self.advantage_of[id(t)] for group in part for t in group])
-        batch, options = replace(batch, advantages=advantages), Args(model="", data=(), out="", tis_cap=0.0)
+        batch, options = replace(batch, advantages=advantages), Args(model="", data=(), out="")
         return grpo_loss(logprobs, batch, len(self.flat), options)[0]
 
     def plain_loss(self, part: list[Trajectory]) -> Tensor:

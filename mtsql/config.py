@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    ClassVar,
     Literal,
     NamedTuple,
     TypeVar,
@@ -77,7 +78,6 @@ class Agent:
     max_prompt_tokens: Positive = option(4000, "longest prompt (paper: 4000)")
     max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
     max_turn_tokens: Positive = option(4000, "longest model message (paper: none)")
-    max_tool_tokens: Positive = option(2000, "longest tool response (paper: none)")
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "to compute in; training steps float32 copies; float16 without training"
     )
@@ -103,7 +103,6 @@ class Data:
 class Common(Agent, Data):
     """The questions of some data, put to a policy: what evaluation and training have in common."""
 
-    history: Literal["gold", "questions"] = option("gold", "earlier turns: with gold SQL, or without SQL")
     ex: Literal["official", "keep_distinct", "bird"] = option(
         "official", "what EX is in rewards, counts, votes and reports: Spider's, it with DISTINCT, BIRD's"
     )
@@ -115,7 +114,6 @@ class Rewarded(Common):
     """The questions of training, and what counts as right."""
 
     questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
-    drop_empty: bool = option(False, "train on no question whose gold SQL returns nothing (MTIR-SQL)")
     rewards: str = option(
         "",
         "preset of the recipe's rewards (mtsql_r1: outcome, process, paper, formula), with changes: "
@@ -127,11 +125,9 @@ class Rewarded(Common):
 class Training(Rewarded):
     """What warm start and GRPO have in common."""
 
+    BETA2: ClassVar = 0.999  # of AdamW
     micro_batch_positions: Positive = option(8192, "positions in one forward pass")
     lora_rank: Count = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
-    optimizer: Literal["adamw", "adamw8bit"] = option("adamw", "optimizer")
-    weight_decay: NotNegative = option(0.0, "of AdamW")
-    beta2: NotNegative = option(0.999, "of AdamW, below 1")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 

@@ -7,7 +7,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -47,6 +47,7 @@ from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, print_left_out, scorable
 
+DEV_DIALOGUES = 100  # asked in an evaluation during training
 CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
 # What answers do not depend on, so that an evaluation may go on with another value.
 FREE_TO_CHANGE = ("out", "rows", "concurrency")
@@ -87,8 +88,6 @@ def begin_task(config: Common, split: str, **how: Any) -> Task:
 
 def begin_training(config: Training, split: str) -> Task:
     """The training split and the policy to train. Raises UserError for options that do not go together."""
-    if config.beta2 >= 1:
-        raise UserError(f"--beta2 should be below 1, not {config.beta2:g}")
     if config.dtype == "float16":
         raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
     how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
@@ -200,7 +199,9 @@ def _scrambled(name: str) -> str:
 
 def make_environment(config: Agent, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
     """The environment that all episodes of a run share."""
-    limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
+    limits = Limits(
+        config.max_interactions, config.max_prompt_tokens, config.max_response_tokens, config.max_turn_tokens
+    )
     recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
     executor = Executor(timeout_seconds=config.sql_timeout)
     return Environment(
@@ -242,12 +243,12 @@ def training_questions(config: Rewarded, task: Task, counted: Sequence[SuccessCo
     Each process executes all of them, to fill its cache; a gold SQL near --sql-timeout may be in time in one
     alone, and what one leaves out, all leave out.
     """
-    asked, ids = examples(task.dataset.dialogues, config.history), {count.example_id for count in counted}
+    asked, ids = examples(task.dataset.dialogues), {count.example_id for count in counted}
     asked = [e for e in asked if e.id in ids] if counted else asked
     if not asked:
         raise UserError("no question of the curriculum is in the training data")
     drawn = draw_questions(asked, config.questions, config.seed)
-    kept = scorable(drawn, task.scorer, config.drop_empty)
+    kept = scorable(drawn, task.scorer)
     everywhere = set.intersection(*map(set, task.processes.all_gather([e.id for e in kept])))
     return [e for e in kept if e.id in everywhere]
 
@@ -301,11 +302,11 @@ def sample_questions(
 
 
 def answer_split(
-    config: Common,
     task: Task,
     dialogues: Sequence[Dialogue],
     sampling: Sampling,
     seed: int,
+    history: str = "gold",
     title: str = "",
     log: AnswerLog | None = None,
 ) -> list[tuple[Example, Trajectory]]:
@@ -318,13 +319,13 @@ def answer_split(
         return task.play(episodes, sampling, title * task.processes.is_main)
 
     share = task.processes.share(dialogues)
-    answered = answer_dialogues(play, task.environment, share, config.history, seed, log)
+    answered = answer_dialogues(play, task.environment, share, history, seed, log)
     everything = [pair for share in task.processes.all_gather(answered) for pair in share]
     return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
 
-def dev_task(config: Training, task: Task, dialogues: int) -> Task:
-    """The task with the first `dialogues` (0: all) of another split, for evaluations during training.
+def dev_task(config: Training, task: Task) -> Task:
+    """The task with the first DEV_DIALOGUES of another split, for evaluations during training.
 
     With --held-out it is `held_out`, else `dev`. Raises UserError where that would be what is trained on.
     """
@@ -335,14 +336,14 @@ def dev_task(config: Training, task: Task, dialogues: int) -> Task:
             "give --held-out, or --evaluate-every 0"
         )
     dataset = load_split(config, "held_out" if config.held_out else "dev")
-    dataset = replace(dataset, dialogues=dataset.dialogues[: dialogues or None])
+    dataset = replace(dataset, dialogues=dataset.dialogues[:DEV_DIALOGUES])
     return replace(task, **task_over(config, task.tokens, dataset))
 
 
 def dev_scores(config: Training, dev: Task) -> dict[str, float]:
     """EX, EM, and EX by hardness of greedy answers."""
     greedy = make_sampling(config, dev.environment, 0.0)
-    answered = answer_split(config, dev, dev.dataset.dialogues, greedy, config.seed)
+    answered = answer_split(dev, dev.dataset.dialogues, greedy, config.seed)
     scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
     by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}

@@ -219,7 +219,7 @@ def test_trl_has_our_ids_loss_masks_and_gradient(line, model, task):
     batch = row_batch(trajectories, "cpu")
     logprobs, _ = token_logprobs(policy, batch)  # (tokens,)
     denominator = loss_denominator(trajectories, "trajectory", 0)
-    loss, _ = grpo_loss(logprobs, batch, denominator, GrpoArgs(model="", data=(), out="", tis_cap=0.0))
+    loss, _ = grpo_loss(logprobs, batch, denominator, GrpoArgs(model="", data=(), out=""))
     loss.backward()
     ours = torch.cat([p.grad.flatten() for p in policy.parameters()])  # (parameters,)
     theirs = torch.cat([gradients[name].flatten() for name, _ in policy.named_parameters()])  # (parameters,)

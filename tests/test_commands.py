@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, TOY, run
+from conftest import ENVIRONMENT, ROOT, TOY, rows_of, run
 
 from evaluate import Args as EvaluateArgs
 from mtsql.__main__ import COMMANDS
@@ -45,7 +45,7 @@ def test_help_says_what_a_command_does_without_importing_torch(name):
 
 
 STEP = (
-    *("--steps", 1, "--prompts-per-step", 1, "--samples-per-prompt", 6, "--resample-rounds", explain.DRAWS),
+    *("--steps", explain.DRAWS, "--prompts-per-step", 1, "--samples-per-prompt", 6),
     *("--temperature", 1.5, "--seed", 4),
 )
 
@@ -64,11 +64,11 @@ def explained(work, tmp_path_factory):
 def test_the_step_explained_is_the_step_that_is_trained(explained, work, tmp_path):
     config, step, _ = explained
     run("train_grpo.py", *TOY, "--data", *config.data, "--model", config.model, "--out", tmp_path, *STEP)
-    names, row = ((tmp_path / "metrics.csv").read_text().splitlines()[i].split(",") for i in (0, 1))
-    trained = dict(zip(names, row, strict=True))
+    trained = next(r for r in rows_of(tmp_path / "metrics.csv") if float(r["informative_groups"]))
     for name in ("gradient_norm", "entropy", "learning_rate", "logprob_gap"):
         assert step.statistics[name] == pytest.approx(float(trained[name]), rel=1e-4, abs=1e-6), name
     records = map(json.loads, (tmp_path / "trajectories.jsonl").read_text().splitlines())
+    records = [record for record in records if record["step"] == int(trained["step"])]
     assert [s.rewards.total for s in step.group] == pytest.approx([r["reward"] for r in records])
 
 
@@ -126,7 +126,7 @@ GRID = ["--vary", "divide_by=group,none", "--vary", "tools=both,none", "--seeds"
 
 def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
     chosen, rest = ablate.read_arguments(
-        [*GRID, "--out", str(tmp_path), "--steps", "3", "--history=gold", "--dialogues", "7"]
+        [*GRID, "--out", str(tmp_path), "--steps", "3", "--history=predicted", "--dialogues", "7"]
     )
     cells = ablate.cells_of(chosen.vary)
     suite = ablate.suite_of(chosen, rest, cells)
@@ -139,7 +139,7 @@ def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
     config = read_options(GrpoArgs, None, training.command[1:])
     assert (config.seed, config.divide_by, config.tools, config.steps) == (1, "none", "none", 3)
     asked = read_options(EvaluateArgs, None, evaluation.command[1:])
-    assert (asked.tools, asked.history, asked.split, asked.dialogues) == ("none", "gold", "dev", 7)
+    assert (asked.tools, asked.history, asked.split, asked.dialogues) == ("none", "predicted", "dev", 7)
     assert asked.model == f"{config.out}/policy"
     options = ablate.cells_of(["rewards=process|process,verify=0.2"]).values()
     assert list(options) == [{"rewards": "process"}, {"rewards": "process,verify=0.2"}]

@@ -71,7 +71,6 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
         ),
         ("[sft]\nrows = 0", [], "[sft]: error: argument --rows: should be at least 1, not 0"),
         ("[common]\nsplit = 'dev'", [], "[common] has an unknown field 'split'"),
-        ("", ["--history", "predicted"], "argument --history: invalid choice: 'predicted'"),
         ("", ["--recipe", "sql_trail"], "--tools both needs a memory, which only"),
         ("", ["--sead", "1"], "unrecognized arguments: --sead"),
         ("", ["--see", "1"], "unrecognized arguments: --see"),
@@ -210,7 +209,7 @@ def test_options_that_do_nothing_say_so():
         return [sentence.split()[0] for sentence in train_grpo.idle(config)]
 
     assert said() == []
-    assert said("--clip-high", "0.3", "--evaluate-dialogues", "3") == ["--clip-high", "--evaluate-dialogues"]
+    assert said("--clip-high", "0.3", "--level-size", "3") == ["--clip-high", "--level-size"]
     assert said("--clip-high", "0.3", "--updates-per-batch", "2") == []
     assert said("--config", "configs/mtir_sql.toml") == []
 

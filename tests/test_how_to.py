@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import GOLD, QUESTION, ROOT, Tiny, say
+from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, rows_of, say
 from jinja2 import ChoiceLoader, DictLoader
 
+import train_grpo
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tools import Tool, make_tools
 from mtsql.agent.trajectory import Status
-from mtsql.config import Data
+from mtsql.config import Data, read_options
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
 from mtsql.learn.samples import Sample
@@ -150,12 +152,35 @@ def test_process_rewards_from_the_second_level(monkeypatch, step, total):
     config = GrpoArgs(data=(), out="", model="", steps=4, prompts_per_step=1)
     earned = Rewards(1.0, 0.0, 1.5, {"proposal": 1.0})
 
-    def rollout_groups(config, task, reward, *_):
-        return [[Sample(None, EXAMPLE, reward(None, EXAMPLE))] * 2]
-
-    monkeypatch.setattr(module, "rollout_groups", rollout_groups)
-    ((paid, _),), _ = module.sample_groups(config, None, lambda t, e: earned, [[EXAMPLE], [EXAMPLE]], step)
+    task = SimpleNamespace(
+        processes=SimpleNamespace(share=list, gather=list), play=lambda episodes, _: episodes,
+        environment=SimpleNamespace(episodes=lambda question, seeds: [None for _ in seeds]),
+    )  # fmt: skip
+    monkeypatch.setattr(module, "make_sampling", lambda *_: None)
+    ((paid, *_),) = module.sample_groups(config, task, lambda t, e: earned, [[EXAMPLE], [EXAMPLE]], step)
     assert (paid.rewards.total, paid.rewards.parts) == (total, earned.parts)
+
+
+def test_edits_choose_questions_and_set_the_optimizer(tiny, monkeypatch):
+    scorer = Scorer({"music": tiny.schema}, tiny.executor)
+    empty = replace(EXAMPLE, gold_sql="SELECT name FROM singer WHERE age > 99")
+    scorable = edited(6, "mtsql/sql/score.py", monkeypatch).scorable
+    assert scorable([EXAMPLE, empty], scorer) == [EXAMPLE]
+    optimizer = edited(7, "mtsql/learn/optimizer.py", monkeypatch)
+    made = optimizer.make_optimizer(torch.nn.Linear(1, 1), 0.1).defaults
+    assert (made["betas"], made["weight_decay"]) == ((0.9, 0.95), 0.01)
+    assert optimizer.cosine_rate(1.0, 0.05) == pytest.approx(0.5, abs=0.01)
+
+
+def test_other_questions_take_the_place_of_groups_without_variance(work, tmp_path, monkeypatch):
+    words = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--temperature", "0.3"]
+    words += ["--steps", 1, "--prompts-per-step", 4, "--samples-per-prompt", 2]
+    informative = []
+    for number, module in enumerate((train_grpo, edited(8, "train_grpo.py", monkeypatch))):
+        out = tmp_path / str(number)
+        assert module.main(read_options(GrpoArgs, "", [*map(str, words), "--out", str(out)])) == 0
+        informative += [float(row["informative_groups"]) for row in rows_of(out / "metrics.csv")]
+    assert informative[0] < informative[1]
 
 
 @pytest.mark.parametrize("compact", [True, False])

@@ -80,7 +80,7 @@ def play_both(folder: Path, *command: object) -> tuple[Path, Path]:
         (
             "train_grpo.py",
             ["--steps", 2, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
-             "--evaluate-every", 2, "--evaluate-dialogues", 3, "--resample-rounds", 1, "--beta", 0.01,
+             "--evaluate-every", 2, "--beta", 0.01,
              "--learning-rate", 3e-5],
         ),
         (

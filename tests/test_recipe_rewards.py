@@ -101,7 +101,7 @@ def test_mtirs_filter_drops_what_is_invalid_and_keeps_wrong_answers(tiny):
     assert [r.kept for r in rewards] == [True, True, False, False]
     assert all(rewards_of(tiny, MTIR, episode, "unfiltered").kept for episode in episodes)
     samples = [Sample(e.trajectory, e.example, r) for e, r in zip(episodes, rewards, strict=True)]
-    assert group_metrics([samples], torch.tensor([True]), 0, 1.0, tiny.tokens.decode)["left_out"] == 0.5
+    assert group_metrics([samples], torch.tensor([True]), 1.0, tiny.tokens.decode)["left_out"] == 0.5
 
 
 def test_trails_hard_question_pays_for_a_right_answer_before_the_last_turn(tiny):

@@ -279,7 +279,7 @@ def test_the_committed_pages_are_those_of_their_rows(name, tmp_path):
 def test_a_small_toy_suite_runs_and_resumes(work, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = (ROOT / "configs" / "toy_suite.toml").read_text()
-    for setting in ("steps = 40", "prompts_per_step = 24", "evaluate_every = 10", "evaluate_dialogues = 60"):
+    for setting in ("steps = 40", "prompts_per_step = 24", "evaluate_every = 10"):
         assert setting in settings
         settings = settings.replace(setting, f"{setting.split()[0]} = 2")
     (tmp_path / "small.toml").write_text(settings)

@@ -70,7 +70,7 @@ def test_recipe_end_to_end(work, base, tmp_path):
     run(
         "train_grpo.py", *TOY, *data, "--model", sft / "policy", "--out", grpo, "--steps", 2,
         "--prompts-per-step", 4, "--samples-per-prompt", 4, "--evaluate-every", 2,
-        "--evaluate-dialogues", 4, "--rewards", "process", "--beta", 0.01,
+        "--rewards", "process", "--beta", 0.01,
     )  # fmt: skip
     rows = rows_of(grpo / "metrics.csv")
     assert [row["step"] for row in rows] == ["0", "1"]
@@ -146,11 +146,11 @@ def test_curriculum_is_counted_and_followed_level_by_level(work, base, tmp_path)
     run(
         "train_grpo.py", *data, "--out", levels, "--curriculum", counted / "counts.jsonl",
         "--level-size", size, "--steps", 4, "--prompts-per-step", 2, "--samples-per-prompt", 2,
-        "--tis-cap", 2, "--rewards", "process",
+        "--rewards", "process", "--dtype", "bfloat16",
     )  # fmt: skip
     rows = rows_of(levels / "metrics.csv")
     weights = [float(row["tis_weight"]) for row in rows if float(row["informative_groups"])]
-    assert weights == pytest.approx([1.0] * len(weights), abs=1e-3)  # over the tokens that were trained on
+    assert weights == pytest.approx([1.0] * len(weights), abs=0.1)  # over the tokens that were trained on
     assert [p.name for p in (levels / "checkpoints").iterdir()] == ["step_00000004"]
     level = [int(row["level"]) for row in rows]
     assert level == sorted(level) and set(level) == set(range(1, -(-len(wrong) // size) + 1))
@@ -213,15 +213,6 @@ def test_questions_whose_prompt_is_too_long_are_left_out_at_the_start(work, base
         fitting(5)
 
 
-def test_groups_without_signal_are_replaced(base, tmp_path):
-    options = ["--steps", 1, "--prompts-per-step", 6, "--samples-per-prompt", 2, "--temperature", 0.3]
-    run("train_grpo.py", *base, *options, "--out", tmp_path / "as_they_come")
-    run("train_grpo.py", *base, *options, "--out", tmp_path / "replaced", "--resample-rounds", 5)
-    (one,), (other,) = (rows_of(tmp_path / name / "metrics.csv") for name in ("as_they_come", "replaced"))
-    assert float(one["dropped_groups"]) == 0 < float(other["dropped_groups"]) < 1
-    assert float(one["informative_groups"]) < float(other["informative_groups"])
-
-
 def test_errors_are_one_sentence_and_exit_code_2(work, base, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     out = ["--out", tmp_path / "out"]
@@ -242,19 +233,13 @@ def test_errors_are_one_sentence_and_exit_code_2(work, base, tmp_path, monkeypat
         (train_grpo, ["--save-every", 0], "--save-every: should be at least 1"),
         (train_grpo, ["--samples-per-prompt", 1], "--samples-per-prompt: should be at least 2"),
         (train_grpo, ["--temperature", 0], "--temperature should be above 0"),
-        (train_grpo, ["--tis-cap", -0.5], "--tis-cap should be above 0, 0 for none, or -1, not -0.5"),
         (train_grpo, ["--rewards", "best"], "--rewards best is unknown; choose from outcome, process"),
         (train_grpo, ["--rewards", "no.such"], no_module),
         (train_grpo, ["--held-out", 1000], held_out),
         (train_grpo, ["--held-out", -1], "--held-out: should be at least 0"),
         (train_grpo, ["--curriculum", tmp_path / "none"], "none is not there; make it with"),
-        (
-            train_sft,
-            ["--history", "predicted"],
-            "--history: invalid choice: 'predicted'",
-        ),
         (train_sft, ["--targets", "gold", "--rounds", 2], "--targets gold needs --rounds 1: another"),
-        (train_sft, ["--embedding", tmp_path / "none"], "none is not there"),
+        (train_sft, ["--targets", tmp_path / "none"], "none should be self, gold or a JSONL file"),
     ):
         words = [str(word) for word in (*base, *out, *options)]
         with pytest.raises(SystemExit) as stop:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +11,10 @@ import torch
 from conftest import GOLD, Tiny, make_episode, say
 from decoders import SIZES
 from peft import LoraConfig, get_peft_model
-from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
-from mtsql.extras.embedding import text_embedder
 from mtsql.learn import selection
 from mtsql.learn.selection import cluster, embed_with_policy, select_trajectories
 from mtsql.recipes.mtsql_r1_prompts import tool_call
@@ -176,41 +172,3 @@ def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, posit
         np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
     embed_with_policy(policy, played[:1])
     assert not policy.training
-
-
-@pytest.mark.parametrize("positions", [10**6, 1])
-def test_embedding_model_gives_the_state_of_its_end_of_text(tiny, played, tmp_path, positions, monkeypatch):
-    """Of a tiny Qwen3-Embedding: a model without a head whose tokenizer appends an end of text."""
-    end = tiny.tokens.tokenizer.pad_token_id
-    tokenizer, model = copy.deepcopy(tiny.tokens.tokenizer), small_model(tiny).model.eval()
-    appended = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)])
-    tokenizer.backend_tokenizer.post_processor = appended
-    tokenizer.save_pretrained(tmp_path)
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
-    vectors = text_embedder(str(tmp_path), small_model(tiny), tiny.tokens)(played)
-    for trajectory, vector in zip(played, vectors, strict=True):
-        text = "".join(tiny.tokens.tokenizer.decode(s.ids) for s in trajectory.segments[1:])
-        ids = [*tiny.tokens.tokenizer.encode(text.removesuffix("<|im_end|>")), end]
-        with torch.no_grad():
-            last = model(torch.tensor([ids])).last_hidden_state[0, -1]
-        np.testing.assert_allclose(vector, (last / last.norm()).numpy(), rtol=0, atol=1e-5)
-
-
-def test_a_folder_without_a_whole_embedding_model_is_named(tiny, tmp_path):
-    policy, model = small_model(tiny), small_model(tiny).model
-
-    def refused(message: str, folder: Path | str = tmp_path) -> None:
-        with pytest.raises(ValueError, match=message):
-            text_embedder(str(folder), policy, tiny.tokens)
-
-    for folder in ("no/such/folder", tmp_path):
-        refused(f"loaded from {folder}; give a folder with config.json", folder)
-    tiny.tokens.tokenizer.save_pretrained(tmp_path)
-    refused("no embedding model could be loaded")  # a tokenizer and nothing else
-    weights = {name: value for name, value in model.state_dict().items() if "layers.1" not in name}
-    model.save_pretrained(tmp_path, state_dict=weights)
-    refused("no embedding model could be loaded")
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    refused("no embedding model could be loaded")

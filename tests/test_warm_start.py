@@ -14,8 +14,9 @@ import train_sft
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
-from mtsql.recipes.mtsql_r1 import make_reward
+from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
 from mtsql.recipes.mtsql_r1_prompts import final_answer
+from mtsql.recipes.skyrl_sql import SkyrlSql
 from mtsql.sql.score import Scorer
 from train_sft import Args as SftArgs
 
@@ -25,20 +26,20 @@ WRONG = "SELECT name FROM singer"
 
 
 @pytest.mark.parametrize(
-    ("sql", "tools", "preset", "correct", "expected"),
+    ("sql", "tools", "preset", "recipe", "expected"),
     [
-        (GOLD, "none", "", "ex_em", None),
-        (GOLD, "both", "", "ex_em", "off_protocol"),  # answered without executing
-        (None, "none", "", "ex_em", "no_answer"),  # out of tokens
-        (WRONG, "none", "", "ex_em", "wrong_ex"),
-        (OTHER_CLAUSES, "none", "", "ex_em", "wrong_em"),
-        (OTHER_CLAUSES, "none", "", "ex", None),
-        (REWRITTEN, "none", "", "ex_em", None),
-        (REWRITTEN, "none", "paper", "ex_em", "wrong_em"),  # the paper's text compares strings
-        (GOLD, "none", "paper", "ex_em", None),
+        (GOLD, "none", "", MtsqlR1, None),
+        (GOLD, "both", "", MtsqlR1, "off_protocol"),  # answered without executing
+        (None, "none", "", MtsqlR1, "no_answer"),  # out of tokens
+        (WRONG, "none", "", MtsqlR1, "wrong_ex"),
+        (OTHER_CLAUSES, "none", "", MtsqlR1, "wrong_em"),
+        (OTHER_CLAUSES, "none", "", SkyrlSql, None),
+        (REWRITTEN, "none", "", MtsqlR1, None),
+        (REWRITTEN, "none", "paper", MtsqlR1, "wrong_em"),  # the paper's text compares strings
+        (GOLD, "none", "paper", MtsqlR1, None),
     ],
 )
-def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, correct, expected):
+def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, recipe, expected):
     episode = make_episode(tiny, tools=tools)
     if sql is None:
         episode.step([1, 2], [0.0, 0.0], Stop.LIMIT)
@@ -46,7 +47,7 @@ def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, correc
         say(episode, final_answer(sql))
     scorer = Scorer({"music": tiny.schema}, tiny.executor)
     rewards = make_reward(preset, scorer, tiny.tokens.decode, 5)(episode.trajectory, episode.example)
-    assert rejection(episode.trajectory, rewards, correct) == expected
+    assert rejection(episode.trajectory, rewards, recipe) == expected
 
 
 def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(tiny):
@@ -81,7 +82,6 @@ def test_options_that_collect_nothing_say_so():
 
     nothing = "(given here or in --config) does nothing:"
     assert idle() == []
-    assert idle(teacher_kept=7) == [f"--teacher-kept {nothing} --targets is not teacher"]
-    sentences = idle(correct="ex", rewards="paper", targets="gold")
-    assert [s.split()[0] for s in sentences] == ["--samples-per-question", "--correct", "--rewards"]
+    sentences = idle(rewards="paper", targets="gold")
+    assert [s.split()[0] for s in sentences] == ["--samples-per-question", "--rewards"]
     assert f"--rewards {nothing} --targets gold takes every answer" in sentences

@@ -65,6 +65,7 @@ class Recipe(ABC):
 
     observation_role: ClassVar[str] = "tool"  # of the message that holds an observation: tool, user
     stop_strings: ClassVar[tuple[str, ...]] = ()  # that end a model message beside the end of turn
+    right_by_em: ClassVar[bool] = False  # whether an answer is right by EX and EM, or by EX alone
     verifies: ClassVar[bool] = False  # whether a message after a tool call is to hold a verdict on it
 
     @abstractmethod

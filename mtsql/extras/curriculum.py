@@ -11,7 +11,7 @@ trains on them, `mtsql.extras.hard_yet_solvable` chooses among them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from mtsql.config import NotNegative, Positive, Rewarded, option, read_options, save_config, user_errors
 
@@ -23,7 +23,6 @@ class Args(Rewarded):
     SECTION: ClassVar = "curriculum"
     samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
     temperature: NotNegative = option(1.0, "of these trajectories")
-    correct: Literal["ex_em", "ex"] = option("ex_em", "an answer is right by")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
@@ -48,7 +47,7 @@ def main(config: Args) -> None:
     share = task.processes.share(list(enumerate(asked)))
     counts = []
     for example, sampled in sample_questions(config, task, share, (config.seed,), "count"):
-        right = sum(is_right(reward(t, example), config.correct) for t in sampled)
+        right = sum(is_right(reward(t, example), task.environment.recipe) for t in sampled)
         hardness = task.scorer.hardness(example.db_id, example.gold_sql)
         counts.append(SuccessCount(example.id, right, len(sampled), example.db_id, hardness))
     counts = [count for count in task.processes.gather(counts) if count.sampled]

@@ -124,24 +124,26 @@ class Step(NamedTuple):
 
 
 def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
-    """The first step that `train_grpo.py` takes if it asks one of these questions.
+    """The first step of `train_grpo.py` that changes the policy, if each step asks one of these questions.
 
     Raises UserError if of DRAWS questions all have G equal rewards.
     """
-    config = replace(config, tis_cap=truncation_cap(config.tis_cap, task.policy), prompts_per_step=1)
-    config = replace(config, resample_rounds=0 if len(asked) == 1 else DRAWS)
+    config = replace(config, prompts_per_step=1, steps=DRAWS)
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)
     reference = Reference(task.policy) if config.beta else None
     optimizer, *_ = resume(config, task.out, task.policy, task.processes)
-    groups, _ = sample_groups(config, task, reward, [asked], 0)
-    informative = set_advantages(config, groups)
-    if not informative.any():
+    for number in range(min(DRAWS, len(asked))):
+        groups = sample_groups(config, task, reward, [asked], number)
+        informative = set_advantages(config, groups)
+        if informative.any():
+            break
+    else:
         raise UserError(
             f"all {config.samples_per_prompt} trajectories of {groups[0][0].example.id} earn the same, so "
             "the step does nothing; give another --question or --seed, or more --samples-per-prompt"
         )
     loss, pulls, before = pulls_of(config, task, groups[0])
-    statistics = clipped_step(config, task, reference, optimizer, groups, informative, 0)
+    statistics = clipped_step(config, task, reference, optimizer, groups, informative, number)
     with torch.no_grad():
         _, _, after = pulls_of(config, task, groups[0])
     values = iter(zip(before.exp().tolist(), pulls.tolist(), after.exp().tolist(), strict=True))
@@ -162,7 +164,8 @@ def pulls_of(config: Args, task: Task, group: Sequence[Sample]) -> tuple[float, 
     batch = token_batch(task.policy, [trajectories])
     logprobs, _ = token_logprobs(task.policy, batch, config.temperature)
     denominator = loss_denominator(trajectories, config.aggregate, config.max_response_tokens)
-    loss, _ = grpo_loss(logprobs, batch, denominator, replace(config, beta=0.0))
+    cap = truncation_cap(task.policy)
+    loss, _ = grpo_loss(logprobs, batch, denominator, replace(config, beta=0.0), tis_cap=cap)
     pulls = torch.zeros_like(logprobs)
     if loss.requires_grad:
         pulls = -torch.autograd.grad(loss, logprobs)[0]
@@ -281,7 +284,7 @@ def main(own: argparse.Namespace, rest: list[str]) -> None:
         check(config)
         task = begin_training(config, "train")
         if own.question:
-            asked = [e for e in examples(task.dataset.dialogues, config.history) if e.id == own.question]
+            asked = [e for e in examples(task.dataset.dialogues) if e.id == own.question]
         else:
             asked = fitting_questions(config, task, training_questions(config, task))
         if not asked:

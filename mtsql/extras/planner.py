@@ -125,12 +125,11 @@ def state_bytes(model: nn.Module, config: Training) -> dict[str, int]:
         weights += int(matrix.numel() * (1 / 2 + 1 / 64 + 4 / 64 / 256)) - matrix.nbytes
     trained = [p for p in parameters.values() if p.requires_grad]
     number = sum(p.numel() for p in trained)
-    moments = 2 * (1 + 4 / 256) if config.optimizer == "adamw8bit" else 8  # a float32 for 256 of 8 bits
     return {
         "weights": weights,
         "adapters": adapters,
         "gradients": 4 * number,
-        "optimizer": int(moments * number) + sum(4 * p.numel() for p in trained if p.dtype != torch.float32),
+        "optimizer": 8 * number + sum(4 * p.numel() for p in trained if p.dtype != torch.float32),
         "reference policy": (adapters or weights) if getattr(config, "beta", 0.0) else 0,
         "CUDA context and graphs": CUDA,
     }

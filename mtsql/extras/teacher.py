@@ -10,7 +10,6 @@ observations, token ids and loss mask are ours, and no observation in the file i
 
 from __future__ import annotations
 
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Training
 from mtsql.data.datasets import Example, examples
-from mtsql.errors import UserError
 from mtsql.extras.demonstrations import say
 from mtsql.files import load_json_lines
 from mtsql.learn.warm_start import Collected, rejection
@@ -48,12 +46,7 @@ class TeacherLine:
 
 
 def read_teacher(path: Path) -> list[TeacherLine | None]:
-    """The lines of a teacher's file, None for each that is not a conversation; empty lines are skipped.
-
-    Raises UserError if there is no such file.
-    """
-    if not path.is_file():
-        raise UserError(f"--teacher {path} is not there; give a JSONL file of chat messages")
+    """The lines of a teacher's file, None for each that is not a conversation; empty lines are skipped."""
     return [_read_line(item) for _, item in load_json_lines(path, errors="strict")]
 
 
@@ -149,37 +142,17 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
 
 
 def taught(
-    line: TeacherLine | None,
-    question: Example | None,
-    environment: Environment,
-    reward: RewardFunction,
-    correct: str,
+    line: TeacherLine | None, question: Example | None, environment: Environment, reward: RewardFunction
 ) -> Collected:
     """What one line gives: a trajectory if it is right and follows the recipe throughout, else why not."""
     if line is None or question is None:
         return Collected("", 1, 0, [], Counter(["unreadable" if line is None else "unknown_question"]))
     trajectory = replay(line, question, environment)
-    reason = rejection(trajectory, reward(trajectory, question), correct)
+    reason = rejection(trajectory, reward(trajectory, question), environment.recipe)
     if reason is None:
         return Collected(question.id, 1, 1, [trajectory])
     why = str(trajectory.status) if reason == "no_answer" else reason
     return Collected(question.id, 1, int(reason == "off_protocol"), [], Counter([why]))
-
-
-def prefer_harder(
-    found: Sequence[Collected], count: int, hardness: Callable[[str], str], rng: random.Random
-) -> list[Collected]:
-    """All, of which `count` keep their trajectory, drawn at random, easy questions last; 0 keeps all.
-
-    SQL-Trail (A.6) keeps 1,000, "prioritizing examples with moderate to high difficulty". `hardness` is that
-    of a question's id.
-    """
-    kept = [i for i, answer in enumerate(found) if answer.kept]
-    rng.shuffle(kept)
-    kept.sort(key=lambda i: hardness(found[i].example_id) == "easy")
-    dropped = set(kept[count:]) if count else set()
-    left_out = {"kept": [], "rejected": Counter(["not_selected"])}
-    return [replace(answer, **left_out) if i in dropped else answer for i, answer in enumerate(found)]
 
 
 def taught_answers(
@@ -194,18 +167,11 @@ def taught_answers(
     A line may be about any question of the data, but only those in `pool` are kept. The others are needed all
     the same: a prompt holds the earlier questions of its dialogue too, and has to be told from theirs.
     """
-    match = make_matcher(examples(task.dataset.dialogues, config.history))
+    match = make_matcher(examples(task.dataset.dialogues))
     in_play, found = {example.id: example for example in pool}, []
     hidden = not task.processes.is_main
     for line in tqdm(task.processes.share(lines), "replay the teacher", unit="line", disable=hidden):
         named = match(line) if line else None
         question = in_play.get(named.id) if named else None
-        found.append(taught(line, question, task.environment, reward, config.correct))
-
-    def hardness(name: str) -> str:
-        return task.scorer.hardness(in_play[name].db_id, in_play[name].gold_sql)
-
-    rng = random.Random(config.seed)
-    return task.processes.share(
-        prefer_harder(task.processes.gather(found), config.teacher_kept, hardness, rng)
-    )
+        found.append(taught(line, question, task.environment, reward))
+    return found

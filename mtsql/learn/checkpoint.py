@@ -33,12 +33,10 @@ INTERRUPTED = 130  # the exit code of a training that is not done, as of any com
 # What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
 # start, the columns of its log, the state of its optimizer.
 FIXED = (
-    "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "history", "drop_empty", "recipe",
-    "tools", "ex", "beta2", "weight_decay",
-    "curriculum", "level_size", "prompts_per_step", "questions", "targets", "teacher", "databases_per_step",
-    "trajectories_per_step", "lora_rank", "rewards", "optimizer", "wording",
-    "thinking", "sql_timeout", "error_hints", "max_prompt_tokens",
-    "max_response_tokens",
+    "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "recipe", "tools", "ex",
+    "curriculum", "level_size", "prompts_per_step", "questions", "targets", "databases_per_step",
+    "trajectories_per_step", "lora_rank", "rewards", "wording", "thinking", "sql_timeout", "error_hints",
+    "max_prompt_tokens", "max_response_tokens",
 )  # fmt: skip
 
 
@@ -58,9 +56,7 @@ def resume(
     checkpoint = processes.all_gather(found)[0]
     if checkpoint is not None:
         restore_policy(policy, checkpoint / "policy", config.dtype)
-    optimizer = make_optimizer(
-        policy, config.learning_rate, config.optimizer, config.beta2, config.weight_decay
-    )
+    optimizer = make_optimizer(policy, config.learning_rate, config.BETA2)
     if checkpoint is None:
         return optimizer, 0, None
     with loading(f"no training state could be loaded from {checkpoint / STATE_FILE}"):

@@ -95,17 +95,13 @@ def level_of_step(step: int, steps: int, sizes: Sequence[int]) -> tuple[int, int
     return level, step - (ends[level - 1] if level else 0)
 
 
-def question_order(
-    seed: int, count: int, per_step: int, level: int, step: int, attempt: int = 0
-) -> list[int]:
+def question_order(seed: int, count: int, per_step: int, level: int, step: int) -> list[int]:
     """Indices of a step's questions among the `count` of its level; `step` counts within the level.
 
     Each epoch of a level goes through a new permutation, which depends on the seed, `per_step` questions a
-    step; what is left at its end is not asked in it. A later `attempt` of a step gives all questions of the
-    level, in an order of its own.
+    step, or all if there are no more; what is left at its end is not asked in it.
     """
-    if attempt:
-        return np.random.default_rng((seed, level, step, attempt)).permutation(count).tolist()
+    per_step = min(per_step, count)
     steps_in_epoch = count // per_step
     epoch, place = divmod(step, steps_in_epoch)
     permutation = np.random.default_rng((seed, level, epoch)).permutation(count)

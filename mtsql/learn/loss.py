@@ -17,6 +17,7 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.logprobs import TokenBatch
 from mtsql.model_folder import Policy
 
+CLIP_LOW = 0.2  # epsilon below 1 (MTSQL-R1, appendix B.0.2)
 MAX_LOG_RATIO = 20.0  # The logarithm of a ratio is cut here, so that exp() does not overflow.
 
 
@@ -32,11 +33,9 @@ def sft_loss(logprobs: Tensor, denominator: int) -> Tensor:
 class Surrogate(Protocol):
     """The options of the clipped surrogate, as `train_grpo.Args` has them."""
 
-    clip_low: float
     clip_high: float
     aggregate: str
     beta: float
-    tis_cap: float
 
 
 def grpo_loss(
@@ -46,6 +45,7 @@ def grpo_loss(
     options: Surrogate,
     old_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
+    tis_cap: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped surrogate of MTSQL-R1, section 3.3.3, negated, and its statistics:
 
@@ -70,12 +70,12 @@ def grpo_loss(
     weights = token_weights(batch.trajectory_index, denominator, options.aggregate)
     advantage = batch.advantages.to(logprobs)[batch.trajectory_index]
     ratios = (logprobs - old).clamp(max=MAX_LOG_RATIO).exp()
-    clipped = ratios.clamp(1 - options.clip_low, 1 + options.clip_high)
+    clipped = ratios.clamp(1 - CLIP_LOW, 1 + options.clip_high)
     objective = torch.minimum(ratios * advantage, clipped * advantage)
     bound = (objective != ratios * advantage).to(weights)
     statistics = {"weight": float(weights.sum()), "clip_fraction": float((weights * bound).sum())}
-    if options.tis_cap > 0:
-        tis = importance_weights(old, batch.sampling_logprobs, options.tis_cap)
+    if tis_cap > 0:
+        tis = importance_weights(old, batch.sampling_logprobs, tis_cap)
         objective = objective * tis
         statistics["tis_weight"] = float((weights * tis).sum())
     if reference_logprobs is not None:
@@ -124,14 +124,12 @@ def importance_weights(old: Tensor, sampling_logprobs: Tensor, cap: float) -> Te
     return (old - sampling_logprobs).clamp(max=math.log(cap)).exp()
 
 
-def truncation_cap(cap: float, policy: Policy) -> float:
-    """--tis-cap, or for -1 the cap of Yao et al. (2025), 2, unless all is float32 on a CPU.
+def truncation_cap(policy: Policy) -> float:
+    """The cap of `importance_weights`: 2 (Yao et al. 2025), or 0 for none where all is float32 on a CPU.
 
     In float32 on a CPU sampler and trainer agree within 1e-4. In half precision, in 4 bits and on a GPU,
     whose kernels differ between the two, single tokens are apart by tenths.
     """
     quantised = getattr(policy, "is_loaded_in_4bit", False)
     exact = policy.dtype == torch.float32 and not quantised and policy.device.type == "cpu"
-    if cap >= 0:
-        return cap
     return 0.0 if exact else 2.0

@@ -11,16 +11,9 @@ from torch import nn
 from mtsql.errors import UserError
 
 
-def make_optimizer(
-    model: nn.Module,
-    learning_rate: float,
-    kind: str = "adamw",
-    beta2: float = 0.999,
-    weight_decay: float = 0.0,
-) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters.
+def make_optimizer(model: nn.Module, learning_rate: float, beta2: float = 0.999) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, without weight decay.
 
-    `kind` "adamw8bit" keeps the moments of tensors from 4,096 elements on in 8 bits (Dettmers et al. 2022).
     A parameter in half precision is computed with as it is, but what the optimizer steps is a float32 master
     copy, since bfloat16 would round most updates away; gradients add up there in float32 too. Raises
     UserError if nothing is trainable.
@@ -29,13 +22,7 @@ def make_optimizer(
     if not trainable:
         raise UserError("nothing can be trained; a quantised model needs --lora-rank above 0 or an adapter")
     stepped = [_master(p) for p in trainable]
-    how = {"lr": learning_rate, "betas": (0.9, beta2), "weight_decay": weight_decay}
-    if kind == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        optimizer = AdamW8bit(stepped, **how)
-    else:
-        optimizer = torch.optim.AdamW(stepped, fused=True, **how)
+    optimizer = torch.optim.AdamW(stepped, lr=learning_rate, betas=(0.9, beta2), weight_decay=0.0, fused=True)
     copies = [(p, master) for p, master in zip(trainable, stepped, strict=True) if master is not p]
 
     @torch.no_grad()
@@ -83,7 +70,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
         stepped_parameters(optimizer)[place].data.copy_(master)
 
 
-def cosine_rate(peak: float, progress: float, warmup: float) -> float:
+def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
     """Learning rate at `progress` in [0, 1]: linear warm-up, then half a cosine down to zero."""
     if progress < warmup:
         return peak * (progress + 1e-3) / (warmup + 1e-3)

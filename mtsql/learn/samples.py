@@ -32,12 +32,11 @@ class Sample:
 
 
 def group_metrics(
-    groups: Sequence[Sequence[Sample]], informative: Tensor, replaced: int, seconds: float, decode: Decode
+    groups: Sequence[Sequence[Sample]], informative: Tensor, seconds: float, decode: Decode
 ) -> dict[str, float]:
     """Means over the samples of a step, the length of their thoughts among them (SQL-Trail, Figure 8).
 
-    `informative` is (questions,) bool, `replaced` the number of groups that dynamic sampling replaced,
-    `seconds` the time that the rollouts took.
+    `informative` is (questions,) bool, `seconds` the time that the rollouts took.
     """
     samples = [sample for group in groups for sample in group]
     return {
@@ -46,7 +45,6 @@ def group_metrics(
         "pass_at_group": fmean(any(s.rewards.ex for s in group) for group in groups),
         "informative_groups": informative.float().mean().item(),
         "left_out": fmean(not s.rewards.kept for s in samples),
-        "dropped_groups": replaced / (replaced + len(groups)),
         "rollout_seconds": round(seconds, 2),
         "sampled_tokens_per_second": round(sum(s.trajectory.sampled_length for s in samples) / seconds),
     }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtsql.agent.env import Recipe
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.recipes.rewards import Rewards, is_right
@@ -30,11 +31,11 @@ class Collected:
     rejected: Counter[str] = field(default_factory=Counter)
 
 
-def rejection(trajectory: Trajectory, rewards: Rewards, correct: str) -> str | None:
+def rejection(trajectory: Trajectory, rewards: Rewards, recipe: Recipe) -> str | None:
     """Why a rollout cannot be kept: no_answer, wrong_ex, wrong_em, off_protocol; None if it can be."""
     if trajectory.status is not Status.ANSWERED:
         return "no_answer"
-    if not is_right(rewards, correct):
+    if not is_right(rewards, recipe):
         return "wrong_em" if rewards.ex else "wrong_ex"
     return "off_protocol" if trajectory.off_protocol else None
 

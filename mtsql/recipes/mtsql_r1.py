@@ -66,6 +66,7 @@ class MtsqlR1(Recipe):
     """MTSQL-R1's prompts, tags and observations; with `options.compact` in short."""
 
     options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
+    right_by_em: ClassVar[bool] = True
     verifies: ClassVar[bool] = True
     next_action = staticmethod(next_action)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias, TypeVar
 
+from mtsql.agent.env import Recipe
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
@@ -47,9 +48,9 @@ def keeps_format(trajectory: Trajectory) -> bool:
     return trajectory.status is Status.ANSWERED and trajectory.off_protocol == 0
 
 
-def is_right(rewards: Rewards, correct: str) -> bool:
-    """Whether an answer is right by EX, and by EM where `correct` is "ex_em" (MTSQL-R1, Algorithm 1)."""
-    return bool(rewards.ex and (rewards.em or correct == "ex"))
+def is_right(rewards: Rewards, recipe: Recipe) -> bool:
+    """Whether an answer is right: by EX, and by EM too where the recipe says so (MTSQL-R1, Algorithm 1)."""
+    return bool(rewards.ex and (rewards.em or not recipe.right_by_em))
 
 
 def chosen_rewards(presets: Mapping[str, Weights], given: str) -> tuple[str, Weights]:

@@ -10,7 +10,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
 from mtsql.sql.clauses import clause_f1
-from mtsql.sql.execute import Executor, as_executed, as_scored, execution_match, set_match
+from mtsql.sql.execute import Executor, as_executed, execution_match, set_match
 from mtsql.sql.grammar import parse_sql
 from mtsql.sql.match import exact_set_match, hardness
 from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
@@ -108,19 +108,10 @@ class Scorer:
             return "unread"
 
 
-def scorable(asked: Sequence[Example], scorer: Scorer, drop_empty: bool = False) -> list[Example]:
-    """The questions whose gold SQL runs; how many do not is printed, by source.
-
-    With `drop_empty`, questions whose gold SQL returns nothing are left out too (MTIR-SQL, section 4.1).
-    Raises UserError if none is left.
-    """
+def scorable(asked: Sequence[Example], scorer: Scorer) -> list[Example]:
+    """The questions whose gold SQL runs; how many do not is printed, by source. UserError if none is left."""
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
     print_left_out(asked, kept, "their gold SQL does not run")
-    if drop_empty:
-        run, paths = scorer.executor.execute, scorer.paths
-        full = [e for e in kept if run(paths[e.db_id], *as_scored(e.gold_sql, keep_distinct=False)).rows]
-        print_left_out(kept, full, "their gold SQL returns nothing")
-        kept = full
     if not kept:
         raise UserError("no question has a gold SQL that runs")
     return kept

@@ -55,11 +55,10 @@ class Task:
     scorer: Scorer
     reward: RewardFunction
     sampling: Sampling  # limits and stop strings of a message; the engine has its own temperature
-    drop_empty: bool  # whether questions whose gold SQL returns nothing are left out
 
     def playable(self) -> list[str]:
         """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset."""
-        asked = scorable(self.in_play, self.scorer, self.drop_empty)
+        asked = scorable(self.in_play, self.scorer)
         return [e.id for e in asked if self.episode(e.id, 0).trajectory.status is None]
 
     def episode(self, example_id: str, seed: int) -> Episode:
@@ -116,12 +115,12 @@ def _load_task(config: BridgeConfig, split: str) -> Task:
     tokens = ChatTokens(load_tokenizer(config.model), config.thinking != "off")
     over = task_over(config, tokens, load_split(config, split))
     environment, scorer = over["environment"], over["scorer"]
-    asked = examples(over["dataset"].dialogues, config.history)
+    asked = examples(over["dataset"].dialogues)
     drawn = draw_questions(asked, config.questions, config.seed)
     reward = reward_function(config, tokens, scorer, config.rewards)
     sampling = make_sampling(config, environment, 1.0)
     by_id = {example.id: example for example in asked}
-    return Task(tokens, environment, by_id, drawn, scorer, reward, sampling, config.drop_empty)
+    return Task(tokens, environment, by_id, drawn, scorer, reward, sampling)
 
 
 def play_in_lockstep(task: Task, episodes: Sequence[Episode], write: Write) -> None:
