@@ -21,9 +21,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from unittest import mock
 from urllib.parse import urlsplit
 
 from mtsql.config import user_errors
@@ -75,7 +73,6 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     PARSER.add_argument("out", type=Path, help="folder to write, which must not exist")
     CHOSEN = PARSER.parse_args()
 
-import gguf
 import torch
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -155,11 +152,8 @@ def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     Where head and embeddings were quantised apart, both are the head, which has more bits, tied as in the
     original.
     """
-    # transformers would parse the file three times, and make the map of names for each module.
-    once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-    with mock.patch.multiple(gguf, **once):
-        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     config, weights = read.config, read.state_dict()
     del config.quantization_config  # the weights are no longer quantised, and it cannot be saved
     weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
