@@ -23,8 +23,9 @@ Departures from the paper:
   advantage is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs it.
 - One update a batch, so that the importance ratio is 1 and the clip does nothing (--updates-per-batch).
-- Learning rate constant after a short warm-up; AdamW's beta2 is 0.99 (BETA2) and there is no weight decay,
-  where verl, whose defaults the paper keeps, has 0.999 and 0.01; LoRA with --lora-rank.
+- Learning rate constant after a warm-up of three steps, where the gradient's norm is cut to 1 throughout.
+  AdamW's beta2 is 0.99 (BETA2) and there is no weight decay; verl, whose defaults the paper keeps, has 0.999
+  and 0.01. LoRA with --lora-rank.
 - Other papers' variants (mtsql/learn/loss.py, advantages.py) are off unless a paper's file sets them, but for
   truncated importance sampling where sampler and trainer differ by rounding: in half precision or on a GPU.
 """
@@ -242,7 +243,10 @@ def rewards_of(groups: Sequence[Sequence[Sample]]) -> Tensor:
 
 
 def set_advantages(config: Args, groups: Sequence[Sequence[Sample]]) -> Tensor:
-    """Set A_i of every sample (section 3.3.3); gives which groups teach something, (questions,) bool."""
+    """Set A_i of every sample (section 3.3.3); gives which groups teach something, (questions,) bool.
+
+    Mean and deviation are over all G, also what GRPO-Filter keeps out of the loss (`Rewards.kept`, MTIR-SQL).
+    """
     rewards = rewards_of(groups)  # (questions, G)
     informative = informative_groups(rewards)  # (questions,)
     advantages = group_advantages(rewards, informative, config.divide_by)
@@ -263,9 +267,10 @@ def clipped_step(
 ) -> dict[str, float]:
     """One update of a batch (or --updates-per-batch) by the clipped surrogate (section 3.3.3); statistics.
 
-    Groups without variance add nothing to it, or with --beta only their KL.
+    Groups without variance add nothing to it, or with --beta only their KL. Statistics are of what was in the
+    forward pass, 0 without any.
     """
-    # In the denominator are all that GRPO-Filter keeps.
+    # In the denominator are all that are kept, those of groups without variance too.
     counted = [[s.trajectory for s in group if s.rewards.kept] for group in groups]
     denominator = loss_denominator(
         [t for group in counted for t in group], config.aggregate, config.max_response_tokens
@@ -273,13 +278,13 @@ def clipped_step(
     # In the forward pass are groups that teach something, or all where there is a KL.
     trained = [g for g, teaches in zip(counted, informative, strict=True) if g and (teaches or reference)]
     trained.sort(key=lambda group: sum(len(t.ids) for t in group))
-    share, shared = task.processes.share(trained), shares_prompts(task.policy)
-    parts = micro_batches(share, config.micro_batch_positions, shared)
+    shared = shares_prompts(task.policy)
+    parts = micro_batches(task.processes.share(trained), config.micro_batch_positions, shared)
     old_logprobs: list[Tensor | None] = [None] * len(parts)  # (tokens,) each, before the first update
     parameters, rate = stepped_parameters(optimizer), warmup_rate(config.learning_rate, step)
     tis_cap = truncation_cap(task.policy)
     task.policy.train()
-    sums: Counter[str] = Counter()  # updated, never added: + would drop what is negative
+    sums: Counter[str] = Counter()  # added up by `update`: a Counter's + drops zeros
     gaps, norm = [], 0.0
     for update in range(config.updates_per_batch):
         for number, part in enumerate(parts):
@@ -300,16 +305,16 @@ def clipped_step(
                 old_logprobs[number] = logprobs.detach()  # none until now: a ratio of 1
                 gaps.append((logprobs.detach() - batch.sampling_logprobs).abs().cpu())  # (tokens,)
                 sums.update({"entropy": entropy.sum().item(), "trained_tokens": len(entropy)})
-        if trained:
+        if trained:  # else the weights stay as they are: no step, not even of the moments
             task.processes.sum_gradients(parameters)
             norm = optimizer_step(optimizer, parameters, rate)
     totals: Counter[str] = Counter()
-    for share in task.processes.all_gather(sums):
-        totals.update(share)
+    for sums_of_one in task.processes.all_gather(sums):
+        totals.update(sums_of_one)
     return {
         "entropy": totals["entropy"] / max(1, totals["trained_tokens"]),
         **{name: totals[name] / (totals["weight"] or 1.0) for name in ("clip_fraction", "kl", "tis_weight")},
-        **logprob_gaps([gap for share in task.processes.all_gather(gaps) for gap in share]),
+        **logprob_gaps([gap for of_one in task.processes.all_gather(gaps) for gap in of_one]),
         "gradient_norm": norm,
         "learning_rate": rate,
     }

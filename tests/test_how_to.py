@@ -226,7 +226,7 @@ def test_a_reward(tiny):
 
 def test_an_advantage():
     rewards = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
-    advantages = run_block("An advantage, a loss")["by_range"](rewards)
+    advantages = run_block("An advantage")["by_range"](rewards)
     assert advantages.tolist() == [[-0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 

@@ -28,7 +28,7 @@ class Stop(StrEnum):
 
     END_OF_TURN = "end_of_turn"  # sampled by the model
     STOP_STRING = "stop_string"
-    LIMIT = "limit"  # cut off: what it holds is not read
+    LIMIT = "limit"  # cut off: what it holds is not read, but trained on like any other
 
 
 class Status(StrEnum):
@@ -157,7 +157,7 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 where the model wrote the token, and it is to be learned."""
+        """1 where the model wrote the token; a demonstration's mistake, which is not to be learned, has 0."""
         return [m for s in self.segments for m in s.loss_mask]
 
     @property

@@ -8,7 +8,8 @@ Options are those of train_grpo.py, whose functions do the work, on one question
 and --data it is the tiny model of models/toy on a few questions of the embedded benchmark. Without --question
 it is the first question drawn whose trajectories do not all earn the same.
 
-p is the probability of a sampled token. Its weight in the loss is 1 / (G |M_i|), or as --aggregate says. Pull
+p is the probability of a sampled token. Its weight in the loss is 1 / (G |M_i|), or as --aggregate says; in a
+step of several questions G counts the trajectories of all. Pull
 is -dL/d log p: weight times advantage, as long as the ratio is 1. The step moves weights that all tokens
 share, so a token may go another way than it is pulled. p after over p before would be the ratio of a second
 update, which is clipped beyond the bounds on the side of the advantage. AdamW divides by the size of the
@@ -135,7 +136,7 @@ def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
     for number in range(min(DRAWS, len(asked))):
         groups = sample_groups(config, task, reward, [asked], number)
         informative = set_advantages(config, groups)
-        if informative.any():
+        if informative.any() and any(sample.rewards.kept for sample in groups[0]):
             break
     else:
         raise UserError(

@@ -41,7 +41,7 @@ Span: TypeAlias = tuple[int, int]  # start and length among the packed positions
 class AttentionCall:
     """A few prompts, or responses, of similar length, as indices of packed positions.
 
-    Slots that pad one point at position 0; what is computed there is not read.
+    The slots that pad a shorter one point at position 0; what is computed there is not read.
     """
 
     slots: Tensor  # (sequences, longest) int64: the queries
@@ -123,9 +123,12 @@ def shared_prompt_batch(
     "Prompt" here means the tokens with which all prompts of a group begin, "response" all that follows
     them. Each response sees its group's prompt and itself, its positions go on from the prompt, and its
     first token is predicted by the prompt's last. A response's last trained token, and what follows it, is
-    left out of the input, since it predicts nothing. A group of one is an ordinary sequence. Raises
-    ValueError if the prompts of a group share no first token, if a prompt token has loss mask 1, or if no
-    token has.
+    left out of the input, since it predicts nothing. In a group of one, all before its last trained token is
+    the prompt. Raises ValueError if the prompts of a group share no first token, if a prompt token has loss
+    mask 1, or if no token has.
+
+    Of the prompt p q with the responses a b and c d, where c alone has loss mask 0, the row is p q a c, the
+    positions are 0 1 2 2, and `source` of a, b, d is 1, 2, 3.
     """
     ids: list[int] = []
     position_ids: list[int] = []

@@ -52,11 +52,13 @@ def grpo_loss(
     L = - sum_i 1/N sum_{t in M_i} 1/|M_i| [ min(rho_t A_i, clip(rho_t, 1 - low, 1 + high) A_i) - beta k3_t ]
 
     over the trajectories i and their tokens t of loss mask 1 (a `TokenBatch` holds no others), for
-    `aggregate` "trajectory". Two policies are older than this one: rho_t is over that of the first update on
-    this batch, and truncated importance sampling weighs a term by that policy over the sampler.
+    `aggregate` "trajectory". `batch` is a micro-batch; N, the `denominator` (`loss_denominator`), counts all
+    trajectories of the optimizer step. Two policies are older than this one: rho_t is over that of the first
+    update on the step's trajectories, and truncated importance sampling weighs a term by that policy over the
+    sampler.
 
     `logprobs` are the policy's, (tokens,), with a gradient. Without `old_logprobs` the policy is its own old
-    policy: the ratio is 1, but its gradient is not 0. `denominator` comes from `loss_denominator`. `beta` is
+    policy: the ratio is 1, and dL / d logprob_t = -A_i / (N |M_i|), times the weight of that term. `beta` is
     the weight of `kl_estimate` against `reference_logprobs`; `tis_cap`, 0 for none, cuts
     `importance_weights`.
 

@@ -97,8 +97,7 @@ def optimizer_step(
     gradient that is not finite, before it reaches the weights.
     """
     set_learning_rate(optimizer, rate)
-    clipped = nn.utils.clip_grad_norm_(parameters, largest)
-    norm = float(clipped)
+    norm = float(nn.utils.clip_grad_norm_(parameters, largest))  # before clipping
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient's norm is {norm}; the weights are as before: lower --learning-rate, or compute in "

@@ -6,7 +6,7 @@ A recipe is the module `mtsql.recipes.<name>` with
 - `make_reward(rewards, scorer, decode, turns)`: the function from (trajectory, example) to `Rewards` that
   --rewards names; `turns` are the model messages of an episode, `decode` gives the text of token ids.
 
-The paper's settings are configs/<name>.toml; MTSQL-R1's are the options' defaults.
+The paper's settings are configs/<name>.toml, max_interactions among them; MTSQL-R1's are the options' defaults.
 """
 
 from __future__ import annotations

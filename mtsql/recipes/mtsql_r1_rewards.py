@@ -121,7 +121,7 @@ def process_rewards(
 ) -> tuple[Collection[float], Collection[float], Collection[float]]:
     """The rewards of PROPOSE and SELF-CORRECT, of E-VERIFY, and of M-VERIFY: one a candidate.
 
-    A verification without a verdict earns 0.
+    A verification without a verdict earns 0. What an evaluation reports as abilities are these numbers too.
     """
     f1: dict[tuple[str, ...], float] = {}  # by candidate, as the other two
     e_verify: dict[tuple[str, ...], float] = {}

@@ -20,7 +20,8 @@ Weights = TypeVar("Weights")
 class Rewards:
     """A trajectory's reward `total`, EX and EM of its answer (0 or 1), and the recipe's other `parts`.
 
-    `kept` is False for what stays out of the loss (GRPO-Filter of MTIR-SQL, Equation 3).
+    `kept` is False for what stays out of the loss (GRPO-Filter of MTIR-SQL, Equation 3); its group's mean and
+    deviation count it all the same.
     """
 
     ex: float
