@@ -280,7 +280,7 @@ def clipped_step(
     trained.sort(key=lambda group: sum(len(t.ids) for t in group))
     shared = shares_prompts(task.policy)
     parts = micro_batches(task.processes.share(trained), config.micro_batch_positions, shared)
-    old_logprobs: list[Tensor | None] = [None] * len(parts)  # (tokens,) each, before the first update
+    old_logprobs: list[Tensor | None] = [None] * len(parts)
     parameters, rate = stepped_parameters(optimizer), warmup_rate(config.learning_rate, step)
     tis_cap = truncation_cap(task.policy)
     task.policy.train()
@@ -289,20 +289,21 @@ def clipped_step(
     for update in range(config.updates_per_batch):
         for number, part in enumerate(parts):
             batch = token_batch(task.policy, part)
+            old = old_logprobs[number]  # (tokens,), None in the first update: a ratio of 1
             logprobs, entropy = token_logprobs(task.policy, batch, config.temperature)  # (tokens,) both
             reference_logprobs = None
             if reference:
                 with torch.no_grad(), reference.policy() as frozen:
                     reference_logprobs, _ = token_logprobs(frozen, batch, config.temperature)
             loss, statistics = grpo_loss(
-                logprobs, batch, denominator, config, old_logprobs[number], reference_logprobs, tis_cap
+                logprobs, batch, denominator, config, old, reference_logprobs, tis_cap
             )
             if not torch.isfinite(loss):
                 raise_not_finite(task, step, part)
             loss.backward()
             sums.update({name: value / config.updates_per_batch for name, value in statistics.items()})
             if update == 0:
-                old_logprobs[number] = logprobs.detach()  # none until now: a ratio of 1
+                old_logprobs[number] = logprobs.detach()
                 gaps.append((logprobs.detach() - batch.sampling_logprobs).abs().cpu())  # (tokens,)
                 sums.update({"entropy": entropy.sum().item(), "trained_tokens": len(entropy)})
         if trained:  # else the weights stay as they are: no step, not even of the moments
