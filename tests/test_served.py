@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, run, say
+from conftest import GOLD, TOY, Tiny, environment_of, make_episode, run, say
 from tqdm import tqdm
 
 from evaluate import Args as EvaluateArgs
@@ -384,20 +384,13 @@ def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
     server, _ = serve(stub)
     assert find_protocol(server, "tiny", stub.tokens) == "tokens"
     environment = environment_of(replace(tiny, tokens=stub.tokens))
-    questions = (
-        QUESTION,
-        "How many singers are there?",
-        "names",
-        "Who is the oldest?",
-        "Where are they from?",
-    )
+    questions = ("How many singers are there?", "names", "Who is the oldest?", "Where are they from?")
+    places = [make_episode(tiny, history).example for history in (False, True)]
+    places += [replace(place, question=text) for text in questions for place in places]
 
     def asked() -> list[Episode]:
         """Many questions, since how many of the answers can be compared depends on the processor."""
-        places = itertools.product(
-            questions, (make_episode(tiny, history).example for history in (False, True))
-        )
-        return [environment.episodes(replace(asks, question=text), [0])[0] for text, asks in places]
+        return [episode for example in places for episode in environment.episodes(example, [0])]
 
     def is_its_text(segment: Segment) -> bool:
         """Whether a message's text gives its tokens again: not if it was cut, or is spelt oddly."""
@@ -491,6 +484,9 @@ def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
 
     given, _ = there(stub, "taught")
     run("evaluate.py", *data, *given, "--split", "train", "--dialogues", 4, "--protocol", "chat")
-    assert (tmp_path / "taught" / "chat.jsonl").stat().st_size  # for train_sft.py --teacher
+    lines = (tmp_path / "taught" / "chat.jsonl").read_text().splitlines()  # for train_sft.py --teacher
+    assert lines and all("weight" not in m for line in lines for m in json.loads(line)["messages"])
+    with pytest.raises(UserError, match="give --model FOLDER"):
+        check_policy(EvaluateArgs(data=(), out=""))
     with pytest.raises(UserError, match="needs --api-model"):
         check_policy(EvaluateArgs(data=(), out="", address="http://127.0.0.1:9"))
