@@ -173,10 +173,9 @@ def test_batch_composition_and_order_do_not_matter(model, temperature):
 
 
 def test_seeds_matter(model):
-    same = [5] * 20
-    episodes = [ScriptedEpisode(seed, same, messages=1) for seed in range(4)]
-    rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=20))
-    assert len({tuple(e.trajectory.ids) for e in episodes}) == 4
+    episodes = [ScriptedEpisode(seed, [5] * 20, messages=1) for seed in range(4)]
+    played = rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=20))
+    assert len({tuple(t.ids) for t in played}) == 4
 
 
 def over_schemas() -> list[list[int]]:
@@ -399,17 +398,25 @@ def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
     assert first_messages(100) == first_messages(100_000)
 
 
-@pytest.mark.parametrize("fails", [2, 20, 50])
-def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, capsys, fails):
-    free, passes = play_ids(model), []
+def run_short(monkeypatch: pytest.MonkeyPatch, *fails: int) -> list[tuple[int, int]]:
+    """Let these forward passes lack memory; before each the cache's positions and what of it is reserved."""
+    passes = []
 
     def short(generator, *_):
-        passes.append(generator.cache.positions)
-        if len(passes) in (fails, fails + 1):
+        passes.append((generator.cache.positions, generator.cache.reserved))
+        if len(passes) in fails:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     watch(monkeypatch, Generator, "_forward", short)
+    return passes
+
+
+@pytest.mark.parametrize("fails", [2, 20, 50])
+def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, capsys, fails):
+    free = play_ids(model)
+    passes = run_short(monkeypatch, fails, fails + 1)
     assert play_ids(model) == free
+    passes = [positions for positions, _ in passes]
     assert passes[-1] <= passes[fails] // 2 < passes[0] // 2
     assert capsys.readouterr().err.count("out of memory: the rollout goes on with") == 2
     monkeypatch.setattr(Generator, "_forward", lambda *_: np.zeros(1 << 50))
@@ -417,10 +424,9 @@ def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, 
         play(model, 1.0, [0])
 
 
-def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys):
+def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch):
     """The cache is halved while rows are short; they grow beyond that half."""
     monkeypatch.setattr(cache, "TIER_STEP", 16)
-    passes: list[int] = []
 
     def messages() -> list[list[int]]:
         with Generator(model, (), Sampling(), longest=100) as generator:
@@ -430,16 +436,10 @@ def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys
             return [row.ids for row in rows if not row.decoding]
 
     free = messages()
-
-    def short(generator, *_):
-        passes.append(generator.cache.reserved)
-        if len(passes) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    watch(monkeypatch, Generator, "_forward", short)
+    passes = run_short(monkeypatch, 3)
     assert len(free) == 2 and messages() == free
-    assert passes[2] <= 2 * 16 and max(passes) <= 100
-    assert "out of memory: the rollout goes on with" in capsys.readouterr().err
+    reserved = [of for _, of in passes]
+    assert reserved[2] <= 2 * 16 and max(reserved) <= 100
 
 
 def test_the_cache_takes_a_share_of_what_the_device_has_free(model, monkeypatch):
@@ -560,20 +560,17 @@ def test_hundreds_of_uneven_episodes_leak_nothing():
 
     def run(seeds: list[int], rows: int) -> dict[int, list[int]]:
         episodes = [ScriptedEpisode(seed, starts[seed // 8], 1 + seed % 4) for seed in seeds]
-        caches: list[int] = []
-        original = Generator.release
 
-        def watched(self, gone):
-            original(self, gone)
-            kept = [row for tier in self.cache.tiers.values() for row in tier.rows]
-            assert set(kept) == set(self.rows) and len(kept) == len(self.rows)
-            assert all(tier.rows[row.slot] is row for tier in self.cache.tiers.values() for row in tier.rows)
-            caches.append(self.cache.reserved)
+        def see(generator, *_):
+            tiers = generator.cache.tiers.values()
+            assert sum(len(tier.rows) for tier in tiers) <= len(generator.rows)
+            assert all(tier.rows[row.slot] is row for tier in tiers for row in tier.rows)
+            # Memory is flat: slots x the longest row.
+            assert generator.cache.reserved <= rows * 128 * 5 // 4 + 128
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Generator, "release", watched)
+            watch(patch, Generator, "release", see)
             rollout(model, TOKENS, episodes, sampling, rows)
-        assert max(caches) <= rows * 128 * 5 // 4 + 128  # memory is flat: slots x the longest row
         return {e.trajectory.seed: e.trajectory.ids for e in episodes}
 
     together = run(list(range(600)), 96)
