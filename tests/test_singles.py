@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def lay_out(tiny: Tiny, root: Path, files: dict[str, object], databases: str) ->
     (root / databases / "music").mkdir(parents=True)
     shutil.copy(tiny.folder / "database/music/music.sqlite", root / databases / "music")
     return root
+
+
+@pytest.fixture
+def dataset_of(tiny, tmp_path) -> Callable[..., Dataset]:
+    """Loads a file of these items over the music database."""
+
+    def read(items: object, **options: bool) -> Dataset:
+        (tmp_path / "items.json").write_text(json.dumps(items))
+        places = (tmp_path / "items.json", tiny.folder / "tables.json", tiny.folder / "database")
+        return load_dataset(*places, **options)
+
+    return read
 
 
 def load(data: Path, split: str = "dev", **options) -> Dataset:
@@ -147,23 +160,18 @@ def test_other_layouts(tiny, tmp_path):
         ([DIALOGUE | {"interaction": [TURN, {"utterance": "a"}]}], "0, turn 1 lacks the field query"),
     ],
 )
-def test_hostile_items_are_named(tiny, tmp_path, content, message):
-    data = tmp_path / "bad.json"
-    data.write_text(json.dumps(content))
+def test_hostile_items_are_named(dataset_of, content, message):
     with pytest.raises(UserError, match=message) as error:
-        load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
-    assert "bad.json" in str(error.value) and "\n" not in str(error.value)
+        dataset_of(content)
+    assert "items.json" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_missing_databases_are_skipped_on_request_and_ids_stay(tiny, tmp_path):
-    data = tmp_path / "dev.json"
-    data.write_text(json.dumps([SPIDER | {"db_id": "gone"}, BIRD | {"evidence": None}]))
-    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
+def test_missing_databases_are_skipped_on_request_and_ids_stay(dataset_of):
+    dataset = dataset_of([SPIDER | {"db_id": "gone"}, BIRD | {"evidence": None}], allow_missing=True)
     assert dataset.missing.total() == 1 and [d.id for d in dataset.dialogues] == ["00001"]
     assert dataset.dialogues[0].turns[0].knowledge == ""
-    data.write_text(json.dumps([SPIDER | {"db_id": "gone"}]))
     with pytest.raises(UserError, match="no dialogue or question whose database"):
-        load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database", allow_missing=True)
+        dataset_of([SPIDER | {"db_id": "gone"}], allow_missing=True)
 
 
 def test_several_sources_are_one_dataset(tiny, tmp_path, capsys):
@@ -190,21 +198,17 @@ def test_several_sources_are_one_dataset(tiny, tmp_path, capsys):
         together(folder, another)
 
 
-def test_what_cannot_be_scored_is_counted_by_source(tiny, tmp_path, capsys):
+def test_what_cannot_be_scored_is_counted_by_source(dataset_of, capsys):
     good, bad = SPIDER | {"source": "a"}, SPIDER | {"source": "b", "query": "SELECT"}
-    data = tmp_path / "dev.json"
-    data.write_text(json.dumps([good, good, bad, good | {"source": "b"}]))
-    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
+    dataset = dataset_of([good, good, bad, good | {"source": "b"}])
     assert len(scorable(examples(dataset.dialogues), Scorer(dataset.schemas, Executor()))) == 3
     why = "their gold SQL does not run"
     assert capsys.readouterr().out == f"left out 1 of 2 questions of b: {why}\n"
 
 
-def test_gold_that_ex_repairs_counts_with_what_it_returns(tiny, tmp_path):
+def test_gold_that_ex_repairs_counts_with_what_it_returns(dataset_of):
     repaired = SPIDER | {"query": "SELECT name FROM singer WHERE age > = 30"}
-    data = tmp_path / "dev.json"
-    data.write_text(json.dumps([repaired, SPIDER | {"query": "SELECT name FROM singer WHERE age > 99"}]))
-    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
+    dataset = dataset_of([repaired, SPIDER | {"query": "SELECT name FROM singer WHERE age > 99"}])
     scorer = Scorer(dataset.schemas, Executor())
     kept = scorable(examples(dataset.dialogues), scorer, drop_empty=True)
     assert [e.gold_sql for e in kept] == [repaired["query"]]
@@ -309,13 +313,11 @@ def test_the_kinds_of_ex_differ_in_distinct_in_order_and_in_columns(tiny):
         assert [scorer.ex("music", *pair) for pair in pairs] == expected
 
 
-def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, tmp_path):
+def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, dataset_of):
     """As SQLite runs it; EX stands in for its clause F1."""
     golds = ["VALUES (1)", "SELECT CAST(age AS unsigned big int) FROM singer"]
     golds.append("SELECT age AS 'n' -- only\n FROM singer")
-    data = tmp_path / "dev.json"
-    data.write_text(json.dumps([SPIDER | {"query": sql} for sql in golds]))
-    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
+    dataset = dataset_of([SPIDER | {"query": sql} for sql in golds])
     scorer = Scorer(dataset.schemas, Executor())
     asked = scorable(examples(dataset.dialogues), scorer)
     assert [e.gold_sql for e in asked] == golds
