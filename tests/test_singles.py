@@ -344,14 +344,3 @@ def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path):
         assert [(d.id, d.db_id, d.turns[:1]) for d in whole] == [(d.id, d.db_id, d.turns) for d in firsts]
     whole, firsts = (json.loads((at / "scripted_mistakes.json").read_text()) for at in (dialogues, single))
     assert [by_turn[:1] for by_turn in whole] == firsts and any(firsts)
-
-
-@pytest.mark.skipif(not (SHARED / "spider").is_dir(), reason="../shared/data/spider is not here")
-def test_real_spider():
-    beside = {"tables": str(SHARED / "sparc/tables.json"), "databases": str(SHARED / "database")}
-    dataset = load(SHARED / "spider", **beside)
-    assert len(dataset.dialogues) == 1034 and dataset.missing.total() == 0
-    first = Turn("How many singers do we have?", "SELECT count(*) FROM singer", "concert_singer", 0)
-    assert dataset.dialogues[0].turns == (first,) and len({d.db_id for d in dataset.dialogues}) == 20
-    train = load(SHARED / "spider", "train", allow_missing=True, **beside)
-    assert len(train.dialogues) + train.missing.total() == 7000

