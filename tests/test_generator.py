@@ -367,26 +367,6 @@ def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
         play(model, 1.0, [1])
 
 
-def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
-    """All first messages are there although the cache holds one row, and nobody answers any before."""
-    monkeypatch.setattr(cache, "TIER_STEP", 16)
-    asked = [prompt for prompt in prompts(12) if len(prompt) > 20][::2]
-
-    def first_messages(positions: int) -> list[list[int]]:
-        free_positions(monkeypatch, model, positions)
-        with Generator(model, (END,), Sampling(), longest=100) as generator:
-            rows = generator.start(asked, range(len(asked)), [12] * len(asked))
-            for _ in range(12 * len(asked)):
-                generator.step()
-            generator.append(rows, [[7]] * len(asked), [3] * len(asked))
-            for _ in range(3 * len(asked)):
-                generator.step()
-            assert not any(row.decoding for row in rows)
-            return [row.history for row in rows]
-
-    assert first_messages(100) == first_messages(100_000)
-
-
 def run_short(monkeypatch: pytest.MonkeyPatch, *fails: int) -> list[tuple[int, int]]:
     """Let these forward passes lack memory; before each the cache's positions and what of it is reserved."""
     passes = []
