@@ -49,13 +49,11 @@ def main() -> None:
     options = parser.parse_args()
     device = pick_device()
     cuda = device.type == "cuda"
-    dtype = "bfloat16" if cuda else "float32"
+    dtype = torch.bfloat16 if cuda else torch.float32
     shape = Qwen3Config(**QWEN3_17B, vocab_size=options.vocabulary, num_hidden_layers=options.layers)
     torch.manual_seed(0)
     with torch.device(device):
-        model = (
-            Qwen3ForCausalLM._from_config(shape, attn_implementation="sdpa").to(getattr(torch, dtype)).eval()
-        )
+        model = Qwen3ForCausalLM._from_config(shape, attn_implementation="sdpa", dtype=dtype).eval()
     lengths = [options.context // (1, 3, 8)[i % 3] for i in range(options.slots)]
     equal, mixed = (
         [torch.randint(1, options.vocabulary, (n,)).tolist() for n in each]

@@ -33,14 +33,12 @@ SOURCES = ["--tables", "{data}/sparc/tables.json", "--databases", "{data}/databa
 TRAIN = [*CONFIG, *SIZES, "--data", "{data}/real/train_mix.json", *SOURCES]
 SFT, GRPO = ["train_sft.py", *TRAIN], ["train_grpo.py", *TRAIN, "--model", "{out}/warm_start/policy"]
 PROCESS, NO_TOOLS = ["--rewards", "process"], ["--tools", "none"]
-PAPER = (
-    "--wording paper --result-characters 200 --no-error-hints --max-prompt-tokens 4000 --max-response-tokens "
-)
-PAPER += "8000 --max-turn-tokens 1000"
+PAPER = "--wording paper --result-characters 200 --no-error-hints --max-prompt-tokens 4000".split()
+PAPER += "--max-response-tokens 8000 --max-turn-tokens 1000".split()
 COSQL = ["--tables", "{data}/cosql/tables.json", "--databases", "{data}/database"]
 UNTRAINED = {
-    "sparc": ["evaluate.py", *CONFIG, *PAPER.split(), "--data", "{data}/sparc/dev.json", *SOURCES],
-    "cosql": ["evaluate.py", *CONFIG, *PAPER.split(), "--data", "{data}/cosql/dev.json", *COSQL],
+    "sparc": ["evaluate.py", *CONFIG, *PAPER, "--data", "{data}/sparc/dev.json", *SOURCES],
+    "cosql": ["evaluate.py", *CONFIG, *PAPER, "--data", "{data}/cosql/dev.json", *COSQL],
 }
 # Each job is commands that run side by side, by the name of their folder in {out}, which is --out.
 JOBS: dict[str, dict[str, list[str]]] = {
@@ -114,9 +112,7 @@ def run_job(job: str, data: str, out: str, minutes: float) -> int:
     Path(out).mkdir(parents=True, exist_ok=True)
     running = {}
     for name, words in JOBS[job].items():
-        target = (
-            ["--json", f"{out}/{name}.json"] if words[0].startswith("bench/") else ["--out", f"{out}/{name}"]
-        )
+        target = ["--json", f"{out}/{name}.json"] if job == "engine" else ["--out", f"{out}/{name}"]
         command = [sys.executable, *(word.format(data=data, out=out) for word in words), *target]
         log = (Path(out) / f"{name}.log").open("a")
         running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)

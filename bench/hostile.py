@@ -9,7 +9,6 @@ Those of tests/hostile.py, which every test run tries, and here:
 - escape: statements that lead out of a sandbox
 - reach: tables and table-valued functions that do, or that lead into the file's raw pages
 - edges: every built-in function with the arguments that SQLite's own fuzzing likes
-- shapes: what its grammar takes and hardly anybody writes
 - copied: every slow function in every place to which SQLite copies an aliased expression
 """
 
@@ -33,7 +32,6 @@ from hostile import (
     PLACES,
     SLOW,
     STATEMENTS,
-    THOUSANDS,
     copied,
     make_database,
     resident_bytes,
@@ -103,17 +101,12 @@ PUBLISHED = (
     # CVE-2024-0232 and the JSON parser
     """SELECT json_remove('{"a":[1,2,3]}', '$.a[0]', '$.a[#-1]', '$.b[9223372036854775807]')""",
     """SELECT json_set('[]', '$[4294967296]', 1), json_insert('{}', '$.' || hex(zeroblob(60000)), 1)""",
-    """SELECT json_extract('{"a":1}', '$.a.b.c[#-999999999999]', '$', '$[0][0][0]')""",
     "SELECT json('{\"\\ud800\": \"\\udc00\"}'), json('\"\\u0000\"'), json('1e99999'), json('+1'), json('{a:1}')",
     "SELECT json_patch('{\"a\":{\"a\":{}}}', json_object('a', json('{\"a\":null}')))", "SELECT jsonb(x'ffffffffffffffff')",
-    "SELECT json(x'ccffffffff'), json_valid(x'8c', 8), json_error_position('[' || char(0))",
     "SELECT value FROM json_tree('[' || substr(replace(hex(zeroblob(30000)), '0', '1,'), 1, 119999) || ']')",
     "SELECT count(*) FROM json_each(replace(hex(zeroblob(500)), '0', '['))", "SELECT '{\"a\":1}' -> '$.a' ->> '$' -> NULL",
-    "SELECT key, fullkey, path, parent FROM json_tree('{\"'||char(39)||'\":[[[]]]}') ORDER BY id DESC",
     # CVE-2020-9327, CVE-2019-19603, 19317 (generated columns, reserved names), CVE-2020-11656, 19645 (ALTER)
-    "CREATE TABLE x (a AS (b), b AS (a))", "CREATE TABLE sqlite_x (a)", "CREATE TABLE x (a DEFAULT (SELECT 1))",
-    "ALTER TABLE sqlite_master RENAME TO x", "ALTER TABLE pairs RENAME COLUMN x TO y", "ALTER TABLE nothing DROP COLUMN a",
-    "CREATE VIEW v AS SELECT * FROM v", "CREATE TABLE x (a CHECK (a IN (SELECT 1)))", "CREATE INDEX i ON singer (abs(age))",
+    "CREATE TABLE x (a AS (b), b AS (a))", "CREATE TABLE sqlite_x (a)", "ALTER TABLE sqlite_master RENAME TO x",
 )  # fmt: skip
 ESCAPES = (  # another file, code, the schema, the journal
     "ATTACH 'file:/proc/self/environ?mode=ro' AS e", "ATTACH '/dev/stdin' AS s", "ATTACH 'file::memory:?cache=shared' AS m",
@@ -123,9 +116,7 @@ ESCAPES = (  # another file, code, the schema, the journal
     "SELECT writefile('x', readfile('concerts.sqlite'))", "SELECT edit('a', 'true')", "SELECT lsmode('x')",
     "SELECT sqlar_compress(x'00'), sqlar_uncompress(x'00', 999999999)", "SELECT zipfile('a', x'00')",
     "PRAGMA writable_schema = RESET", "PRAGMA main.writable_schema(1)", "PRAGMA temp.journal_mode = OFF",
-    "PRAGMA hard_heap_limit", "PRAGMA function_list", "PRAGMA module_list", "PRAGMA main.integrity_check(1)",
-    "PRAGMA wal_checkpoint(TRUNCATE)", "PRAGMA cell_size_check", "PRAGMA vdbe_trace = 1", "PRAGMA lock_status",
-    "PRAGMA activate_extensions = 'x'", "PRAGMA key = 'x'", "PRAGMA analysis_limit = -1", "EXPLAIN DROP TABLE singer",
+    "PRAGMA main.integrity_check(1)", "PRAGMA activate_extensions = 'x'", "EXPLAIN DROP TABLE singer",
     "EXPLAIN QUERY PLAN DELETE FROM singer", "EXPLAIN ATTACH 'x' AS y", "SAVEPOINT a; RELEASE a", "RELEASE x", "ROLLBACK TO x",
     "BEGIN; DELETE FROM singer; COMMIT", "SELECT 1; ; ; DELETE FROM singer", "SELECT 1 /* ; */ ; -- \nDROP VIEW pairs",
     "REPLACE INTO sqlite_sequence VALUES ('a', 1)", "INSERT INTO sqlite_stat1 VALUES ('a', 'b', '0 sz=0')",
@@ -139,40 +130,9 @@ TABLES = (
     "dbstat('main', 1)", "bytecode('DELETE FROM singer')", "tables_used('SELECT 1')", "completion('', '')", "fsdir('.')",
     "generate_series(1, 9223372036854775807)", "generate_series(1, 9, 0)", "fts3tokenize('simple', 'a')", "zipfile('x.zip')",
     "csv('x.csv')", "vsv('x')", "prefixes('abc')", "wholenumber", "carray(1, 2)", "unionvtab", "swarmvtab", "fts5vocab('a', 'row')",
-    "pragma_database_list", "pragma_compile_options", "pragma_function_list", "pragma_module_list", "pragma_pragma_list",
-    "pragma_integrity_check", "pragma_user_version", "pragma_journal_mode('wal')", "pragma_wal_checkpoint", "pragma_optimize",
-    "pragma_foreign_key_check", "pragma_collation_list", "pragma_cache_size(999999999)", "pragma_page_count",
-    "pragma_encoding", "pragma_stats", "pragma_table_info('singer', 'temp')", "pragma_table_info(x'00')", "pragma_index_list(NULL)",
+    "pragma_database_list", "pragma_function_list", "pragma_journal_mode('wal')", "pragma_wal_checkpoint",
+    "pragma_cache_size(999999999)", "pragma_table_info('singer', 'temp')", "pragma_table_info(x'00')",
     "pragma_table_xinfo((SELECT name FROM singer))", "pragma_foreign_key_list('" + "x" * 90_000 + "')", "pragma_nothing",
-)  # fmt: skip
-SHAPES = (
-    "VALUES " + ", ".join(["(1)"] * 20_000), "SELECT " + ", ".join(f"{i} AS c" for i in range(1_900)), "SELECT * FROM (VALUES (1, 2), (3))",
-    "SELECT 1 AS [a]]b]", 'SELECT 1 AS "a""b", \'it\'\'s\'', "SELECT `name` FROM [singer] AS 'x'", "SELECT singer.*, singer.* FROM singer",
-    "SELECT main.singer.name FROM main.singer", "SELECT nothing.singer.name FROM singer", "SELECT rowid, oid, _rowid_ FROM number",
-    "SELECT * FROM singer AS a JOIN singer AS a USING (age)", "SELECT * FROM number a RIGHT JOIN number b ON 0 FULL JOIN number c ON 0",
-    "SELECT name FROM singer LIMIT -1 OFFSET -1", "SELECT name FROM singer LIMIT 'x'", "SELECT name FROM singer LIMIT 9e99",
-    "SELECT name FROM singer LIMIT (SELECT count(*) FROM number a, number b)", "SELECT name FROM singer ORDER BY 99",
-    "SELECT 1 WHERE 1 IS NOT DISTINCT FROM NULL", "SELECT 1 ISNULL, 2 NOTNULL, 3 IS NOT NULL", "SELECT NOT NOT NOT NULL IS NULL",
-    "SELECT CASE WHEN NULL THEN 1 END, CASE 1 WHEN '1' THEN 2 ELSE 3 END", "SELECT 1 = 1 = 1 <> 0 != 2 == 1 < 0 >= 5",
-    "SELECT 1 << 64, 1 >> -64, ~0, -~-~1, 5 % 0, 5.5 % 2, 1 || 2 + 3", "SELECT 0x7fffffffffffffff, 0xffffffffffffffff, 1_000",
-    "SELECT .5, 5., 1e-400, 1E+400, 0x1G", "SELECT x'0', x'zz'", "SELECT TRUE, FALSE, CURRENT_TIMESTAMP, CURRENT_DATE",
-    "SELECT RAISE(ABORT, 'x')", "SELECT * FROM singer NOT INDEXED WHERE singer.rowid = NULL", "SELECT DISTINCT ALL 1", "SELECT ALL 1",
-    "SELECT (1, 2) = (1, 2), (1, 2) < (1, 3, 4)", "SELECT (SELECT 1, 2)", "SELECT EXISTS (SELECT 1 LIMIT 0), NOT EXISTS (VALUES (1))",
-    "SELECT count(), count(*), count(ALL 1), count(DISTINCT 1, 2)", "SELECT sum(*)", "SELECT max(), min()", "SELECT total(1) FILTER (WHERE 0)",
-    "SELECT group_concat(DISTINCT name, ',') FROM singer", "SELECT group_concat(name ORDER BY age DESC) FROM singer",
-    "SELECT 'a' COLLATE nocase = 'A', 'a' COLLATE nothing", "SELECT CAST(1 AS), CAST('x' AS anything at all)", "SELECT CAST('9' AS NUMERIC(1, 2))",
-    "WITH a AS (SELECT 1), a AS (SELECT 2) SELECT * FROM a", "WITH RECURSIVE a AS (SELECT * FROM a) SELECT * FROM a",
-    "WITH a(x, y) AS (SELECT 1) SELECT * FROM a", "WITH a AS NOT MATERIALIZED (SELECT 1) SELECT * FROM a, a b, a c",
-    "WITH RECURSIVE a(x) AS (VALUES (1) UNION ALL SELECT max(x) + 1 FROM a) SELECT * FROM a",
-    "WITH RECURSIVE a(x) AS (VALUES (1) UNION ALL SELECT a.x + b.x FROM a, a b) SELECT * FROM a",
-    "WITH RECURSIVE a(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM a LIMIT 1000000000) SELECT count(*) FROM a",
-    "WITH RECURSIVE a(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM a ORDER BY 1 DESC) SELECT x FROM a LIMIT 3",
-    "SELECT * FROM singer WHERE name LIKE 'a' ESCAPE ''", "SELECT * FROM singer WHERE name LIKE 'a' ESCAPE 'ab'", "SELECT 'a' MATCH 'b'",
-    "SELECT 'a' REGEXP 'b'", "SELECT a.b.c.d FROM singer", "SELECT $a, ?1, @b, :c", "SELECT ?999999", "SELECT 1 FROM", "SELECT 1,",
-    "\ufeffSELECT 1", "SELECT\u00a01", "SELECT\x0b1", "SELECT 1\x1a", "SELECT '\U0001f600\u202e'", "SELECT 1 -- \x00 \nFROM singer", "SELECT/**/1",
-    "sElEcT 1 uNiOn aLl VaLuEs (2) eXcEpT sElEcT 3", "TABLE singer", "SHOW TABLES", "DESCRIBE singer", "SELECT TOP 5 * FROM singer",
-    "SELECT * FROM singer FETCH FIRST 5 ROWS ONLY", "SELECT DATE_SUB(NOW(), INTERVAL 1 DAY)", "SELECT 1::text", "SELECT ARRAY[1, 2]", "CALL x()",
-    f"SELECT median(a.n) FROM {THOUSANDS}", f"SELECT percentile(a.n, 50) FROM {THOUSANDS}", f"SELECT 1 FROM {THOUSANDS} LIMIT 1 OFFSET 999999999",
 )  # fmt: skip
 
 
@@ -187,7 +147,7 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
     framed = [f"{name}(a) OVER ({frame})" for name, frame in product(AGGREGATES, FRAMES)]
     found += [("edges", f"WITH t AS {T} SELECT {call} FROM t", anything) for call in framed]
     found += [("copied", copied(slow, place), anything) for slow, place in product(SLOW, PLACES)]
-    return found + [("shapes", sql, anything) for sql in SHAPES]
+    return found
 
 
 MORE = _statements()

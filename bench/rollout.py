@@ -1,4 +1,4 @@
-"""Rollouts three ways on one workload, in one process: `python bench/rollout.py --help`.
+"""Rollouts of the tiny model's shape three ways, in one process: `python bench/rollout.py --help`.
 
 (a) this project's engine; (b) Hugging Face `generate`, called each turn on all re-rendered conversations
 at once, padded on the left, which is what people write; (c) transformers' own continuous batching, called
@@ -180,57 +180,34 @@ def continuous_batching(model: PreTrainedModel, workload: list[Conversation], ro
     return sampled
 
 
-ROWS = {  # at once: for each way the fastest of 4 to 256 that were tried on 2 cores
-    "toy": {"engine": 256, "hf_generate": 32, "continuous_batching": 16},
-    "qwen3_0.6b_shape": {"engine": 32, "hf_generate": 32, "continuous_batching": 16},
-}
+ROWS = {"engine": 256, "hf_generate": 32, "continuous_batching": 16}  # the fastest of 4 to 256 on 2 cores
 TOY = {
     "vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48,
-}  # fmt: skip
-QWEN3_06B = {
-    "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
 def main() -> None:
-    """Measure both models and print one table."""
+    """Measure and print one table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--toy-model", help="folder of the trained tiny model [random weights of its shape]")
-    parser.add_argument("--layers", type=int, default=4, help="layers of Qwen3-0.6B's shape [4 of its 28]")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each [3]")
-    parser.add_argument("--models", default="toy,qwen3_0.6b_shape", help="which to run [both]")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    figures = {}
-    for name in options.models.split(","):
-        torch.manual_seed(0)
-        if name == "toy" and options.toy_model:
-            model = Qwen3ForCausalLM.from_pretrained(options.toy_model)
-        elif name == "toy":
-            model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **TOY))
-        elif name == "qwen3_0.6b_shape":
-            shape = QWEN3_06B | {"num_hidden_layers": options.layers}
-            model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape))
-        else:
-            parser.error(f"--models {name} is unknown; choose from toy, qwen3_0.6b_shape")
-        questions, prompt = (32, 160) if name == "toy" else (4, 300)
-        workload = make_workload(questions, 8, model.config.vocab_size, prompt, 24, 20, 3)
-        figures[name] = measure(model.eval(), workload, ROWS[name], options.repetitions)
-        print(f"\n{name}: {len(workload)} trajectories of 3 messages, G = 8, rows {ROWS[name]}")
-        for key, value in figures[name].items():
-            print(f"  {key:34}{value:>12,.2f}")
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**TOY)).eval()
+    workload = make_workload(32, 8, TOY["vocab_size"], 160, 24, 20, 3)
+    figures = measure(model, workload, options.repetitions)
+    print(f"{len(workload)} trajectories of 3 messages, G = 8, rows {ROWS}")
+    for key, value in figures.items():
+        print(f"  {key:34}{value:>12,.2f}")
     if options.json:
         write_atomically(options.json, json.dumps(figures, indent=1))
 
 
-def measure(
-    model: PreTrainedModel, workload: list[Conversation], rows: dict[str, int], repetitions: int
-) -> dict[str, float]:
+def measure(model: PreTrainedModel, workload: list[Conversation], repetitions: int) -> dict[str, float]:
     """Seconds, sampled tokens a second and ratios; medians over the repetitions."""
     ways = {
         "engine": this_engine,
@@ -241,12 +218,12 @@ def measure(
     expected = sum(sum(c.lengths) for c in workload)
     with torch.no_grad():
         for name, way in ways.items():
-            way(model, workload[:16], rows[name])  # the first calls in a process are slower
+            way(model, workload[:16], ROWS[name])  # the first calls in a process are slower
         for repetition in range(repetitions):
             order = list(ways) if repetition % 2 == 0 else list(ways)[::-1]
             for name in order:
                 start = time.perf_counter()
-                sampled = ways[name](model, workload, rows[name])
+                sampled = ways[name](model, workload, ROWS[name])
                 seconds[name].append(time.perf_counter() - start)
                 if sampled != expected:
                     raise RuntimeError(f"{name} sampled {sampled} tokens, not {expected}")

@@ -2,14 +2,14 @@
 
 Plain is what a tutorial does: fixed numbers of trajectories in the order given, each micro-batch padded to
 its longest row, full logits (rows, positions, vocabulary), log-softmax, a masked mean; no entropy. Ours is
-`token_logprobs`, entropy included, in three layouts: "rows" (padded, sorted by length), "packed"
-(trajectories end to end, as train_sft.py), "shared_prompt" (groups behind their prompt, as train_grpo.py).
-All run on one workload in one process, after their gradients were found to agree; a step here is
-micro-batches, forward and backward passes, without the optimizer, the same for all. The order alternates
-between the repetitions; ratios are medians. Memory is what a fresh process takes on top of model and data.
+`token_logprobs`, entropy included, in two layouts: "packed" (trajectories end to end, as train_sft.py),
+"shared_prompt" (groups behind their prompt, as train_grpo.py). All run on one workload in one process, after
+their gradients were found to agree; a step here is micro-batches, forward and backward passes, without the
+optimizer, the same for all. The order alternates between the repetitions; ratios are medians. Memory is that
+of head and loss at Qwen3's vocabulary: what a fresh process takes on top of model and data.
 
-Wanted: speedup at least 2 (the slower of both toy steps), loss_memory_ratio at most 1/20 (head and loss,
-8,000 tokens), shared_prompt_time_saved at least 0.8 of tokens_saved_share.
+Wanted: speedup at least 2 (the slower of both steps), loss_memory_ratio at most 1/20 (head and loss, 8,000
+tokens), shared_prompt_time_saved at least 0.8 of tokens_saved_share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,15 +37,14 @@ from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.files import write_atomically
 from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import micro_batches
-from mtsql.learn.logprobs import TokenBatch, row_batch, shared_prompt_batch, token_logprobs
+from mtsql.learn.logprobs import TokenBatch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import grpo_loss, sft_loss
 from train_grpo import Args
 
 SAMPLES = 8  # G
 LOSS_TOKENS = 8_000
-QWEN3_VOCABULARY = 151_936
-PARTS = ("toy", "vocabulary", "loss")
-LAYOUTS = {"sft": ("plain", "rows", "packed"), "grpo": ("plain", "packed", "shared_prompt")}
+PLAIN_TOKENS = 4_000  # of the plain loss, which takes 15 GB for 8,000
+LAYOUTS = {"sft": ("plain", "packed"), "grpo": ("plain", "packed", "shared_prompt")}
 
 
 @dataclass(frozen=True)
@@ -60,32 +59,30 @@ class Work:
     plain_rows: int  # of a micro-batch of plain
 
 
-WORK = {
-    "toy": Work(  # shape, positions and trajectories of a step as in configs/toy.toml; lengths as in its
-        # warm start: 97 to 431 tokens, 205 in the mean, a quarter of them trained
-        {"vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
-        {"sft": 32, "grpo": 16}, (68, 196), (5, 38), {"sft": 2500, "grpo": 4000}, 16,
-    ),
-    "vocabulary": Work(
-        {"vocab_size": QWEN3_VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-        {"sft": 8, "grpo": 1}, (100, 200), (10, 40), {"sft": 16_384, "grpo": 16_384}, 2,
-    ),
+# Shape, positions and trajectories of a step as in configs/toy.toml; lengths as in its warm start: 97 to 431
+# tokens, 205 in the mean, a quarter of them trained.
+WORK = Work(
+    {"vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
+    {"sft": 32, "grpo": 16}, (68, 196), (5, 38), {"sft": 2500, "grpo": 4000}, 16,
+)  # fmt: skip
+LARGE_HEAD = {  # for the loss: Qwen3's vocabulary
+    "vocab_size": 151_936, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 
 
-def make_groups(work: Work, task: str) -> list[list[Trajectory]]:
+def make_groups(task: str) -> list[list[Trajectory]]:
     """Trajectories of one to four model messages with tool outputs between them, behind their prompt."""
     draw = np.random.default_rng(0)
 
     def text(shortest: int, longest: int) -> list[int]:
         length = int(draw.integers(shortest, longest + 1))
-        return draw.integers(1, work.shape["vocab_size"], length).tolist()
+        return draw.integers(1, WORK.shape["vocab_size"], length).tolist()
 
     groups = []
-    for question in range(work.questions[task]):
-        shortest, longest = work.prompt
+    for question in range(WORK.questions[task]):
+        shortest, longest = WORK.prompt
         length = shortest + round((longest - shortest) * draw.random() ** 2)  # more short than long ones
         prompt = Segment.given("prompt", text(length, length))
         group = []
@@ -93,8 +90,8 @@ def make_groups(work: Work, task: str) -> list[list[Trajectory]]:
             segments = [prompt]
             for message in range(int(draw.integers(1, 5))):
                 if message > 0:
-                    segments.append(Segment.given("environment", text(*work.text)))
-                ids = text(*work.text)
+                    segments.append(Segment.given("environment", text(*WORK.text)))
+                ids = text(*WORK.text)
                 segments.append(Segment.sampled(ids, [0.0] * len(ids)))
             group.append(Trajectory(str(question), sample, segments))
         groups.append(group)
@@ -104,64 +101,56 @@ def make_groups(work: Work, task: str) -> list[list[Trajectory]]:
 class Step:
     """The gradient of one step, in any of the layouts."""
 
-    def __init__(self, name: str, task: str) -> None:
-        self.work, self.task = WORK[name], task
+    def __init__(self, task: str) -> None:
+        self.task = task
         torch.manual_seed(0)
-        self.model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **self.work.shape)).train()
-        self.groups = make_groups(self.work, task)
+        self.model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **WORK.shape)).train()
+        self.groups = make_groups(task)
         self.flat = [t for group in self.groups for t in group]
         rewards = torch.rand(len(self.groups), SAMPLES)  # (questions, G)
         advantages = group_advantages(rewards, informative_groups(rewards)).flatten()  # (questions x G,)
-        self.advantage_of = dict(zip(map(id, self.flat), advantages, strict=False))
+        for trajectory, advantage in zip(self.flat, advantages.tolist(), strict=False):
+            trajectory.advantage = advantage
         self.tokens = sum(t.sampled_length for t in self.flat)
 
     def parts(self, layout: str) -> list:
         """The step's micro-batches: lists of groups, for "plain" lists of trajectories."""
         if layout == "plain":
-            rows = self.work.plain_rows
+            rows = WORK.plain_rows
             return [self.flat[i : i + rows] for i in range(0, len(self.flat), rows)]
-        return micro_batches(self.groups, self.work.positions[self.task], layout == "shared_prompt")
-
-    def batch(self, layout: str, part: list) -> TokenBatch:
-        """A micro-batch of ours as tensors."""
-        if layout == "rows":
-            return row_batch([t for group in part for t in group])
-        return shared_prompt_batch(part)
+        return micro_batches(self.groups, WORK.positions[self.task], layout == "shared_prompt")
 
     def positions(self, layout: str) -> int:
         """Positions that the model runs on, padding included."""
         if layout == "plain":
             return sum(len(part) * max(len(t.ids) for t in part) for part in self.parts(layout))
-        return sum(self.batch(layout, part).ids.numel() for part in self.parts(layout))
+        return sum(shared_prompt_batch(part).ids.numel() for part in self.parts(layout))
 
     def run(self, layout: str) -> None:
         """Leave the gradient in the model."""
         self.model.zero_grad()
         for part in self.parts(layout):
-            (self.plain_loss(part) if layout == "plain" else self.our_loss(layout, part)).backward()
+            (self.plain_loss(part) if layout == "plain" else self.our_loss(part)).backward()
 
-    def our_loss(self, layout: str, part: list) -> Tensor:
+    def our_loss(self, part: list[list[Trajectory]]) -> Tensor:
         """As train_sft.py and train_grpo.py."""
-        batch = self.batch(layout, part)
+        batch = shared_prompt_batch(part)
         logprobs, _ = token_logprobs(self.model, batch)  # (tokens,)
         if self.task == "sft":
             return sft_loss(logprobs, self.tokens)
-        advantages = torch.stack([self.advantage_of[id(t)] for group in part for t in group])
-        batch, options = replace(batch, advantages=advantages), Args(model="", data=(), out="")
-        return grpo_loss(logprobs, batch, len(self.flat), options)[0]
+        return grpo_loss(logprobs, batch, len(self.flat), Args(model="", data=(), out=""))[0]
 
     def plain_loss(self, part: list[Trajectory]) -> Tensor:
         """As a tutorial."""
         columns = ([t.ids for t in part], [[1] * len(t.ids) for t in part], [t.loss_mask for t in part])
-        ids, visible, mask = (
-            pad_sequence([torch.tensor(row) for row in rows], batch_first=True) for rows in columns
-        )  # (rows, positions) each
+        padded = [pad_sequence([torch.tensor(row) for row in rows], batch_first=True) for rows in columns]
+        ids, visible, mask = padded  # (rows, positions) each
         mask = mask[:, 1:]  # (rows, positions - 1), as everything below
         logits = self.model(input_ids=ids, attention_mask=visible).logits[:, :-1]
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         if self.task == "sft":
             return -(logprobs * mask).sum() / self.tokens
-        advantage = torch.stack([self.advantage_of[id(t)] for t in part])[:, None]  # (rows, 1)
+        advantage = torch.tensor([t.advantage for t in part])[:, None]  # (rows, 1)
         ratio = (logprobs - logprobs.detach()).exp()
         objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         return -((objective * mask).sum(1) / mask.sum(1)).sum() / len(self.flat)
@@ -193,22 +182,15 @@ def peak_of(action: Callable[[], None]) -> tuple[float, float]:
     return resident("VmHWM:") - before, time.perf_counter() - start
 
 
-def step_peak(name: str, task: str, layout: str) -> float:
-    """Peak bytes of a step, gradients included; for a fresh process."""
-    step = Step(name, task)
-    return peak_of(lambda: step.run(layout))[0]
-
-
 def loss_peak(layout: str, tokens: int) -> tuple[float, float]:
     """Peak bytes and seconds of head and loss, forward and backward; the head's gradient is there before,
     as after a first micro-batch. For a fresh process.
     """
-    shape = WORK["vocabulary"].shape | {"num_hidden_layers": 1}
-    model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape))
-    head, vocabulary, hidden_size = model.lm_head, shape["vocab_size"], shape["hidden_size"]
+    model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **LARGE_HEAD))
+    head = model.lm_head
     head.weight.grad = torch.zeros_like(head.weight).add_(0.0)
-    hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
-    targets = torch.randint(vocabulary, (tokens,))
+    hidden = torch.randn(1, tokens, LARGE_HEAD["hidden_size"], requires_grad=True)
+    targets = torch.randint(LARGE_HEAD["vocab_size"], (tokens,))
     everything = torch.arange(tokens)
 
     def loss() -> Tensor:
@@ -230,11 +212,11 @@ def in_fresh_process(function: Callable, *arguments: object):
         return pool.submit(function, *arguments).result()
 
 
-def measure_steps(name: str, repetitions: int) -> dict[str, float]:
-    """Seconds, peaks and ratios of both steps, by the names under which they are written."""
+def measure_steps(repetitions: int) -> dict[str, float]:
+    """Seconds, positions and ratios of both steps, by the names under which they are written."""
     found: dict[str, float] = {}
     for task, layouts in LAYOUTS.items():
-        step = Step(name, task)
+        step = Step(task)
         found[f"{task}_gradient_distance"] = step.check()
         seconds = np.zeros((repetitions, len(layouts)))
         for repetition in range(repetitions):
@@ -246,7 +228,6 @@ def measure_steps(name: str, repetitions: int) -> dict[str, float]:
         for column, layout in enumerate(layouts):
             found[f"{task}_{layout}_positions"] = step.positions(layout)
             found[f"{task}_{layout}_seconds"] = float(np.median(seconds[:, column]))
-            found[f"{task}_{layout}_peak_mib"] = in_fresh_process(step_peak, name, task, layout) / 2**20
             found[f"{task}_{layout}_speedup"] = float(speedups[column])
     found["shared_prompt_speedup"] = float(np.median(seconds[:, 1] / seconds[:, 2]))
     found["shared_prompt_time_saved"] = 1 - 1 / found["shared_prompt_speedup"]
@@ -255,46 +236,30 @@ def measure_steps(name: str, repetitions: int) -> dict[str, float]:
     return found
 
 
-def measure_loss(plain_tokens: int) -> dict[str, float]:
-    """Peaks at 8,000 tokens; the plain one on a line through two smaller ones if need be."""
-    plain, seconds = in_fresh_process(loss_peak, "plain", plain_tokens)
-    if plain_tokens < LOSS_TOKENS:
-        half, _ = in_fresh_process(loss_peak, "plain", plain_tokens // 2)
-        plain += (plain - half) / (plain_tokens - plain_tokens // 2) * (LOSS_TOKENS - plain_tokens)
-    found = {
-        "plain_memory_measured_at_tokens": plain_tokens,
+def measure_loss() -> dict[str, float]:
+    """Peaks at LOSS_TOKENS; the plain one on a line through two smaller ones."""
+    plain, seconds = in_fresh_process(loss_peak, "plain", PLAIN_TOKENS)
+    half, _ = in_fresh_process(loss_peak, "plain", PLAIN_TOKENS // 2)
+    plain += (plain - half) / (PLAIN_TOKENS - PLAIN_TOKENS // 2) * (LOSS_TOKENS - PLAIN_TOKENS)
+    ours, our_seconds = in_fresh_process(loss_peak, "ours", LOSS_TOKENS)
+    return {
         "loss_plain_peak_mib": plain / 2**20,
-        "loss_plain_seconds": seconds * LOSS_TOKENS / plain_tokens,
+        "loss_plain_seconds": seconds * LOSS_TOKENS / PLAIN_TOKENS,
+        "loss_ours_peak_mib": ours / 2**20,
+        "loss_ours_seconds": our_seconds,
+        "loss_memory_ratio": ours / max(plain, 1),  # bytes
     }
-    ours, seconds = in_fresh_process(loss_peak, "ours", LOSS_TOKENS)
-    found |= {"loss_ours_peak_mib": ours / 2**20, "loss_ours_seconds": seconds}
-    return found | {"loss_memory_ratio": ours / max(plain, 1)}  # bytes
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=PARTS, default=PARTS, help="which parts to run [all]")
-    add("--repetitions", type=int, default=5, help="of a toy step; 2 at Qwen3's vocabulary [5]")
-    add("--plain-tokens", type=int, default=4_000, help="of the plain loss, at most; 8,000 take 15 GB [4000]")
-    add("--threads", type=int, help="of torch; 1 where others use the same cores [its default]")
-    add("--json", type=Path, help="file for all figures")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each step [5]")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads or torch.get_num_threads())
-    figures = {}
-    for part in options.only:
-        if part == "loss":
-            found = measure_loss(min(options.plain_tokens, LOSS_TOKENS))
-        elif part == "toy":
-            found = measure_steps(part, options.repetitions)
-        else:
-            found = measure_steps(part, min(2, options.repetitions))
-            found = {f"{part}_{key}": value for key, value in found.items()}
-        print(f"\n{part}")
-        for key, value in found.items():
-            print(f"  {key:46}{value:>14,.4g}" if abs(value) < 100 else f"  {key:46}{value:>14,.0f}")
-        figures |= found
+    figures = measure_steps(options.repetitions) | measure_loss()
+    for key, value in figures.items():
+        print(f"{key:46}{value:>14,.4g}")
     if options.json:
         write_atomically(options.json, json.dumps(figures, indent=1))
 

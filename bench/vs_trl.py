@@ -2,11 +2,10 @@
 
 The same policy, questions, G, limits, loss, learning rate and threads through train_grpo.py and through
 TRL's GRPOTrainer: its generation and training, our environment and rewards between its messages
-(`mtsql.extras.bridges.trl`, whose gradient is ours). Trajectories a second without the first step, memory
-and with --minutes EX on dev after about so many minutes of steps (how many is taken from the steps before;
-the seconds that they took are printed). Each repetition has its own seed, the order of the two alternates,
-and medians are printed. TRL has whichever of --trl-micro-batches is fastest, no gradient checkpointing,
-float32 as here; the first step of its warm-up has rate 0. train_grpo.py has the micro-batch of --config.
+(`mtsql.extras.bridges.trl`, whose gradient is ours). Trajectories a second without the first step, and
+memory. Each repetition has its own seed, the order of the two alternates, and medians are printed. TRL has
+whichever of --trl-micro-batches is fastest, no gradient checkpointing, float32 as here; the first step of its
+warm-up has rate 0. train_grpo.py has the micro-batch of --config.
 """
 
 from __future__ import annotations
@@ -76,11 +75,11 @@ def train_there(
 def shared(chosen: argparse.Namespace) -> list[object]:
     """Options of both."""
     options = ["--config", chosen.config, "--model", chosen.model, "--data", *chosen.data]
-    return [*options, "--tools", chosen.tools, "--max-turn-tokens", chosen.turn_tokens]
+    return [*options, "--max-turn-tokens", chosen.turn_tokens]
 
 
 def run_trainer(argv: list[str]) -> None:
-    """One training run of TRL, in a process of its own: OUT/policy, and OUT/seconds.json."""
+    """One training run of TRL, in a process of its own: OUT/seconds.json."""
     from transformers import TrainerCallback
 
     from mtsql.agent.rollout import trajectory_seed
@@ -112,16 +111,7 @@ def run_trainer(argv: list[str]) -> None:
     trainer.rollout_func = play
     trainer.add_callback(Clock())
     trainer.train()
-    trainer.save_model(f"{config.out}/policy")
     (Path(config.out) / "seconds.json").write_text(json.dumps(seconds))
-
-
-def dev_ex(chosen: argparse.Namespace, policy: Path, out: Path) -> float:
-    """EX of greedy answers on dev."""
-    options = shared(chosen)
-    options[options.index("--model") + 1] = policy
-    timed(["evaluate.py", *options, "--out", out])
-    return json.loads((out / "summary.json").read_text())["ex"]["mean"]
 
 
 def main() -> None:
@@ -132,13 +122,11 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="policy to start from")
     parser.add_argument("--data", nargs="+", required=True, help="folder in SParC's format")
     parser.add_argument("--config", default="configs/toy.toml", help="settings of both")
-    parser.add_argument("--tools", default="both", help="none: one message an episode")
     parser.add_argument("--turn-tokens", type=int, default=120, help="longest message")
     parser.add_argument("--prompts", type=int, default=24, help="questions in a step")
     parser.add_argument("--samples", type=int, default=8, help="trajectories of each")
     parser.add_argument("--steps", type=int, default=4, help="measured, after a first one")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=0.0, help="of training for the comparison of EX")
     parser.add_argument("--trl-micro-batches", type=int, nargs="+", default=[24, 96, 192])
     parser.add_argument("--json", type=Path, help="file to write")
     chosen = parser.parse_args()
@@ -164,19 +152,9 @@ def main() -> None:
             seconds, memory = engines[name](chosen.steps + 1, out, repeat)
             figures[name]["trajectories_per_second"].append(episodes / statistics.median(seconds[1:]))
             figures[name]["peak_gib"].append(memory)
-            if chosen.minutes:
-                steps = max(1, round(60 * chosen.minutes / statistics.median(seconds[1:])))
-                seconds, _ = engines[name](steps, folder / f"{name}_{repeat}_long", repeat)
-                figures[name]["seconds"].append(sum(seconds))
-                policy = folder / f"{name}_{repeat}_long" / "policy"
-                figures[name]["ex"].append(dev_ex(chosen, policy, folder / f"{name}_{repeat}_dev"))
     rates = {name: statistics.median(of["trajectories_per_second"]) for name, of in figures.items()}
     for name, of in figures.items():
-        line = f"{name:<14} {rates[name]:8.2f} trajectories/s, {statistics.median(of['peak_gib']):.2f} GiB"
-        if chosen.minutes:
-            ex, seconds = statistics.median(of["ex"]), statistics.median(of["seconds"])
-            line += f", EX {100 * ex:.1f} after {seconds:.0f} seconds"
-        print(line)
+        print(f"{name:<14} {rates[name]:8.2f} trajectories/s, {statistics.median(of['peak_gib']):.2f} GiB")
     print(f"ratio          {rates['train_grpo.py'] / rates['TRL']:8.2f}")
     if chosen.json:
         settings = {name: str(value) for name, value in vars(chosen).items()}

@@ -101,30 +101,24 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         found.extend((kind, form.replace("{}", sql), right) for sql in statements)
 
     add("unbounded recursion", STOPPED, *(ENDLESS.format(what) for what in (
-        "count(*)", "max(x)", "group_concat(x) IS NULL AND count(*)", "min(x) + max(x)", "count(DISTINCT x)",
+        "count(*)", "max(x)", "group_concat(x) IS NULL AND count(*)", "count(DISTINCT x)",
     )))  # fmt: skip
     add(
         "unbounded recursion", BOUNDED,
         ENDLESS.format("x"), ENDLESS.format("x") + " ORDER BY x DESC", ENDLESS.format("DISTINCT x % 7"),
-        ENDLESS.format("x") + " WHERE x < 0", ENDLESS.format("x") + " LIMIT 5 OFFSET 1000000000",
-        ENDLESS.format("x || x") + " GROUP BY x % 100003",
+        ENDLESS.format("x") + " LIMIT 5 OFFSET 1000000000", ENDLESS.format("x || x") + " GROUP BY x % 100003",
         "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM r) SELECT max(length(x)) FROM r",
         "WITH RECURSIVE r(x) AS (SELECT 1 UNION SELECT x + 1 FROM r) SELECT count(*) FROM r",
-        "WITH RECURSIVE r(x, y) AS (SELECT 1, 1 UNION ALL SELECT y, x + y FROM r) SELECT max(x) FROM r",
-        "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + n FROM r, number) SELECT count(*) FROM r",
         "WITH RECURSIVE r(x) AS (SELECT zeroblob(1000) UNION ALL SELECT x FROM r) SELECT x FROM r ORDER BY 1",
     )  # fmt: skip
     add(
         "cross join", STOPPED,
-        f"SELECT count(*) FROM {THOUSANDS}", f"SELECT count(DISTINCT a.n + b.n + c.n) FROM {THOUSANDS}",
-        f"SELECT a.n FROM {THOUSANDS} WHERE a.n < 0 OR d.n < 0",
+        f"SELECT count(*) FROM {THOUSANDS}", f"SELECT a.n FROM {THOUSANDS} WHERE a.n < 0 OR d.n < 0",
         f"SELECT a.n FROM {THOUSANDS} ORDER BY a.n * b.n + c.n",
         f"SELECT a.n, count(*) FROM {THOUSANDS} GROUP BY a.n + b.n",
-        "SELECT count(*) FROM pairs p JOIN pairs q ON p.x <> q.y",
         "SELECT count(*) FROM number a LEFT JOIN number b ON a.n <> b.n LEFT JOIN number c ON b.n <> c.n",
         "SELECT count(*) FROM number WHERE EXISTS (SELECT 1 FROM pairs, number c WHERE x + y + c.n < 0)",
         "SELECT (SELECT count(*) FROM pairs p, number q) FROM number",
-        "SELECT count(*) FROM number a WHERE a.n IN (SELECT b.n + c.n FROM number b, number c, number d)",
         "SELECT count(*) FROM (SELECT x, y FROM pairs EXCEPT SELECT y, x FROM pairs), number",
     )  # fmt: skip
     add("cross join", BOUNDED, f"SELECT * FROM {THOUSANDS}", "SELECT x, y FROM pairs ORDER BY y, x DESC")
@@ -136,41 +130,28 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         form="SELECT count(*) FROM {}",
     )  # fmt: skip
     add(
-        "windows over everything", BOUNDED, "sum(x) OVER (ORDER BY y)", "row_number() OVER (ORDER BY x * y)",
-        "lag(x, 1000) OVER (ORDER BY y)", "group_concat(x) OVER (ORDER BY y)",
+        "windows over everything", BOUNDED, "sum(x) OVER (ORDER BY y)", "group_concat(x) OVER (ORDER BY y)",
         "max(x) OVER (ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING)",
-        "sum(x) OVER (ORDER BY y RANGE BETWEEN 1000 PRECEDING AND 1000 FOLLOWING)",
-        "nth_value(x, 2) OVER (ORDER BY x, y GROUPS 5 PRECEDING)", form="SELECT {} FROM pairs",
+        "sum(x) OVER (ORDER BY y RANGE BETWEEN 1000 PRECEDING AND 1000 FOLLOWING)", form="SELECT {} FROM pairs",
     )  # fmt: skip
     add(
-        "cell bomb", ERROR,
-        "zeroblob(1000000000)", "randomblob(1000000000)", "hex(zeroblob(100000000))",
-        "replace(hex(zeroblob(60000)), '0', hex(zeroblob(60000)))", f"{LONG} || {LONG} || {LONG}",
-        "quote(zeroblob(149000))", f"json_array({LONG}, {LONG}, {LONG})", "char(1) || zeroblob(200000)",
-        "CAST(zeroblob(150001) AS TEXT)", "printf('%s%s', zeroblob(9), hex(zeroblob(90000)))",
-        "replace(replace(replace('aaaaaaaaaa', 'a', hex(zeroblob(999))), '0', hex(zeroblob(999))), '0', 'xxxxxxxxxx')",
-        form="SELECT {}",
+        "cell bomb", ERROR, "zeroblob(1000000000)", "hex(zeroblob(100000000))", f"{LONG} || {LONG} || {LONG}",
+        "replace(hex(zeroblob(60000)), '0', hex(zeroblob(60000)))", "CAST(zeroblob(150001) AS TEXT)",
+        "printf('%s%s', zeroblob(9), hex(zeroblob(90000)))", f"json_array({LONG}, {LONG}, {LONG})", form="SELECT {}",
     )  # fmt: skip
     add(
         "cell bomb", BOUNDED, "format('%' || '1000000000' || 'd', 1)", "printf('%.*c', 1000000000, 'x')",
-        "group_concat(w, hex(zeroblob(10000))) FROM words", "json_group_array(n) FROM number, singer, words",
-        "json_group_object(w, w) FROM words, number", f"{LONG} FROM pairs", "zeroblob(140000) FROM pairs",
-        "zeroblob(140000) FROM pairs ORDER BY x + y", "DISTINCT randomblob(100000) FROM pairs",
-        f"count(DISTINCT {LONG} || x || y) FROM pairs", "max(randomblob(100000)) FROM pairs",
-        f"{LONG} || n FROM number UNION SELECT {LONG} || x FROM pairs",
-        "randomblob(1000), randomblob(1000), randomblob(1000) FROM pairs GROUP BY 1, 2, 3",
-        "sum(length(randomblob(n * 10))) FROM pairs, number", form="SELECT {}",
+        "group_concat(w, hex(zeroblob(10000))) FROM words", "json_group_object(w, w) FROM words, number",
+        f"{LONG} FROM pairs", "zeroblob(140000) FROM pairs ORDER BY x + y", "DISTINCT randomblob(100000) FROM pairs",
+        f"count(DISTINCT {LONG} || x || y) FROM pairs", f"{LONG} || n FROM number UNION SELECT {LONG} || x FROM pairs",
+        "randomblob(1000), randomblob(1000), randomblob(1000) FROM pairs GROUP BY 1, 2, 3", form="SELECT {}",
     )  # fmt: skip
     add(
-        "slow built-in function", BOUNDED,
-        f"instr({LONG}, substr({LONG}, 1, 35000) || 'b')", f"replace({LONG}, substr({LONG}, 1, 35000) || 'b', 'x')",
-        f"trim({LONG}, substr({LONG}, 1, 60000))", f"rtrim({LONG}, {LONG}) || ltrim({LONG}, {LONG})",
+        "slow built-in function", BOUNDED, f"replace({LONG}, substr({LONG}, 1, 35000) || 'b', 'x')",
+        f"trim({LONG}, substr({LONG}, 1, 60000))", f"length(rtrim({LONG}, {NEAR}))",
         f"sum(instr({LONG}, substr({LONG}, 1, 35000) || x || 'b')) FROM pairs",
         f"sum(length(replace({LONG}, substr({LONG}, 1, 30000) || x || 'b', 'y'))) FROM pairs",
-        f"count(*) FROM pairs WHERE {LONG} || x < {LONG} || y AND instr({LONG} || x, y || 'b') > 0",
-        f"json_valid(replace({LONG}, 'a', '['))", f"json_extract(replace({LONG}, 'a', '['), '$[0]')",
-        "count(*) FROM pairs, json_each('[1,2,3]')", "count(*) FROM pairs WHERE sin(x) + exp(y) > 5",
-        f"json_patch(json_array({LONG}), '{{}}')", f"length(trim({LONG}, {NEAR}))", f"length(rtrim({LONG}, {NEAR}))",
+        f"json_valid(replace({LONG}, 'a', '['))", "count(*) FROM pairs, json_each('[1,2,3]')",
         " + ".join(f"instr({LONG} || {i}, substr({LONG}, 1, 35000) || 'b')" for i in range(2)),
         ", ".join([f"instr({LONG}, 'b')"] * 51), ", ".join(["length('a')"] * 1_000), form="SELECT {}",
     )  # fmt: skip
@@ -178,69 +159,52 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
     add("wide result", ERROR | STOPPED, *wide_results())
     likes = ("%a" * 100, "%_" * 110 + "b", "%" * 240, "%a" * 20_000)
     globs = ("*a" * 100, "*[!b]" * 48, "*?" * 110, "*" + "a" * 240, "*a" * 20_000)
-    add("exploding pattern", BOUNDED, *(f"SELECT {LONG} LIKE '{p}b'" for p in likes))
     add("exploding pattern", BOUNDED, *(f"SELECT {LONG} || n LIKE '{p}b' FROM number" for p in likes))
     add("exploding pattern", BOUNDED, *(f"SELECT {LONG} GLOB '{p}b'" for p in globs))
-    add(
-        "exploding pattern",
-        BOUNDED,
-        *(f"SELECT count(*) FROM pairs WHERE {LONG} || x GLOB '{p}b*'" for p in globs),
-    )
     add("exploding pattern", ERROR, "SELECT 'a' REGEXP '(a+)+$'")
     add("doubling CTEs", BOUNDED, *(_chain(40, body) for body in (
         "SELECT 1 AS x FROM {p} p, {p} q", "SELECT (SELECT x FROM {p}) + (SELECT x FROM {p}) AS x",
         "SELECT x FROM {p} UNION ALL SELECT x FROM {p}", "SELECT 1 AS x WHERE 1 IN (SELECT x FROM {p}) OR 2 IN {p}",
-        "SELECT x FROM {p} EXCEPT SELECT x + 1 FROM {p}", "SELECT p.x FROM {p} p LEFT JOIN {p} q ON p.x = q.x",
     )))  # fmt: skip
     add(
         "deep nesting", BOUNDED, "(" * 900 + "1" + ")" * 900, "(" * 49_000 + "1" + ")" * 49_000, "-" * 50_000 + "1",
-        "NOT " * 20_000 + "1", "abs(" * 5_000 + "1" + ")" * 5_000, "1" + " + 1" * 20_000, "'a'" + " || 'a'" * 10_000,
-        "* FROM " + "(SELECT * FROM " * 500 + "singer" + ")" * 500, "1 WHERE 1" + " OR 1 = 0" * 10_000,
-        "CASE WHEN 1 THEN " * 3_000 + "1" + " END" * 3_000, "1" + " UNION ALL SELECT 1" * 4_000,
+        "abs(" * 5_000 + "1" + ")" * 5_000, "1" + " + 1" * 20_000, "CASE WHEN 1 THEN " * 3_000 + "1" + " END" * 3_000,
+        "* FROM " + "(SELECT * FROM " * 500 + "singer" + ")" * 500, "1" + " UNION ALL SELECT 1" * 4_000,
         "1" + " UNION SELECT n FROM number" * 450, "1 IN (" + ", ".join(["1"] * 30_000) + ")",
-        ", ".join(["1"] * 1_999), ", ".join(["1"] * 3_000), ", ".join(["a.*"] * 1_000) + " FROM singer a",
-        "json('" + "[" * 40_000 + "]" * 40_000 + "')", form="SELECT {}",
+        ", ".join(["1"] * 3_000), "json('" + "[" * 40_000 + "]" * 40_000 + "')", form="SELECT {}",
     )  # fmt: skip
     add(
         "long statement", ERROR, "SELECT '" + "x" * 1_000_000 + "'", "SELECT 1 " + " " * 1_000_000,
-        "SELECT 1 -- " + "x" * 1_000_000, "SELECT 1" + " + 1" * 250_000, "/*" + "*" * 1_000_000, "(" * 1_000_000,
+        "SELECT 1" + " + 1" * 250_000, "/*" + "*" * 1_000_000, "(" * 1_000_000,
     )  # fmt: skip
     add(
         "not a statement", ERROR,
-        "", " ", ";", " ; ; ", "-- nothing", "/* nothing", "/* a /* b */ c */", "SELECT '\0'", "\0",
-        "SELECT 1\0; DROP TABLE singer", "SELECT '\ud800'", "SELECT 'open", 'SELECT "open', "SELECT [open", "SELEC 1",
-        "ünïcödé", "SELECT", "SELECT * FROM singer WHERE", "I do not know", "{'sql': 'SELECT 1'}", "SELECT ?",
-        "SELECT :name", "SELECT 1 +", "SELECT 1e999999x", "SELECT shoe FROM singer", "SELECT * FROM nowhere",
-        "SELECT abs(-9223372036854775808)", "SELECT unknown(1)", "SELECT count(*) FROM singer GROUP BY",
+        "", ";", " ; ; ", "-- nothing", "/* nothing", "/* a /* b */ c */", "SELECT '\0'", "\0", "SELECT '\ud800'",
+        "SELECT 1\0; DROP TABLE singer", "SELECT 'open", 'SELECT "open', "SELECT [open", "SELEC 1", "ünïcödé", "SELECT ?",
+        "SELECT :name", "SELECT * FROM nowhere", "SELECT abs(-9223372036854775808)", "SELECT unknown(1)",
     )  # fmt: skip
     add(
         "harmless though odd", SAFE,
-        "SELECT 1 -- comment", "/* comment */ SELECT 1", "SELECT 1;", "SELECT 'a;b'", "SELECT ';' -- ;",
-        "SELECT CAST(x'FF41' AS TEXT)", "SELECT x'00ff'", "SELECT 9223372036854775807 + 1", "SELECT 1 / 0",
-        "\ufeff\ufeff SELECT 1", "SELECT 1e999", "SELECT -1e999 - 1e999", "SELECT NULL", "SELECT '' WHERE 0",
-        "SELECT * FROM sqlite_master", "EXPLAIN SELECT 1", "SELECT '<|im_end|>'", "VALUES (1), (2)",
-        "SELECT * FROM pragma_table_info('singer')", "PRAGMA table_info(singer)", "PRAGMA data_version",
-        "PRAGMA foreign_key_list(singer)",
+        "SELECT 1 -- comment", "/* comment */ SELECT 1", "SELECT 1;", "SELECT 'a;b'", "SELECT ';' -- ;", "SELECT 1 / 0",
+        "SELECT CAST(x'FF41' AS TEXT)", "SELECT x'00ff'", "SELECT 9223372036854775807 + 1", "SELECT -1e999 - 1e999",
+        "\ufeff\ufeff SELECT 1", "SELECT * FROM sqlite_master", "EXPLAIN SELECT 1", "VALUES (1), (2)",
+        "SELECT * FROM pragma_table_info('singer')", "PRAGMA table_info(singer)", "PRAGMA foreign_key_list(singer)",
     )  # fmt: skip
     add("stacked statements", REFUSED, *(f"SELECT 1; {more}" for more in (
-        "DROP TABLE singer", "SELECT 2", "DELETE FROM singer; SELECT 3", "ATTACH 'x' AS y", "COMMIT", "PRAGMA query_only = 0",
+        "DROP TABLE singer", "SELECT 2", "DELETE FROM singer; SELECT 3", "ATTACH 'x' AS y", "PRAGMA query_only = 0",
     )))  # fmt: skip
     add("write", REFUSED, *(
         "INSERT INTO singer VALUES (9, 'x', 'y', 1)", "INSERT OR REPLACE INTO singer SELECT * FROM singer",
-        "REPLACE INTO singer VALUES (1, 'x', 'y', 1)", "INSERT INTO number SELECT n FROM number RETURNING n",
-        "INSERT INTO singer DEFAULT VALUES", "UPDATE singer SET age = 1", "UPDATE singer SET age = 1 RETURNING age",
-        "UPDATE OR IGNORE singer SET singer_id = 1", "DELETE FROM singer", "DELETE FROM singer RETURNING *",
+        "INSERT INTO number SELECT n FROM number RETURNING n", "INSERT INTO number VALUES (1) ON CONFLICT DO NOTHING",
+        "REPLACE INTO singer VALUES (1, 'x', 'y', 1)", "UPDATE singer SET age = 1", "DELETE FROM singer RETURNING *",
         "WITH r AS (SELECT 1) DELETE FROM singer", "WITH r AS (SELECT 1) INSERT INTO number SELECT * FROM r",
-        "INSERT INTO number VALUES (1) ON CONFLICT DO NOTHING",
     ))  # fmt: skip
     add("write", DENIED, "UPDATE sqlite_master SET sql = ''", "INSERT INTO pairs VALUES (1, 2)")
     add("change of schema", REFUSED, *(
-        "DROP TABLE singer", "DROP TABLE IF EXISTS singer", "DROP VIEW pairs", "DROP TRIGGER guard",
-        "ALTER TABLE singer RENAME TO x", "ALTER TABLE singer ADD COLUMN x", "ALTER TABLE singer DROP COLUMN age",
-        "ALTER TABLE singer RENAME COLUMN age TO x", "CREATE TABLE x (a)", "CREATE TABLE x AS SELECT * FROM singer",
-        "CREATE INDEX i ON singer (age)", "CREATE UNIQUE INDEX i ON number (n)", "CREATE VIEW v AS SELECT 1",
-        "CREATE TRIGGER t AFTER INSERT ON number BEGIN SELECT 1; END", "ANALYZE", "VACUUM", "VACUUM INTO 'copy.sqlite'",
-        "VACUUM main INTO '../mtsql-copy.sqlite'",
+        "DROP TABLE singer", "DROP VIEW pairs", "DROP TRIGGER guard", "ALTER TABLE singer RENAME TO x",
+        "ALTER TABLE singer DROP COLUMN age", "CREATE TABLE x AS SELECT * FROM singer", "CREATE INDEX i ON singer (age)",
+        "CREATE VIEW v AS SELECT 1", "CREATE TRIGGER t AFTER INSERT ON number BEGIN SELECT 1; END", "ANALYZE",
+        "VACUUM", "VACUUM INTO 'copy.sqlite'", "VACUUM main INTO '../mtsql-copy.sqlite'",
     ))  # fmt: skip
     add("change of schema", DENIED, "REINDEX", "REINDEX singer")
     add("temporary table", REFUSED, *(
@@ -248,32 +212,24 @@ def _statements() -> list[tuple[str, str, frozenset[str]]]:
         "CREATE TEMP VIEW v AS SELECT 1", "CREATE TEMP TRIGGER t AFTER INSERT ON number BEGIN SELECT 1; END",
     ))  # fmt: skip
     add("virtual table", DENIED, *(f"CREATE VIRTUAL TABLE x USING {module}" for module in (
-        "fts3(a)", "fts4(a)", "fts5(a)", "rtree(id, a, b)", "dbstat", "geopoly(a)", "csv(filename='/etc/passwd')", "fts4aux(x)",
+        "fts5(a)", "rtree(id, a, b)", "dbstat", "csv(filename='/etc/passwd')",
     )))  # fmt: skip
-    add("virtual table", DENIED, *(f"SELECT * FROM {table}" for table in (
-        "dbstat", "sqlite_dbpage", "sqlite_dbdata", "fsdir('/')", "sqlite_stmt", "completion('x')",
-    )))  # fmt: skip
+    tables = ("dbstat", "sqlite_dbpage", "sqlite_dbdata", "fsdir('/')", "sqlite_stmt", "completion('x')")
+    add("virtual table", DENIED, *(f"SELECT * FROM {table}" for table in tables))
     add("other file", REFUSED, *(
         "ATTACH 'other.sqlite' AS other", "ATTACH DATABASE ':memory:' AS m", "ATTACH 'file:x?mode=rwc' AS y", "DETACH main",
-        "ATTACH '' AS t",
     ))  # fmt: skip
     add("file function", DENIED, *(f"SELECT {what}" for what in (
-        "load_extension('x')", "sqlite_log(1, 'x')", "load_extension('x', 'y')", "readfile('/etc/passwd')", "writefile('x', 'y')", "edit('x')",
-        "fts3_tokenizer('simple')", "fts3_tokenizer('simple', x'00')", "system('true')", "shell('true')", "eval('DROP TABLE singer')",
+        "load_extension('x')", "sqlite_log(1, 'x')", "readfile('/etc/passwd')", "writefile('x', 'y')", "edit('x')",
+        "fts3_tokenizer('simple', x'00')", "system('true')", "eval('DROP TABLE singer')",
     )))  # fmt: skip
     add("pragma", REFUSED, *(f"PRAGMA {what}" for what in (
-        "writable_schema = 1", "writable_schema = ON", "query_only = 0", "journal_mode = WAL", "journal_mode", "synchronous = 0",
-        "user_version = 7", "application_id = 7", "schema_version = 1", "temp_store_directory = '/tmp'", "wal_checkpoint",
-        "cache_size = 100000000", "mmap_size = 100000000000", "page_size = 512", "temp_store = MEMORY", "integrity_check",
-        "quick_check", "optimize", "incremental_vacuum", "hard_heap_limit = 1", "soft_heap_limit = 1", "threads = 64",
-        "busy_timeout = 100000", "locking_mode = EXCLUSIVE", "foreign_keys = ON", "recursive_triggers = 1", "trusted_schema = 1",
-        "database_list", "compile_options", "encoding = 'UTF-16'", "auto_vacuum = 1", "case_sensitive_like = 1",
+        "writable_schema = 1", "query_only = 0", "journal_mode = WAL", "journal_mode", "synchronous = 0", "user_version = 7",
+        "temp_store_directory = '/tmp'", "wal_checkpoint", "cache_size = 100000000", "mmap_size = 100000000000",
+        "integrity_check", "optimize", "hard_heap_limit = 1", "threads = 64", "busy_timeout = 100000", "trusted_schema = 1",
+        "locking_mode = EXCLUSIVE", "foreign_keys = ON", "database_list", "case_sensitive_like = 1",
     )))  # fmt: skip
-    add(
-        "transaction",
-        REFUSED,
-        *"BEGIN,BEGIN IMMEDIATE,BEGIN EXCLUSIVE,COMMIT,ROLLBACK,SAVEPOINT s,END".split(","),
-    )
+    add("transaction", REFUSED, *"BEGIN,BEGIN EXCLUSIVE,COMMIT,ROLLBACK,SAVEPOINT s,END".split(","))
     return found
 
 

@@ -94,7 +94,7 @@ def test_gpu_queue(script, monkeypatch, capsys, real, work, tmp_path):
 
 def test_hostile(script, monkeypatch, capsys):
     hostile = script("hostile")
-    assert len({sql for _, sql, _ in [*hostile.STATEMENTS, *hostile.MORE]}) > 1_000
+    assert len({sql for _, sql, _ in [*hostile.STATEMENTS, *hostile.MORE]}) > 900
     monkeypatch.setattr(hostile, "STATEMENTS", hostile.STATEMENTS[::40])
     monkeypatch.setattr(hostile, "MORE", hostile.MORE[::40])
     start(hostile, monkeypatch, "--seconds", 0.1)
@@ -106,12 +106,9 @@ def test_rollout(script, monkeypatch, tmp_path):
     bench = script("rollout")
     whole = bench.make_workload
     monkeypatch.setattr(bench, "make_workload", lambda *given: whole(2, 2, given[2], 20, 4, 4, 2))
-    monkeypatch.setattr(bench, "QWEN3_06B", SMALL)
-    start(bench, monkeypatch, "--repetitions", 1, "--layers", 1, "--json", tmp_path / "json")
+    start(bench, monkeypatch, "--repetitions", 1, "--json", tmp_path / "json")
     figures = json.loads((tmp_path / "json").read_text())
-    assert set(figures) == set(bench.ROWS) and min(min(of.values()) for of in figures.values()) > 0
-    with pytest.raises(SystemExit):
-        start(bench, monkeypatch, "--models", "nothing")
+    assert {"ratio_hf_generate", "ratio_continuous_batching"} < set(figures) and min(figures.values()) > 0
 
 
 def test_size(script, monkeypatch, capsys, tmp_path):
@@ -132,14 +129,15 @@ def test_train_step(script, monkeypatch, tmp_path):
     small = bench.Work(
         SMALL | {"num_hidden_layers": 1}, {"sft": 3, "grpo": 2}, (4, 9), (2, 5), {"sft": 60, "grpo": 60}, 2
     )
-    monkeypatch.setattr(bench, "WORK", {"toy": small, "vocabulary": small})
+    monkeypatch.setattr(bench, "WORK", small)
+    monkeypatch.setattr(bench, "LARGE_HEAD", small.shape)
     monkeypatch.setattr(bench, "LOSS_TOKENS", 50_000)
+    monkeypatch.setattr(bench, "PLAIN_TOKENS", 40_000)
     monkeypatch.setattr(bench, "in_fresh_process", lambda function, *given: function(*given))
-    sizes = ["--repetitions", 1, "--plain-tokens", 40_000, "--threads", 1]
-    start(bench, monkeypatch, *sizes, "--json", tmp_path / "json")
+    start(bench, monkeypatch, "--repetitions", 1, "--json", tmp_path / "json")
     figures = json.loads((tmp_path / "json").read_text())
     assert figures["loss_ours_seconds"] > 0
-    assert max(figures[f"{step}_gradient_distance"] for step in ("sft", "vocabulary_grpo")) < 1e-4
+    assert max(figures[f"{step}_gradient_distance"] for step in ("sft", "grpo")) < 1e-4
     assert 0 < figures["grpo_shared_prompt_positions"] < figures["grpo_packed_positions"]
 
 
@@ -151,9 +149,8 @@ def test_vs_trl(script, monkeypatch, capsys, work, tmp_path):
         start(bench, monkeypatch, *asked, "--trl-micro-batches", 3)
     assert "--trl-micro-batches should divide 4" in capsys.readouterr().err
     chosen = bench.argparse.Namespace(
-        config=TOY_CONFIG[1], model=work / "imitation", data=[work / "benchmark"], tools="both",
-        turn_tokens=20, prompts=2, samples=2,
+        config=TOY_CONFIG[1], model=work / "imitation", data=[work / "benchmark"], turn_tokens=20, prompts=2,
+        samples=2,
     )  # fmt: skip
     seconds, _ = bench.train_here(chosen, 1, tmp_path / "here", 0)
     assert len(seconds) == 1 and seconds[0] > 0
-    assert 0 <= bench.dev_ex(chosen, tmp_path / "here" / "policy", tmp_path / "dev") <= 1

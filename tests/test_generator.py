@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -28,9 +24,8 @@ from transformers import (
 )
 
 from mtsql.agent import cache, graphs
-from mtsql.agent.cache import RowCache, cache_bytes_per_token, few_shapes
+from mtsql.agent.cache import RowCache, cache_bytes_per_token
 from mtsql.agent.generator import STATIC_WIDTH, Generator, Row, _inverse_cdf, _nucleus
-from mtsql.agent.prefix import families, shared_length
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.errors import UserError
@@ -145,6 +140,8 @@ def test_logprobs_equal_a_plain_forward(any_model, temperature):
         recorded = torch.tensor(trajectory.logprobs)[torch.tensor(trajectory.loss_mask).bool()]
         expected = reference_logprobs(any_model, trajectory, temperature)  # (sampled tokens,), as recorded
         assert (recorded - expected).abs().max() < 1e-4
+        ended = [s.ids[-1] == END for s in trajectory.segments if s.role == "model"]
+        assert episode.stops == [Stop.END_OF_TURN if end else Stop.LIMIT for end in ended]
 
 
 def test_the_policy_is_not_touched_and_its_weights_are_those_of_the_moment(any_model):
@@ -161,37 +158,21 @@ def test_the_policy_is_not_touched_and_its_weights_are_those_of_the_moment(any_m
     assert play_ids(any_model, 0.0, [0, 1, 2]) == before
 
 
-def test_messages_stop_at_an_end_of_turn_or_at_their_limit(model):
-    episodes = play(model).values()
-    assert {stop for e in episodes for stop in e.stops} == {Stop.END_OF_TURN, Stop.LIMIT}
-    for episode in episodes:
-        messages = [s.ids for s in episode.trajectory.segments if s.role == "model"]
-        for ids, stop in zip(messages, episode.stops, strict=True):
-            assert END not in ids[:-1]
-            assert (ids[-1] == END) == (stop is Stop.END_OF_TURN)
-            assert len(ids) <= 20
-        assert episode.trajectory.response_length <= 60
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batch_composition_and_order_do_not_matter(model, temperature):
-    together = play_ids(model, temperature)
+    played, again = (play(model, temperature) for _ in range(2))
+    for seed in SEEDS:  # to the bit
+        assert played[seed].trajectory.segments == again[seed].trajectory.segments
+    together = {seed: episode.trajectory.ids for seed, episode in played.items()}
     assert play_ids(model, temperature, SEEDS, 1) == together
     assert play_ids(model, temperature, SEEDS[::-1], 5) == together
     assert play_ids(model, temperature, [7, 2, 10]) == {seed: together[seed] for seed in (2, 7, 10)}
 
 
-def test_a_run_repeats_bit_for_bit(model):
-    first, second = (play(model, 1.0, SEEDS, 5) for _ in range(2))
-    for seed in SEEDS:
-        assert first[seed].trajectory.segments == second[seed].trajectory.segments
-
-
 def test_seeds_matter(model):
-    same = [5] * 20
-    episodes = [ScriptedEpisode(seed, same, messages=1) for seed in range(4)]
-    rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=20))
-    assert len({tuple(e.trajectory.ids) for e in episodes}) == 4
+    episodes = [ScriptedEpisode(seed, [5] * 20, messages=1) for seed in range(4)]
+    played = rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=20))
+    assert len({tuple(t.ids) for t in played}) == 4
 
 
 def over_schemas() -> list[list[int]]:
@@ -220,19 +201,6 @@ def test_what_prompts_begin_with_is_computed_once(model, monkeypatch):
         assert np.allclose(alone.logprobs, together[place].logprobs, atol=1e-4)
 
 
-def test_families_of_prompts_are_those_of_one_schema():
-    asked = [tuple(prompt) for prompt in over_schemas()]
-    found = families(asked)
-    assert sorted(place for _, places in found for place in places) == list(range(len(asked)))
-    for shared, places in found:
-        assert len({asked[place][:shared] for place in places}) == 1
-    assert sorted(len(places) for _, places in found) == [1, 1, 11]  # eleven have the system message
-    ((shared, places),) = [family for family in found if len(family[1]) > 1]
-    behind = families([asked[place][shared:] for place in places])
-    assert shared == 70 and sorted((s, len(p)) for s, p in behind) == [(150, 5), (150, 6)]
-    assert families([]) == [] and shared_length([1, 2, 3], [1, 2]) == 2 and shared_length([], [1]) == 0
-
-
 def test_nothing_is_prefilled_again(model, monkeypatch):
     with Generator(model, (END,), Sampling(0)) as generator:
         (row,) = generator.start([[5] * 40], [0], [4])
@@ -242,14 +210,6 @@ def test_nothing_is_prefilled_again(model, monkeypatch):
         generator.append([row], [[7, 8, 9]], [4])
         assert written == [(1, 3)]  # the last sampled token and the observation but its last
         assert row.length == 40 + len(row.ids) + 4 + 3 - 1
-
-
-def test_an_empty_observation_continues_the_row(model):
-    with Generator(model, (), Sampling(0)) as generator:
-        rows = generator.start([[5, 6, 7]] * 2, [0, 0], [3, 6])
-        (first, whole) = finish(generator, rows)
-        generator.append(rows[:1], [[]], [3])
-        assert first + finish(generator, rows)[0] == whole
 
 
 def test_sampling_follows_the_distribution(model):
@@ -305,8 +265,6 @@ def test_a_token_is_the_one_of_the_plain_inverse_cdf(vocabulary):
     share = uniforms[:, 0] * cdf[:, -1]
     assert (cdf[at, chosen] >= share - 1e-6).all()
     assert (cdf[at, chosen] - probabilities[at, chosen] <= share + 1e-6).all()
-    plain = torch.searchsorted(cdf, share[:, None], right=True)[:, 0]
-    assert (plain == chosen).float().mean() > 0.97
 
 
 def test_a_titled_rollout_shows_its_progress(model, capsys):
@@ -333,14 +291,6 @@ def test_other_architectures_are_refused():
     dora = LoraConfig(r=4, use_dora=True, target_modules="all-linear")
     with pytest.raises(UserError, match="linear layers and for LoRA"):
         Generator(get_peft_model(make_decoder("qwen3"), dora), (END,), Sampling())
-
-
-def test_bfloat16_runs():
-    half = make_decoder("qwen3").to(torch.bfloat16)
-    for episode in play(half, 1.0, [0, 1, 2]).values():
-        trajectory = episode.trajectory
-        recorded = torch.tensor(trajectory.logprobs)[torch.tensor(trajectory.loss_mask).bool()]
-        assert (recorded - reference_logprobs(half, trajectory, 1.0)).abs().max() < 0.1  # 8 bits of mantissa
 
 
 def greedy(
@@ -417,37 +367,25 @@ def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
         play(model, 1.0, [1])
 
 
-def test_rows_that_wait_give_way_to_those_that_can_go_on(model, monkeypatch):
-    """All first messages are there although the cache holds one row, and nobody answers any before."""
-    monkeypatch.setattr(cache, "TIER_STEP", 16)
-    asked = [prompt for prompt in prompts(12) if len(prompt) > 20][::2]
+def run_short(monkeypatch: pytest.MonkeyPatch, *fails: int) -> list[tuple[int, int]]:
+    """Let these forward passes lack memory; before each the cache's positions and what of it is reserved."""
+    passes = []
 
-    def first_messages(positions: int) -> list[list[int]]:
-        free_positions(monkeypatch, model, positions)
-        with Generator(model, (END,), Sampling(), longest=100) as generator:
-            rows = generator.start(asked, range(len(asked)), [12] * len(asked))
-            for _ in range(12 * len(asked)):
-                generator.step()
-            generator.append(rows, [[7]] * len(asked), [3] * len(asked))
-            for _ in range(3 * len(asked)):
-                generator.step()
-            assert not any(row.decoding for row in rows)
-            return [row.history for row in rows]
+    def short(generator, *_):
+        passes.append((generator.cache.positions, generator.cache.reserved))
+        if len(passes) in fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert first_messages(100) == first_messages(100_000)
+    watch(monkeypatch, Generator, "_forward", short)
+    return passes
 
 
 @pytest.mark.parametrize("fails", [2, 20, 50])
 def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, capsys, fails):
-    free, passes = play_ids(model), []
-
-    def short(generator, *_):
-        passes.append(generator.cache.positions)
-        if len(passes) in (fails, fails + 1):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    watch(monkeypatch, Generator, "_forward", short)
+    free = play_ids(model)
+    passes = run_short(monkeypatch, fails, fails + 1)
     assert play_ids(model) == free
+    passes = [positions for positions, _ in passes]
     assert passes[-1] <= passes[fails] // 2 < passes[0] // 2
     assert capsys.readouterr().err.count("out of memory: the rollout goes on with") == 2
     monkeypatch.setattr(Generator, "_forward", lambda *_: np.zeros(1 << 50))
@@ -455,10 +393,9 @@ def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, 
         play(model, 1.0, [0])
 
 
-def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys):
+def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch):
     """The cache is halved while rows are short; they grow beyond that half."""
     monkeypatch.setattr(cache, "TIER_STEP", 16)
-    passes: list[int] = []
 
     def messages() -> list[list[int]]:
         with Generator(model, (), Sampling(), longest=100) as generator:
@@ -468,29 +405,19 @@ def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch, capsys
             return [row.ids for row in rows if not row.decoding]
 
     free = messages()
-
-    def short(generator, *_):
-        passes.append(generator.cache.reserved)
-        if len(passes) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    watch(monkeypatch, Generator, "_forward", short)
+    passes = run_short(monkeypatch, 3)
     assert len(free) == 2 and messages() == free
-    assert passes[2] <= 2 * 16 and max(passes) <= 100
-    assert "out of memory: the rollout goes on with" in capsys.readouterr().err
+    reserved = [of for _, of in passes]
+    assert reserved[2] <= 2 * 16 and max(reserved) <= 100
 
 
-def test_the_cache_takes_a_share_of_what_the_device_has_free(model, monkeypatch):
-    token = cache_bytes_per_token(model)
-    monkeypatch.setattr(cache, "free_memory", lambda device: 1000 * token)
-    assert cache.cache_positions(model, 100) == int(cache.SHARE_OF_FREE * 1000)
-    monkeypatch.undo()
+def test_what_torch_keeps_for_itself_is_free(monkeypatch):
     cuda = SimpleNamespace(
         memory_reserved=lambda device: 7_000, memory_allocated=lambda device: 3_000,
         mem_get_info=lambda device: (20_000, 90_000),
     )  # fmt: skip
     monkeypatch.setattr(torch, "cuda", cuda)
-    assert cache.free_memory(torch.device("cuda")) == 20_000 + 4_000  # what torch keeps for itself is free
+    assert cache.free_memory(torch.device("cuda")) == 20_000 + 4_000
 
 
 def test_a_row_takes_the_positions_that_it_uses(model):
@@ -505,29 +432,15 @@ def test_a_row_takes_the_positions_that_it_uses(model):
         for _ in range(5):
             generator.step()
         assert rows[0].length == 100 + 35 - 1
-    assert [few_shapes(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 48, 49)] == [
-        0, 1, 2, 3, 4, 6, 6, 8, 12, 16, 48, 64
-    ]  # fmt: skip
 
 
 def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
-    """With a stand-in for CUDA, whose graphs replay by computing anew: the same tokens, few captures, one
-    stream, none on storage that moved."""
+    """With a stand-in for CUDA, whose graphs replay by computing anew: the same tokens, few captures, none on
+    storage that moved."""
     plain = greedy(model, static_shapes=True)
-    alive: dict[int, weakref.WeakSet] = {}  # graphs of each memory pool
-
-    class Graph:
-        def replay(self) -> None:
-            self.recorded()
-
-    def graph(new: Graph, pool: int, stream: object) -> nullcontext:
-        assert pool not in alive or alive[pool], "a pool that lost all its graphs is used again"
-        alive.setdefault(pool, weakref.WeakSet()).add(new)
-        return nullcontext()
-
-    cuda = MagicMock(CUDAGraph=Graph, graph=graph)
-    cuda.graph_pool_handle.side_effect = itertools.count()
+    cuda = MagicMock(CUDAGraph=lambda: SimpleNamespace())
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    monkeypatch.setattr(graphs, "capture_stream", MagicMock())
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
     capture = graphs.DecodeGraphs._capture
 
@@ -536,23 +449,17 @@ def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
         graph, own_ids, own_positions = self.captured[key]
         moves = [p.tier.moves for p in pieces]
 
-        def recorded() -> None:
+        def replay() -> None:
             assert [p.tier.moves for p in pieces] == moves
             self.logits[len(own_ids)].copy_(compute(own_ids, own_positions, pieces))
 
-        graph.recorded = recorded
+        graph.replay = replay
         assert len(self.captured) == 1
 
     monkeypatch.setattr(graphs.DecodeGraphs, "_capture", captured)
-    graphs.capture_stream.cache_clear()
-    rollouts = [graphs.DecodeGraphs() for _ in range(2)]
-    try:
-        for own in rollouts:
-            assert greedy(model, static_shapes=True, graphs=own) == plain
-    finally:
-        graphs.capture_stream.cache_clear()
-    assert 2 < sum(own.captures for own in rollouts) <= 12
-    assert len(alive) >= 2 and cuda.Stream.call_count == 1
+    own = graphs.DecodeGraphs()
+    assert greedy(model, static_shapes=True, graphs=own) == plain
+    assert 1 < own.captures <= 6
 
 
 def test_stop_strings_end_a_message(model):
@@ -566,19 +473,6 @@ def test_stop_strings_end_a_message(model):
     first = letters.decode(written).index(wanted) + 2
     assert stopped.trajectory.segments[1].ids == written[:first]
     assert stopped.stops == [Stop.STOP_STRING]
-
-
-class UnevenEpisode(ScriptedEpisode):
-    """Random lengths, failures (over at once) and slow answers."""
-
-    def remaining_tokens(self) -> int:
-        return 20 + self.trajectory.seed % 41 - self.trajectory.response_length
-
-    def step(self, ids: list[int], logprobs: list[float], stop: Stop) -> list[int] | None:
-        if self.trajectory.seed % 97 == 0:
-            time.sleep(0.02)  # a query that runs into its time limit
-        answer = super().step(ids, logprobs, stop)
-        return None if self.trajectory.seed % 13 == 0 else answer
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -603,33 +497,3 @@ def test_no_row_waits_for_anothers_slow_query(model, ready):
     alone = [ScriptedEpisode(seed, prompt) for seed, prompt in enumerate(prompts(12))]
     rollout(model, TOKENS, alone, Sampling(max_turn_tokens=8), 1)
     assert [t.ids for t in played] == [e.trajectory.ids for e in alone]
-
-
-def test_hundreds_of_uneven_episodes_leak_nothing():
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": 1}))
-    draw = np.random.default_rng(0)
-    starts = [draw.integers(4, VOCABULARY, draw.integers(1, 60)).tolist() for _ in range(75)]
-    sampling = Sampling(max_turn_tokens=12)
-
-    def run(seeds: list[int], rows: int) -> dict[int, list[int]]:
-        episodes = [UnevenEpisode(seed, starts[seed // 8], 1 + seed % 4) for seed in seeds]
-        caches: list[int] = []
-        original = Generator.release
-
-        def watched(self, gone):
-            original(self, gone)
-            kept = [row for tier in self.cache.tiers.values() for row in tier.rows]
-            assert set(kept) == set(self.rows) and len(kept) == len(self.rows)
-            assert all(tier.rows[row.slot] is row for tier in self.cache.tiers.values() for row in tier.rows)
-            caches.append(self.cache.reserved)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Generator, "release", watched)
-            rollout(model, TOKENS, episodes, sampling, rows)
-        assert max(caches) <= rows * 128 * 5 // 4 + 128  # memory is flat: slots x the longest row
-        return {e.trajectory.seed: e.trajectory.ids for e in episodes}
-
-    together = run(list(range(600)), 96)
-    alone = run(list(range(0, 600, 16)), 1)
-    assert alone == {seed: together[seed] for seed in alone}

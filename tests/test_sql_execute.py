@@ -52,13 +52,11 @@ def test_statuses(executor, database):
     assert empty.ok and (empty.status, empty.columns, empty.rows) == ("empty", ("name",), ())
     error = executor.execute(database, "SELECT shoe FROM singer")
     assert not error.ok and (error.status, error.message) == ("error", "no such column: shoe")
-    assert executor.execute(database, "PRAGMA table_info(singer)").status == "rows"
 
 
 def test_row_and_size_limits(executor, database):
     result = executor.execute(database, hostile.ENDLESS.format("x"))
     assert result.ok and result.truncated and len(result.rows) == 100
-    assert executor.execute(database, "SELECT zeroblob(200000)").status == "error"
     wide = Executor(max_rows=2_000).execute(database, "SELECT zeroblob(140000) FROM number")
     assert wide.truncated and 0 < len(wide.rows) < 120 and wide.bytes < 17_000_000
 
@@ -84,15 +82,8 @@ def test_cache_follows_the_file_and_its_write_ahead_log(executor, database):
 
 
 def test_full_text_tables_can_be_read(executor, database):
-    try:
-        change(
-            database,
-            "CREATE VIRTUAL TABLE song USING fts5(title)",
-            "INSERT INTO song VALUES ('a red rose')",
-            "CREATE VIEW broken AS SELECT a FROM nowhere",
-        )
-    except sqlite3.OperationalError as error:
-        pytest.skip(f"this SQLite has no FTS5 ({error})")
+    made, filled = "CREATE VIRTUAL TABLE song USING fts5(title)", "INSERT INTO song VALUES ('a red rose')"
+    change(database, made, filled, "CREATE VIEW broken AS SELECT a FROM nowhere")
     found = executor.execute(database, "SELECT title FROM song WHERE song MATCH 'rose'")
     assert found.rows == (("a red rose",),)
     for write in ("DELETE FROM song", "INSERT INTO song (song) VALUES ('rebuild')"):
@@ -105,14 +96,12 @@ def test_a_table_of_an_absent_module_is_left_out(database):
     assert set(SqlSchema.from_database(database).tables) == {"singer", "number", "words", "pairs"}
 
 
-def test_a_locked_database_is_an_error_of_the_moment(database):
-    executor, query = Executor(timeout_seconds=0.5), "SELECT count(*) FROM singer"
-    other = sqlite3.connect(database, isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    locked = executor.execute(database, query)
+def test_a_locked_database_is_an_error_of_the_moment(executor, database):
+    query = "SELECT count(*) FROM singer"
+    with closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        locked = executor.execute(database, query)
     assert locked.status == "error" and "database is locked" in locked.message
-    other.execute("ROLLBACK")
-    other.close()
     assert executor.execute(database, query).ok
 
 
@@ -237,13 +226,8 @@ def test_where_the_gold_query_keeps_its_distinct_the_prediction_does(executor, d
     gold, even_and_odd = "SELECT DISTINCT n % 2 FROM number", "SELECT DISTINCT (n + 1) % 2 FROM number"
     assert execution_match(executor, database, gold, even_and_odd)
     assert not execution_match(executor, database, gold, "SELECT (n + 1) % 2 FROM number")
-    with pytest.raises(ValueError, match="no such column: m"):
+    with pytest.raises(ValueError, match=r"no such column: m.*SELECT DISTINCT m FROM number"):
         execution_match(executor, database, "SELECT DISTINCT m FROM number", even_and_odd)
-
-
-def test_a_failing_gold_query_is_named(executor, database):
-    with pytest.raises(ValueError, match=r"no such table: nowhere.*SELECT 1 FROM nowhere"):
-        execution_match(executor, database, "SELECT 1 FROM nowhere", "SELECT 1")
 
 
 def test_workers_do_not_pile_up(database):
@@ -288,10 +272,9 @@ def workers(parent: int | None = None) -> list[int]:
 
 
 def end_workers() -> None:
-    for worker in workers():
-        os.kill(worker, signal.SIGKILL)
-    while workers():
-        time.sleep(0.01)
+    while running := workers():
+        for worker in running:
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_a_worker_that_somebody_ended_is_replaced(executor, database):
@@ -380,7 +363,6 @@ def test_names_of_columns_and_messages_count_as_memory(database, monkeypatch):
     assert min(result.bytes for result in results) > 900_000
     assert executor.execute(database, queries[2]) is results[2]
     assert executor.execute(database, queries[0]) is not results[0]  # pushed out
-    assert executor.execute(database, names.format("x" * 10_000, ", ".join(["*"] * 1_990))).status == "error"
     assert len(executor.execute(database, f"SELECT {'x' * 90_000}").message) == 1_000
 
 

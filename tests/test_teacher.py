@@ -67,10 +67,8 @@ def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
     episode = make_episode(tiny)
     assert say(episode, CALL) and not say(episode, CHECKED + final_answer(GOLD))
     record = chat_record(episode.trajectory, episode.example, environment_of(tiny))
-    # Characters at which str.splitlines breaks are no ends of lines of JSON.
-    record["note"] = "one\u2028line"
-    line = json.dumps(record, ensure_ascii=False)
-    again = trajectory_in(tiny, tmp_path, line)
+    record["note"] = "one\u2028line"  # as str.splitlines ends a line, but not JSON
+    again = trajectory_in(tiny, tmp_path, json.dumps(record, ensure_ascii=False))
     assert again.ids == episode.trajectory.ids and again.loss_mask == episode.trajectory.loss_mask
     assert again.actions == episode.trajectory.actions
 
@@ -143,11 +141,7 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
     calls = [{"role": "assistant", "tool_calls": [call]} for call in (given[0], {"function": given[1]})]
     pieces = {"role": "assistant", "content": [{"type": "text", "text": right[1]}]}
     lines = {
-        None: [
-            line_of(*right, **name),
-            line_of(*right, "Anything else?", **name),
-            *(line_of(call, pieces, **name) for call in calls),
-        ],
+        None: [line_of(*right, "Anything else?", **name), *(line_of(call, pieces, **name) for call in calls)],
         "wrong_ex": [line_of(*wrong, **name)],
         "off_protocol": [
             line_of(CALL, final_answer(GOLD), **name),  # without a verdict
@@ -168,7 +162,6 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
         ],
         "unreadable": [
             "no JSON",
-            "[" * 100_000,
             "[]",
             '{"messages": 3}',
             '{"messages": [{"role": "assistant", "content": "Without a question."}]}',
@@ -204,10 +197,8 @@ def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
     assert found("Please show singers. Show singers.", example_id="00002/0") is other
     assert found("anything", example_id="00002/0") is None  # the place in another file
     assert found("Show singers.", db_id="music", example_id="00002/0") is first
-    assert found("Show singers.", db_id="music", example_id="elsewhere/1") is first
     assert found("Show\n  singers.", db_id="concerts") is other
     assert found("Show singers.") is None  # over which database?
-    assert found("1. Show singers. 2. How many?", db_id="music") is second
     assert found("1. Show singers. 2. How many?") is second
     assert found("Show singers. And labels, please") is longer
     assert found("How many?") is None  # its dialogue is not there
