@@ -1,4 +1,4 @@
-"""Rollouts of the tiny model's shape three ways, in one process: `python bench/rollout.py --help`.
+"""Rollouts three ways on one workload, in one process: `python bench/rollout.py --help`.
 
 (a) this project's engine; (b) Hugging Face `generate`, called each turn on all re-rendered conversations
 at once, padded on the left, which is what people write; (c) transformers' own continuous batching, called
@@ -28,6 +28,8 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -180,11 +182,23 @@ def continuous_batching(model: PreTrainedModel, workload: list[Conversation], ro
     return sampled
 
 
-ROWS = {"engine": 256, "hf_generate": 32, "continuous_batching": 16}  # the fastest of 4 to 256 on 2 cores
-TOY = {
-    "vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "tie_word_embeddings": True,
-}  # fmt: skip
+# Questions, tokens of a prompt, and rows at once for each way: the fastest of 4 to 256 on 2 cores.
+TOY = (32, 160, {"engine": 256, "hf_generate": 32, "continuous_batching": 16})
+QWEN = (4, 300, {"engine": 32, "hf_generate": 32, "continuous_batching": 16})
+
+
+def toy_shape() -> PreTrainedModel:
+    """The tiny model's, with random weights, as the other."""
+    sizes = {"vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
+    return Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **sizes, **heads))
+
+
+def qwen_shape() -> PreTrainedModel:
+    """Qwen2.5-0.5B's, in bfloat16."""
+    sizes = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **sizes, **heads)).bfloat16()
 
 
 def main() -> None:
@@ -192,22 +206,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--qwen", action="store_true", help="Qwen2.5-0.5B's shape, not the tiny model's")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each [3]")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**TOY)).eval()
-    workload = make_workload(32, 8, TOY["vocab_size"], 160, 24, 20, 3)
-    figures = measure(model, workload, options.repetitions)
-    print(f"{len(workload)} trajectories of 3 messages, G = 8, rows {ROWS}")
+    model, (questions, prompt, rows) = (qwen_shape(), QWEN) if options.qwen else (toy_shape(), TOY)
+    workload = make_workload(questions, 8, model.config.vocab_size, prompt, 24, 20, 3)
+    figures = measure(model.eval(), workload, rows, options.repetitions)
+    print(f"{len(workload)} trajectories of 3 messages, G = 8, rows {rows}")
     for key, value in figures.items():
         print(f"  {key:34}{value:>12,.2f}")
     if options.json:
         write_atomically(options.json, json.dumps(figures, indent=1))
 
 
-def measure(model: PreTrainedModel, workload: list[Conversation], repetitions: int) -> dict[str, float]:
+def measure(
+    model: PreTrainedModel, workload: list[Conversation], rows: dict[str, int], repetitions: int
+) -> dict[str, float]:
     """Seconds, sampled tokens a second and ratios; medians over the repetitions."""
     ways = {
         "engine": this_engine,
@@ -218,12 +235,12 @@ def measure(model: PreTrainedModel, workload: list[Conversation], repetitions: i
     expected = sum(sum(c.lengths) for c in workload)
     with torch.no_grad():
         for name, way in ways.items():
-            way(model, workload[:16], ROWS[name])  # the first calls in a process are slower
+            way(model, workload[:16], rows[name])  # the first calls in a process are slower
         for repetition in range(repetitions):
             order = list(ways) if repetition % 2 == 0 else list(ways)[::-1]
             for name in order:
                 start = time.perf_counter()
-                sampled = ways[name](model, workload, ROWS[name])
+                sampled = ways[name](model, workload, rows[name])
                 seconds[name].append(time.perf_counter() - start)
                 if sampled != expected:
                     raise RuntimeError(f"{name} sampled {sampled} tokens, not {expected}")
