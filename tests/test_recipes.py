@@ -97,7 +97,6 @@ ONE, TWO = (call(f"SELECT {i}") for i in (1, 2))
     [
         (MTIR, THINK + ONE, EXEC_SQL, True),
         (MTIR, f"{THINK}{ONE}\n{TWO}", EXEC_SQL, True),
-        (MTIR, THINK + call("SELECT 1", "eval"), UNAVAILABLE, False),
         (MTIR, THINK + call("SELECT 1", EXEC_SQL), UNAVAILABLE, False),  # the environment's own name
         (MTIR, ONE, EXEC_SQL, False),
         (MTIR, THINK + THINK + ONE, EXEC_SQL, False),
@@ -135,43 +134,40 @@ def test_a_query_or_an_answer_is_read(name, text, tool, well_formed):
     assert (message.sql, message.answer) == (("SELECT 1", None) if tool else (None, "SELECT 1"))
 
 
-def of(problem, name, *texts):
-    return [(name, text, problem) for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "problem"),
-    [
-        *of(Status.NO_ACTION, R1, "", "I do not know.", "<answer_sql> </answer_sql>"),
-        *of(Status.NO_ACTION, R1, "<think>hm <answer_sql>SELECT 1</answer_sql>"),
-        *of(Status.NO_ACTION, MTIR, "", "```sql\nSELECT 1\n```", "<answer>```sql\n```</answer>"),
-        *of(Status.NO_ACTION, MTIR, "<answer>SELECT 1", "</answer><answer>"),
-        *of(Status.NO_ACTION, MTIR, f"<think>{ONE}", f"<think>{block('SELECT 1')}</think>"),
-        *of(
-            Status.NO_ACTION,
-            SKYRL,
-            "",
-            "SELECT 1",
-            THINK,
-            "<SQL>SELECT 1</SQL>",
-            "<think>or <sql>SELECT 1</sql>",
-        ),
-        *of(Status.NO_ACTION, SKYRL, f"{THINK}<sql></sql>", f"{THINK}<solution> \n</solution>"),
-        *of(Status.NO_ACTION, SKYRL, f"{THINK}<sql>SELECT 1", f"{THINK}<sql>SELECT 1</solution>"),
-        *of(Status.MALFORMED_CALL, R1, "<tool_call>not JSON</tool_call>", write_call(EXEC_SQL, "code", 3)),
-        *of(Status.MALFORMED_CALL, R1, write_call(EXEC_SQL, "code", "SELECT 1").removesuffix("</tool_call>")),
-        *of(Status.MALFORMED_CALL, MTIR, "<tool_call>SELECT 1</tool_call>", ONE.removesuffix("</tool_call>")),
-        *of(Status.MALFORMED_CALL, MTIR, write_call(TOOL, "code", "SELECT 1"), call(7), call("\ud800")),
-        *of(Status.MALFORMED_CALL, MTIR, '<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>'),
-        *of(Status.MALFORMED_CALL, MTIR, "<tool_call>null</tool_call>", f"<tool_call>{DEEP}</tool_call>"),
-        *of(Status.MALFORMED_CALL, MTIR, f"<tool_call>{'1' * 5000}</tool_call>"),
+MALFORMED, NO_ACTION = Status.MALFORMED_CALL, Status.NO_ACTION
+NO_ACTIONS = {
+    (R1, NO_ACTION): [
+        "", "I do not know.", "<answer_sql> </answer_sql>", "<think>hm <answer_sql>SELECT 1</answer_sql>",
     ],
-)
-def test_a_message_without_an_action_says_why(name, text, problem):
-    for options in (PAPER, COMPACT):
-        message = recipe_of(name, options).parse(text)
-        assert (message.problem, message.tool, message.sql, message.answer) == (problem, None, None, None)
-        assert name == R1 or not message.well_formed
+    (R1, MALFORMED): [
+        "<tool_call>not JSON</tool_call>", write_call(EXEC_SQL, "code", 3),
+        write_call(EXEC_SQL, "code", "SELECT 1").removesuffix("</tool_call>"),
+    ],
+    (MTIR, NO_ACTION): [
+        "", "```sql\nSELECT 1\n```", "<answer>```sql\n```</answer>", "<answer>SELECT 1", "</answer><answer>",
+        f"<think>{ONE}", f"<think>{block('SELECT 1')}</think>",
+    ],
+    (MTIR, MALFORMED): [
+        "<tool_call>SELECT 1</tool_call>", "<tool_call>null</tool_call>", f"<tool_call>{DEEP}</tool_call>",
+        f"<tool_call>{'1' * 5000}</tool_call>",
+        '<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>',
+        ONE.removesuffix("</tool_call>"), write_call(TOOL, "code", "SELECT 1"), call(7), call("\ud800"),
+    ],
+    (SKYRL, NO_ACTION): [
+        "", "SELECT 1", THINK, "<SQL>SELECT 1</SQL>", "<think>or <sql>SELECT 1</sql>", f"{THINK}<sql></sql>",
+        f"{THINK}<solution> \n</solution>", f"{THINK}<sql>SELECT 1", f"{THINK}<sql>SELECT 1</solution>",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "problem"), NO_ACTIONS)
+def test_a_message_without_an_action_says_why(name, problem):
+    for text in NO_ACTIONS[name, problem]:
+        for options in (PAPER, COMPACT):
+            message = recipe_of(name, options).parse(text)
+            found = (message.problem, message.tool, message.sql, message.answer)
+            assert found == (problem, None, None, None), text
+            assert name == R1 or not message.well_formed
 
 
 @pytest.mark.parametrize("options", [COMPACT, NATIVE])
@@ -261,9 +257,7 @@ def test_mtir_shows_ten_records_columns_of_one_name_and_bytes_and_no_endless_tex
         result = tiny.executor.execute(tiny.schema.path, sql)
         return recipe_of(MTIR).observe_execution("", sql, result, False, 3)
 
-    twelve = (
-        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 12) SELECT i, i AS i FROM n"
-    )
+    twelve = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n LIMIT 12) SELECT i, i AS i FROM n"
     assert json.loads(shown(twelve)) == {"columns": ["i", "i"], "data": [[i, i] for i in range(1, 11)]}
     assert json.loads(shown("SELECT x'00ff', 'Zoë'"))["data"] == [["b'\\x00\\xff'", "Zoë"]]
     assert len(shown("SELECT printf('%.9999c', 'a'), * FROM singer")) == MAX_CHARACTERS + len("...")
@@ -337,30 +331,12 @@ def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name,
     assert rewards_of(tiny, name, episode).ex == 0
 
 
-def test_the_schema_can_be_explored(tiny):
-    episode = begin(tiny, SKYRL)
-    tables = say(episode, query(SKYRL, "SELECT name FROM sqlite_master WHERE type = 'table'"))
-    columns = say(episode, query(SKYRL, "PRAGMA table_info(singer);"))
-    assert "label" in tables and "singer" in tables
-    assert all(word in columns for word in ("dflt_value", "country", "label_id", "INTEGER"))
-
-
 # Settings
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "expected"),
-    [
-        (SKYRL, GrpoArgs, {"max_interactions": 4, "temperature": 0.6}),
-        (MTIR, GrpoArgs, {"max_interactions": 5, "prompts_per_step": 64, "samples_per_prompt": 5}),
-        (TRAIL, GrpoArgs, {"max_interactions": 9, "clip_high": 0.28, "samples_per_prompt": 6}),
-        # Appendix A.5's optimizer is that of SFT alone.
-        (TRAIL, GrpoArgs, {"learning_rate": 1e-6, "beta2": 0.99, "weight_decay": 0}),
-        (TRAIL, SftArgs, {"learning_rate": 1e-5, "beta2": 0.95, "weight_decay": 0.01, "warmup": 0.1}),
-        (TRAIL, SftArgs, {"epochs": 2, "trajectories_per_step": 128, "correct": "ex"}),
-    ],
-)
-def test_settings_of_the_papers(name, stage, expected):
-    words = ["--config", f"configs/{name}.toml", "--data=d", "--model=m", "--out=o"]
-    given = read_options(stage, "", words)
-    assert {field: getattr(given, field) for field in expected} == expected and given.recipe == name
+def test_trails_optimizer_is_that_of_sft_alone():
+    """Appendix A.5."""
+    words = ["--config", f"configs/{TRAIL}.toml", "--data=d", "--model=m", "--out=o"]
+    for stage, expected in ((GrpoArgs, (1e-6, 0.99, 0)), (SftArgs, (1e-5, 0.95, 0.01))):
+        given = read_options(stage, "", words)
+        assert (given.learning_rate, given.beta2, given.weight_decay) == expected

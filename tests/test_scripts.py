@@ -163,12 +163,8 @@ def test_curriculum_is_counted_and_followed_level_by_level(work, base, tmp_path)
         scores = record["scores"]
         process = 0.8 * scores["proposal"] + 0.1 * (scores["e_verify"] + scores["m_verify"])
         assert record["reward"] == pytest.approx(scores["ex"] + scores["em"] + process)
-    options = options_of(work, held_out=1)
-    train, held_out = (load_split(options, split).dialogues for split in ("train", "held_out"))
-    databases = [{d.db_id for d in dialogues} for dialogues in (train, held_out)]
-    assert len(databases[1]) == 1 and not databases[0] & databases[1]
-    assert len({d.id for d in (*train, *held_out)}) == len(train) + len(held_out)
-    assert {c.example_id.split("/")[0] for c in counts} <= {d.id for d in train}
+    train = load_split(options_of(work, held_out=1), "train").dialogues
+    assert {c.example_id for c in counts} <= {example.id for example in examples(train)}
 
 
 def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work):
@@ -237,22 +233,12 @@ def test_errors_are_one_sentence_and_exit_code_2(work, base, tmp_path, monkeypat
         (evaluate, ["--data", tmp_path], "has no dev split"),
         (evaluate, ["--model", tmp_path / "bare"], "has no chat template"),
         (evaluate, ["--split", "held_out"], held_out),
-        (evaluate, ["--typo", 1], "unrecognized arguments: --typo"),
         (train_grpo, [*one_split, "--evaluate-every", 1], "train.json has one split; give --held-out"),
-        (train_grpo, ["--save-every", 0], "--save-every: should be at least 1"),
-        (train_grpo, ["--samples-per-prompt", 1], "--samples-per-prompt: should be at least 2"),
         (train_grpo, ["--temperature", 0], "--temperature should be above 0"),
         (train_grpo, ["--tis-cap", -0.5], "--tis-cap should be above 0, 0 for none, or -1, not -0.5"),
-        (train_grpo, ["--rewards", "best"], "--rewards best is unknown; choose from outcome, process"),
         (train_grpo, ["--rewards", "no.such"], no_module),
         (train_grpo, ["--held-out", 1000], held_out),
-        (train_grpo, ["--held-out", -1], "--held-out: should be at least 0"),
         (train_grpo, ["--curriculum", tmp_path / "none"], "none is not there; make it with"),
-        (
-            train_sft,
-            ["--history", "predicted"],
-            "--history: invalid choice: 'predicted'",
-        ),
         (train_sft, ["--targets", "gold", "--rounds", 2], "--targets gold needs --rounds 1: another"),
         (train_sft, ["--embedding", tmp_path / "none"], "none is not there"),
     ):
