@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -163,14 +162,6 @@ def test_the_pages_are_few_and_short_and_begin_with_a_command():
             assert "\n```\n" in "\n".join(text_of(page).splitlines()[:8]), page.name
     linked = {target for page in PAGES for target in LINK.findall(text_of(page))}
     assert {page.name for page in DOCS} <= {Path(target).name for target in linked}
-
-
-def test_no_page_repeats_another_pages_table():
-    rows = Counter()
-    for page in DOCS:
-        told = BLOCK.sub("", text_of(page))
-        rows.update({row for row in told.splitlines() if row.startswith("| ") and len(row) > 40})
-    assert [row for row, count in rows.items() if count > 1] == []
 
 
 def test_the_package_needs_what_requirements_pins():

@@ -139,6 +139,16 @@ def test_every_database_of_a_test_suite_must_agree(files):
     assert (item["ex"], item["status"]) == (0, "error")  # of the database that made it wrong
 
 
+def test_hidden_files_beside_a_database_are_none_of_its_suite(files):
+    """macOS writes ._name beside each file on a disk of another system."""
+    music = files / "database" / "music"
+    (music / "database_description").mkdir()
+    for hidden in ("._music.sqlite", "database_description/._singer.csv"):
+        (music / hidden).write_bytes(b"\0\5\x16\7 no database")
+    printed, saved = evaluated(files)
+    assert "gold failed" not in printed and [item["ex"] for item in saved["per_item"]] == [1, 0, 1, 1, 0]
+
+
 @pytest.mark.parametrize("option", ["--plug-value", "--keep-distinct"])
 def test_further_metrics_are_of_the_text_that_ex_tried(files, option):
     names = "SELECT DISTINCT name FROM singer WHERE country ="
