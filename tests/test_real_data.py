@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT
+from decoders import SIZES
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 import evaluate
@@ -39,10 +39,11 @@ HIGHEST = {
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
 
 
-def options(recipe: str) -> list[str]:
+def config_of(recipe: str, **options: object) -> EvaluateArgs:
     paper = [] if recipe == "mtsql_r1" else ["--config", f"configs/{recipe}.toml"]
     files = {"data": "spider/dev.json", "tables": "sparc/tables.json", "databases": "database"}
-    return [*paper, *(f"--{name}={SHARED / path}" for name, path in files.items())]
+    given = {name: SHARED / path for name, path in files.items()} | {"model": "", "out": ""} | options
+    return read_options(EvaluateArgs, "", [*paper, *(f"--{name}={value}" for name, value in given.items())])
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def spider() -> tuple[Dataset, list[Example]]:
-    config = read_options(EvaluateArgs, "", [*options("skyrl_sql"), "--model=", "--out="])
-    dataset = load_split(config, "dev")
+    dataset = load_split(config_of("skyrl_sql"), "dev")
     return dataset, random.Random(0).sample(examples(dataset.dialogues), QUESTIONS)
 
 
@@ -66,24 +66,18 @@ def messages_of(name: str, environment: Environment, sql: str) -> tuple[str, lis
     return first, [first + environment.recipe.call(sql), second + seen + environment.recipe.answer(sql)]
 
 
-def play(
-    environment: Environment, example: Example, messages: list[str]
-) -> tuple[Trajectory, list[list[int]]]:
+def play(environment: Environment, example: Example, messages: list[str]) -> tuple[Trajectory, list]:
     """The episode and the ids that were said: up to a stop string, else with the end of turn."""
     (episode,) = environment.episodes(example, [0])
     stops = environment.recipe.stop_strings
-    said = []
-    for text in messages:
-        ids = environment.tokens.message_ids(text)
-        said.append(ids[:-1] if stops else ids)
+    said = [environment.tokens.message_ids(text)[: -1 if stops else None] for text in messages]
+    for text, ids in zip(messages, said, strict=True):
         assert not stops or text.endswith(stops)
-        episode.step(said[-1], [-0.5] * len(said[-1]), Stop.STOP_STRING if stops else Stop.END_OF_TURN)
+        episode.step(ids, [-0.5] * len(ids), Stop.STOP_STRING if stops else Stop.END_OF_TURN)
     return episode.trajectory, said
 
 
-def rendered_again(
-    environment: Environment, example: Example, messages: list[str], observation: str
-) -> list[int]:
+def rendered_again(environment: Environment, example: Example, messages: list[str], seen: str) -> list[int]:
     """Ids of the whole chat, rendered at once, up to where the last message begins.
 
     Control tokens' text in prompt and observation is broken by MARK before, and encoded in pieces.
@@ -98,7 +92,7 @@ def rendered_again(
     chat, tools = recipe.prompt(example, environment.schemas[example.db_id], environment.tools)
     chat = [m | {"content": guarded(m["content"])} for m in chat]
     chat.append({"role": "assistant", "content": messages[0]})
-    chat.append({"role": recipe.observation_role, "content": guarded(observation)})
+    chat.append({"role": recipe.observation_role, "content": guarded(seen)})
     text = tokenizer.apply_chat_template(
         chat, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=True
     )
@@ -108,12 +102,9 @@ def rendered_again(
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     dataset, asked = spider
-    config = read_options(EvaluateArgs, "", [*options(name), "--model=", "--out="])
-    tokens = ChatTokens(tokenizer)
+    config, tokens = config_of(name), ChatTokens(tokenizer)
     environment = make_environment(config, dataset, tokens, config.tools)
-    schemas = {e.db_id: dataset.schemas[e.db_id] for e in asked}
-    scorer = Scorer(schemas, environment.executor)
-    rewards = reward_function(config, tokens, scorer)
+    rewards = reward_function(config, tokens, Scorer(dataset.schemas, environment.executor))
     control = set(tokenizer.get_added_vocab().values())
     for example in asked:
         thought, messages = messages_of(name, environment, example.gold_sql)
@@ -126,16 +117,13 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
         prompt, first, given, second = trajectory.segments
         assert len(prompt.ids) <= config.max_prompt_tokens
         assert [list(first.ids), list(second.ids)] == said
-        assert trajectory.loss_mask == [
-            int(s.role == "model") for s in trajectory.segments for _ in s.ids
-        ] and sum(trajectory.loss_mask) == sum(map(len, said))
+        assert trajectory.loss_mask == [int(s.role == "model") for s in trajectory.segments for _ in s.ids]
 
         (observation,) = trajectory.observations
         assert (observation.tool, observation.sql) == ("exec_sql", example.gold_sql.strip())
         assert observation.outcome in ("ok", "null") and observation.text in tokens.decode(given.ids)
-        empty = tokens.observation_suffix(
-            "", not environment.recipe.stop_strings, environment.recipe.observation_role
-        )
+        recipe = environment.recipe
+        empty = tokens.observation_suffix("", not recipe.stop_strings, recipe.observation_role)
         assert [i for i in given.ids if i in control] == [i for i in empty if i in control]
 
         before = trajectory.ids[: -len(second.ids)]
@@ -146,31 +134,18 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
         assert before == rendered_again(environment, example, messages, observation.text)
 
 
-def make_random_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
-        max_position_embeddings=16384,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_a_random_model_is_played_by_every_recipe(tokenizer, tmp_path, capsys):
-    random_model = make_random_model(tmp_path / "random", tokenizer)
+    shape = SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 16384}
+    Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape)).save_pretrained(tmp_path / "random")
+    tokenizer.save_pretrained(tmp_path / "random")
     for file in ("spider/dev.json", "sparc/tables.json"):
         rows = [row for row in json.loads((SHARED / file).read_text()) if row["db_id"] == "concert_singer"]
         (tmp_path / Path(file).name).write_text(json.dumps(rows))
-    given = {"data": tmp_path, "databases": SHARED / "database", "model": random_model}
+    given = {"data": tmp_path, "tables": tmp_path / "tables.json", "model": tmp_path / "random"}
     given |= {"dialogues": 4, "max-turn-tokens": 12, "rows": 4}
     for name in RECIPES:
-        out, paper = tmp_path / name, [] if name == "mtsql_r1" else ["--config", f"configs/{name}.toml"]
-        words = [f"--{option}={value}" for option, value in (given | {"out": out}).items()]
-        evaluate.main(read_options(EvaluateArgs, "", [*paper, *words]))
-        assert json.loads((out / "summary.json").read_text())["questions"] == 4
-        assert "EX" in capsys.readouterr().out
-        records = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+        evaluate.main(config_of(name, out=tmp_path / name, **given))
+        assert json.loads((tmp_path / name / "summary.json").read_text())["questions"] == 4
+        records = list(map(json.loads, (tmp_path / name / "predictions.jsonl").read_text().splitlines()))
         assert [r["example_id"] for r in records] == [f"0000{i}/0" for i in range(4)]
-        assert all(r["sampled_tokens"] for r in records)
+        assert all(r["sampled_tokens"] for r in records) and "EX" in capsys.readouterr().out
