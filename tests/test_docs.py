@@ -181,7 +181,5 @@ def test_the_readme_shows_the_step_as_it_stands():
     lines = text.splitlines()
     assert len(lines) <= 150 and max(map(len, lines)) <= 120
     stands = "".join(script.split())
-    shown = [
-        line for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) for line in block.splitlines()
-    ]
+    shown = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)).splitlines()
     assert len(shown) > 10 and all("".join(line.split()) in stands for line in shown)

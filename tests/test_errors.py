@@ -17,13 +17,8 @@ from mtsql.sql.structure import SqlSchema
 
 SHARED = ROOT.parent / "shared"
 VERDICTS = SHARED / "conformance" / "sparc.jsonl"
-SCHEMA = SqlSchema(
-    {
-        "singer": ("id", "name", "country", "age", "label_id"),
-        "label": ("id", "city", "owner"),
-        "concert": ("id", "singer_id", "year", "label_id"),
-    }
-)
+COLUMNS = {"singer": "id name country age label_id", "label": "id city owner", "concert": "singer_id year"}
+SCHEMA = SqlSchema({table: tuple(columns.split()) for table, columns in COLUMNS.items()})
 NAMES = "SELECT name FROM singer"
 JOINED = "SELECT T1.name FROM singer AS T1 JOIN label AS T2 ON T1.label_id = T2.id WHERE T2.city = 'Rome'"
 CONCERTS = "SELECT T1.name FROM singer T1 JOIN concert T2 ON T1.id = T2.singer_id"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TOY, rows_of, run, start
+from conftest import data_of, rows_of, run, start
 
 from evaluate import Args as EvaluateArgs
 from mtsql.config import save_config
@@ -46,7 +46,7 @@ def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_and_resumed_is_bit_equal(script, work, tmp_path):
-    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation", *SCRIPTS[script]]
+    base = [script, *data_of(work), *SCRIPTS[script]]
     began = time.perf_counter()
     run(*base, "--out", tmp_path / "unbroken")
     duration = time.perf_counter() - began
@@ -75,7 +75,7 @@ def test_killed_and_resumed_is_bit_equal(script, work, tmp_path):
 def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
     out = tmp_path / "run"
     lock = hold_folder(out)  # what a run holds as long as it lives
-    common = [*TOY, "--model", work / "imitation", "--data", work / "benchmark", "--out", out]
+    common = [*data_of(work), "--out", out]
     for command in (["train_grpo.py", *common, "--steps", 1], ["evaluate.py", *common]):
         assert f"another run writes to {out}; wait for it, or take another --out" in run(*command, expect=2)
     assert [p.name for p in tmp_path.iterdir()] == [".run.lock"]
@@ -119,10 +119,8 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
     save_config(config, tmp_path)
     assert changed_options(replace(config, resume=True), tmp_path) == []
     other = replace(config, learning_rate=5e-4, steps=9, resume=True)
-    assert changed_options(other, tmp_path) == [
-        "--steps was 5, is now 9",
-        "--learning-rate was 0.001, is now 0.0005",
-    ]
+    changed = ["--steps was 5, is now 9", "--learning-rate was 0.001, is now 0.0005"]
+    assert changed_options(other, tmp_path) == changed
     for change, said in (
         ({"data": ("e",), "seed": 3}, r"only: --data was \['d'\], is now \['e'\]; --seed was 0, is now 3"),
         ({"lora_rank": 4}, "--lora-rank was 0, is now 4"),

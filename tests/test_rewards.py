@@ -359,9 +359,7 @@ def test_gains_where_the_gold_result_is_empty_that_the_papers_table_leaves(tiny)
     assert failed - honest == pytest.approx(0.1 * (1 + 0) / 2)
 
 
-TAGS = (
-    "<tool_call>{ <tool_call> <answer_sql> <answer> <think> <sql> <solution> <exec_verify> ``` ```sql".split()
-)
+TAGS = "<tool_call>{ <tool_call> <answer_sql> <answer> <think> <sql> <solution> <exec_verify> ```sql".split()
 
 
 @pytest.mark.parametrize("name", RECIPES)

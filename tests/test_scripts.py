@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, TOY, rows_of, run
+from conftest import ROOT, TOY, data_of, rows_of, run
 from transformers import AutoTokenizer
 
 import evaluate
@@ -34,7 +34,7 @@ CONFIGS = {train_sft: SftArgs, train_grpo: GrpoArgs, evaluate: EvaluateArgs}
 @pytest.fixture
 def base(work) -> list:
     """The options of data and model."""
-    return [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
+    return data_of(work)
 
 
 def lines_of(path: Path) -> list[dict]:
