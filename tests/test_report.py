@@ -140,9 +140,7 @@ def test_questions_whose_prompt_is_too_long_are_counted():
     assert ended["status"] == Status.OUT_OF_TOKENS and ended["response_tokens"] > 0
     summary = summarise([*RECORDS, ended | {"response_tokens": 0, "sampled_tokens": 0}])
     assert summary["not_asked"] == 1
-    assert "\n1 of 5 were not asked, and count as wrong: their prompt is longer than" in format_summary(
-        summary
-    )
+    assert "\n1 of 5 were not asked, and count as wrong: their prompt is" in format_summary(summary)
 
 
 def test_coverage_is_shown_as_in_table_7():
