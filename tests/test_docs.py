@@ -105,16 +105,6 @@ def test_the_tour_has_at_most_fourteen_stops_and_tells_the_life_of_a_token_in_or
     assert places == sorted(places)
 
 
-def test_every_part_of_the_paper_has_a_place_in_the_code():
-    text = text_of(ROOT / "docs" / "algorithm.md")
-    table = text.split("## Where each part of the paper is")[1].split("\n\n")[1]
-    rows = [row for row in table.splitlines() if row.startswith("| ") and ".py" in row]
-    assert len(rows) >= 10
-    for row in rows:
-        places = PLACE.findall(row)
-        assert places and all(called for _, called in places), row
-
-
 @on_each_page
 def test_files_and_functions_named_on_a_page_exist(page: Path):
     text = text_of(page)
