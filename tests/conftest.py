@@ -116,22 +116,16 @@ def run(*command, expect=0):
     """
     words = [str(word) for word in command]
     if words[0].endswith(".py") or (words[0] == "-m" and words[1].startswith("mtsql.")):
-        code, printed = run_forked(words)
+        with tempfile.TemporaryDirectory() as folder:
+            process = start(words, Path(folder) / "printed")
+            process.join()
+            code, printed = process.exitcode, (Path(folder) / "printed").read_text()
     else:
         whole = dict(cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
         outcome = subprocess.run([sys.executable, *words], **whole)
         code, printed = outcome.returncode, outcome.stdout + outcome.stderr
     assert code == expect, printed
     return printed
-
-
-def run_forked(words: list[str]) -> tuple[int, str]:
-    """Exit code and output of a script or module of the project."""
-    with tempfile.TemporaryDirectory() as folder:
-        printed = Path(folder) / "printed"
-        process = start(words, printed)
-        process.join()
-        return process.exitcode, printed.read_text()
 
 
 def start(words: list[str], printed: Path) -> multiprocessing.Process:

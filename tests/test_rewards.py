@@ -19,7 +19,7 @@ from mtsql.extras import authors_rewards
 from mtsql.recipes import RECIPES, load_recipe, mtsql_r1_rewards
 from mtsql.recipes.mtsql_r1_prompts import final_answer as answer
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
-from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PRESETS, RewardWeights
+from mtsql.recipes.mtsql_r1_rewards import PRESETS, RewardWeights
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_rewards, is_right
 from mtsql.report.evaluation import abilities
@@ -99,14 +99,6 @@ def test_total_by_hand(tiny, messages, process, formula):
     episode = play(tiny, *messages, history=True)
     assert paid(tiny, episode).total == pytest.approx(process)
     assert paid(tiny, episode, "formula").total == pytest.approx(formula)
-
-
-def test_verdicts_are_averaged_over_their_actions(tiny):
-    # E-verify: error and no_pass 1, null and no_pass 0.1, ok and pass 1.
-    assert sum(E_VERIFY_TABLE.values()) == 1 + 0.1 + 1 and len(E_VERIFY_TABLE) == 6  # the others earn 0
-    said = (call(BROKEN), NO_PASS + call(NO_ROW), NO_PASS + call(GOLD), PASS + answer(GOLD))
-    parts = paid(tiny, play(tiny, *said)).parts
-    assert (parts["e_verify"], parts["m_verify"]) == (pytest.approx((1 + 0.1 + 1) / 3), 0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import train_sft
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import read_options, user_errors
-from mtsql.data.datasets import examples
+from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.parallel import Processes
@@ -167,44 +168,36 @@ def test_curriculum_is_counted_and_followed_level_by_level(work, base, tmp_path)
     assert {c.example_id for c in counts} <= {example.id for example in examples(train)}
 
 
-def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work):
-    """A gold SQL near the time limit may be in time in one process alone."""
+def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, capsys):
+    """A gold SQL near the time limit may be in time in one process alone; a prompt may be too long."""
     config = options_of(work)
     dataset, tokens = load_split(config, "train"), ChatTokens(load_tokenizer(work / "imitation"))
-    environment = make_environment(config, dataset, tokens, "both")
-    scorer, asked = Scorer(environment.schemas, environment.executor), examples(dataset.dialogues)
+    asked = examples(dataset.dialogues)
+    ids = [example.id for example in asked]
 
-    def kept(config: GrpoArgs, everywhere) -> list[str]:
-        processes = SimpleNamespace(all_gather=everywhere)
-        task = SimpleNamespace(dataset=dataset, scorer=scorer, processes=processes)
+    def task_of(config: GrpoArgs, processes: object) -> SimpleNamespace:
+        environment = make_environment(config, dataset, tokens, "both")
+        scorer = Scorer(environment.schemas, environment.executor)
+        return SimpleNamespace(dataset=dataset, environment=environment, scorer=scorer, processes=processes)
+
+    def kept(config: GrpoArgs, everywhere: Callable) -> list[str]:
+        task = task_of(config, SimpleNamespace(all_gather=everywhere))
         return [example.id for example in training_questions(config, task)]
 
-    ids = [example.id for example in asked]
+    def fitting(longest: int) -> list[Example]:
+        limited = replace(config, max_prompt_tokens=longest)
+        return fitting_questions(limited, task_of(limited, Processes(0, 1)), asked)
+
     assert kept(config, lambda own: [own, own[:1] + own[2:]]) == ids[:1] + ids[2:]
     assert set(kept(replace(config, questions=2), lambda own: [own])) == set(random.Random(0).sample(ids, 2))
-
-
-def test_questions_whose_prompt_is_too_long_are_left_out_at_the_start(work, base, capsys):
-    config, tokens = options_of(work), ChatTokens(load_tokenizer(work / "imitation"))
-    dataset = load_split(config, "train")
-    asked = examples(dataset.dialogues)
-
-    def fitting(longest: int) -> list:
-        limited = replace(config, max_prompt_tokens=longest)
-        environment = make_environment(limited, dataset, tokens, "both")
-        task = SimpleNamespace(environment=environment, processes=Processes(0, 1))
-        return fitting_questions(limited, task, asked)
-
     assert fitting(10_000) == asked and capsys.readouterr().out == ""
-    environment = make_environment(config, dataset, tokens, "both")
-    lengths = {e.id: environment.episodes(e, [0])[0].trajectory.prompt_length for e in asked}
+    episodes = task_of(config, None).environment.episodes
+    lengths = {e.id: episodes(e, [0])[0].trajectory.prompt_length for e in asked}
     middle = sorted(lengths.values())[len(asked) // 2]
     short = [e for e in asked if lengths[e.id] <= middle]
     assert 0 < len(short) < len(asked) and fitting(middle) == short
-    assert capsys.readouterr().out == (
-        f"left out {len(asked) - len(short)} of {len(asked)} questions: "
-        f"their prompt is longer than --max-prompt-tokens {middle}\n"
-    )
+    left_out = f"left out {len(asked) - len(short)} of {len(asked)} questions: their prompt is longer than"
+    assert capsys.readouterr().out == f"{left_out} --max-prompt-tokens {middle}\n"
     with pytest.raises(UserError, match="the prompt of every question is longer than --max-prompt-tokens 5"):
         fitting(5)
 
