@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, data_of, run
+from conftest import ROOT, data_of, run
 
 from evaluate import Args as EvaluateArgs
 from mtsql.__main__ import COMMANDS
@@ -22,18 +21,11 @@ from mtsql.task import begin_training, fitting_questions, training_questions
 from train_grpo import Args as GrpoArgs
 
 
-def mtsql(*words):
-    """Exit code, output and errors of a command."""
-    command = [sys.executable, "-m", "mtsql", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | ENVIRONMENT)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_what_there_is_and_what_is_not():
-    code, listed, _ = mtsql()
-    assert code == 0 and all(f"\n  {name} " in listed for name in COMMANDS)
-    code, _, said = mtsql("train")
-    assert code == 2 and said.startswith("error: mtsql train is unknown; choose from explain,")
+    listed = run("-m", "mtsql")
+    assert all(f"\n  {name} " in listed for name in COMMANDS)
+    said = run("-m", "mtsql", "train", expect=2)
+    assert said.startswith("error: mtsql train is unknown; choose from explain,")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,9 +1,11 @@
-"""Real questions, the real tokenizer and full prompts: every recipe, well played and at random."""
+"""Real questions: each recipe well played and at random, on full prompts with the real tokenizer; the mix."""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,18 @@ from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Status, Stop, Trajectory
-from mtsql.config import read_options
+from mtsql.config import Data, read_options
 from mtsql.data.datasets import Dataset, Example, examples
+from mtsql.extras import make_mix
 from mtsql.recipes import RECIPES
 from mtsql.recipes.mtsql_r1_prompts import verdict
+from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
+from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
 from mtsql.task import load_split, make_environment, reward_function
+from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
-SHARED = ROOT.parent / "shared" / "data"
+SHARED, SAMPLE = ROOT.parent / "shared" / "data", ROOT / "tests" / "data" / "sparc"
 QUESTIONS = 25
 FIRST_THOUGHT = "The question names what to select; I run the query to see whether the result looks right."
 SECOND_THOUGHT = "The result has the columns that were asked for, and nothing else."
@@ -34,7 +40,7 @@ HIGHEST = {
     "sql_trail": 11.0,  # Equation 12: 5 + 2 + 1 + 1 + 1 + 1 with every r = 1; two messages are quick enough
     "mtir_sql": 1.2,  # Equations 5 to 7: R_f 0.1 + R_e 0.1 + R_r 1
 }
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
+with_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
 
 
 def config_of(recipe: str, **options: object) -> EvaluateArgs:
@@ -74,6 +80,7 @@ def play(environment: Environment, example: Example, messages: list[str]) -> tup
     return episode.trajectory, said
 
 
+@with_shared_data
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_good_agent_earns_the_most(name, tokenizer, spider):
     dataset, asked = spider
@@ -102,6 +109,7 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
         assert [i for i in given.ids if i in control] == [i for i in empty if i in control]
 
 
+@with_shared_data
 def test_a_random_model_is_played_by_every_recipe(tokenizer, tmp_path, capsys):
     shape = SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 16384}
     Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape)).save_pretrained(tmp_path / "random")
@@ -117,3 +125,64 @@ def test_a_random_model_is_played_by_every_recipe(tokenizer, tmp_path, capsys):
         records = list(map(json.loads, (tmp_path / name / "predictions.jsonl").read_text().splitlines()))
         assert [r["example_id"] for r in records] == [f"0000{i}/0" for i in range(4)]
         assert all(r["sampled_tokens"] for r in records) and "EX" in capsys.readouterr().out
+
+
+def test_a_good_agent_earns_all_that_there_is_and_is_exported(tiny):
+    """Of the sample of SParC's dev set in tests/data."""
+    config = EvaluateArgs(data=(str(SAMPLE),), model="none", out="none", wording="compact")
+    split = load_split(config, "dev")
+    environment = make_environment(config, split, tiny.tokens, "both")
+    scorer = Scorer(environment.schemas, environment.executor)
+    asked = examples(split.dialogues)
+    assert len(split.dialogues) == 40 and len(asked) == 115
+    assert [scorer.gold_problem(e.db_id, e.gold_sql) for e in asked] == [None] * 115
+    for example in asked:
+        (episode,) = environment.episodes(example, [0])
+        trajectory = demonstrate(episode, [], ATTENTIVE, random.Random(0))
+        assert trajectory.status is Status.ANSWERED, example.id
+        earned = reward(trajectory, example, scorer, PRESETS["process"])
+        assert (earned.ex, earned.em, earned.parts["proposal"]) == (1, 1, 1), example.id
+        if trajectory.messages <= 3:  # the agent suspects an empty result or a lone zero, and looks again
+            assert trajectory.off_protocol == 0 and earned.parts["e_verify"] == 1
+            assert earned.parts["m_verify"] == (1 if example.history else 0)
+        record = chat_record(trajectory, example, environment)
+        assert record["messages"][-1]["content"].endswith(f"<answer_sql>{example.gold_sql}</answer_sql>")
+
+
+def test_the_training_mix_is_made_of_the_official_layouts(tmp_path):
+    dialogues = json.loads((SAMPLE / "dev.json").read_text())
+    singles = [
+        {"db_id": d["database_id"], "question": d["interaction"][0]["utterance"], "sql": {},
+         "query": d["interaction"][0]["query"]}
+        for d in dialogues
+    ]  # fmt: skip
+    turns = [len(d["interaction"]) for d in dialogues]
+    cosql = json.loads(json.dumps(dialogues))
+    cosql[0]["interaction"][1]["utterance"] = "I AM GPT"
+    cosql[1]["interaction"][0]["utterance"] = "their ids\nExpert: WHAT ARE THEIR NAMES"
+    cosql[2]["interaction"][-1]["utterance"] += "\nand no more"  # one speaker's second line
+    files = {
+        "spider/train_spider.json": [*singles, singles[0] | {"db_id": "elsewhere"}],
+        "spider/train_others.json": singles,
+        "sparc/train.json": dialogues,
+        "cosql/sql_state_tracking/cosql_train.json": cosql,
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+        root = tmp_path / name.partition("/")[0]
+        shutil.copy(SAMPLE / "tables.json", root)
+        if not (root / "database").exists():
+            (root / "database").symlink_to(SAMPLE / "database")
+    out = tmp_path / "data" / "real" / "train_mix.json"
+    folders = [word for name in ("spider", "sparc", "cosql") for word in (f"--{name}", str(tmp_path / name))]
+    make_mix.main([*folders, "--out", str(out)])
+    made = json.loads(out.read_text())
+    assert {key for dialogue in made for key in dialogue} == {"database_id", "interaction", "source"}
+    assert Counter(d["source"] for d in made) == {"spider": 40, "sparc": 40, "cosql": 39}
+    of_cosql = 115 - (turns[0] - 1) - turns[1]
+    assert sum(len(d["interaction"]) for d in made) == 40 + 115 + of_cosql
+    where = {"tables": str(SAMPLE / "tables.json"), "databases": str(SAMPLE / "database")}
+    split = load_split(Data(data=(str(out),), out="", **where), "train")  # as training reads it
+    assert [d.source for d in split.dialogues] == [d["source"] for d in made]

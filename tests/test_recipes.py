@@ -54,9 +54,7 @@ def answer(name, sql=GOLD):
 
 
 def begin(tiny, name, *, options=PAPER, tools="no_memory", interactions=4, example=EXAMPLE):
-    limits = Limits(
-        interactions, max_prompt_tokens=20_000, max_response_tokens=40_000, max_tool_tokens=10_000
-    )
+    limits = Limits(interactions, 20_000, max_response_tokens=40_000, max_tool_tokens=10_000)
     schemas, recipe = {"music": tiny.schema}, recipe_of(name, options)
     environment = Environment(schemas, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools))
     return environment.episodes(example, [0])[0]

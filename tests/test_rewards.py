@@ -201,7 +201,6 @@ RESULT_TAG = f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"
         ("m_verify", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
         # All calls are proposals: repeats, and those in thoughts and of unknown tools, but not the answer.
         ("proposal", (call(SPAIN), NO_PASS + call(GOLD), memory(GOLD), answer(GOLD)), 5 / 6, 8 / 9),
-        ("proposal", (call(SPAIN), answer(GOLD)), 5 / 6, 2 / 3),
         ("proposal", (f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
         ("proposal", (call(GOLD), call(SPAIN, "no_such_tool")), 5 / 6, 5 / 6),
         # The memory tool's own verdict is never read, but that on the execution after it.
@@ -215,12 +214,10 @@ RESULT_TAG = f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"
         *(("e_verify", (call(sql), NO_PASS), 1, 0) for sql in ("SELECT shout(1)", "SELECT 1; SELECT 2")),
         ("e_verify", (call(BROKEN), PASS), 0, 0),
         ("e_verify", (call("SELECT shout(1)"), PASS), 0, 1),
-        # So are rows of nothing but NULLs, and 0.
+        # So are rows of nothing but NULLs.
         ("e_verify", (call(NULLS), PASS), 0, 1),
         ("e_verify", (call(NULLS), NO_PASS), 0.1, 0),
-        ("e_verify", (call("SELECT count(*) FROM singer WHERE id = 9"), PASS), 1, 1),
         # Without an answer the last call is paid in full, then the last thought, then the bare text.
-        ("ex", (call(BROKEN), answer(GOLD)), 1, 1),
         ("ex", (f"{answer(GOLD)}<think>{answer(SPAIN)}</think>{answer(GOLD)}",), 1, 1),
         ("ex", (call(SPAIN), call(GOLD), "no idea"), 0, 1),
         ("ex", (f"<think>{SPAIN}</think><think>{GOLD}</think>yes",), 0, 1),

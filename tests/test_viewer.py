@@ -87,9 +87,8 @@ def test_options(records, capsys, monkeypatch):
 
 
 def test_errors_are_one_sentence(records, tmp_path, capsys):
-    assert (
-        refusal(capsys, records, "--index", 2) == f"error: --index 2: {records} has 2 trajectories, from 0\n"
-    )
+    few = f"error: --index 2: {records} has 2 trajectories, from 0\n"
+    assert refusal(capsys, records, "--index", 2) == few
     assert "none is no file" in refusal(capsys, tmp_path / "none")
     assert refusal(capsys, records, "--html", tmp_path) == f"error: {tmp_path} is a folder; name a file\n"
     assert "needs a folder" in refusal(capsys, records, "--html", records / "page.html")
