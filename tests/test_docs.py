@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
+from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -65,17 +66,11 @@ def argparse_flags(text: str) -> set[str]:
     return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text))
 
 
-def fields_of(cls: str, file: Path) -> set[str]:
-    """The annotated fields of a class that `file` defines or imports, with those that it inherits."""
-    for node in ast.parse(text_of(file)).body:
-        if isinstance(node, ast.ClassDef) and node.name == cls:
-            own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
-            return own.union(*(fields_of(base.id, file) for base in node.bases))
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == cls:
-                    return fields_of(alias.name, module_file(node.module))
-    return set()
+def fields_of(cls: str, script: Path) -> list[str]:
+    """The options of a class that `script` has; its own module needs no library of the bridges."""
+    own = "mtsql.extras.bridges.task" if cls == "BridgeConfig" else ""
+    module = own or ".".join(script.relative_to(ROOT).with_suffix("").parts)
+    return [field.name for field in fields(getattr(import_module(module), cls))]
 
 
 def commands(text: str) -> list[tuple[Path, str]]:

@@ -1,4 +1,4 @@
-"""Wrong SQL: the kinds of error of a prediction, by rules; the names behind SQLite's errors that there are."""
+"""Wrong SQL: the kinds of error of a prediction, by rules; hints of the names that there are."""
 
 from __future__ import annotations
 
