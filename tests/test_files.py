@@ -6,7 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from conftest import GOLD, QUESTION, Tiny
 from mtsql import files
 from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
-from mtsql.extras.export import read_conversations
 from mtsql.extras.prediction_files import read_items, read_pairs
-from mtsql.extras.teacher import read_teacher
 from mtsql.files import (
     folder_atomically,
     hold_folder,
@@ -28,7 +25,6 @@ from mtsql.files import (
     refuse_filled,
     write_atomically,
 )
-from mtsql.learn.curriculum import read_counts
 from mtsql.model_folder import check_exists
 from mtsql.report.records import read_records
 
@@ -147,29 +143,20 @@ def test_what_stands_in_the_way_of_a_file_or_folder_is_one_sentence(tmp_path, mo
 
 # Files of others
 
-SEPARATED = f"{QUESTION}\u2028\x85\u2029"  # at which str.splitlines breaks a line, and JSON does not
 ITEM = {"db_id": "music", "question": QUESTION, "query": GOLD}
-SEGMENT = {"role": "model", "text": SEPARATED, "ids": [1], "loss_mask_sum": 1}
-MESSAGES = [{"role": "user", "content": SEPARATED}, {"role": "assistant", "content": "an answer"}]
-READERS: list[tuple[Callable, dict]] = [
-    (read_counts, {"example_id": SEPARATED, "right": 1, "sampled": 2, "db_id": "music"}),
-    (read_items, {"dialogue_id": SEPARATED, "turn_index": 0, "gold": GOLD}),
-    (read_records, {"example_id": "0/0", "status": "answered", "segments": [SEGMENT], "reward": None}),
-    (read_conversations, {"messages": MESSAGES}),
-    (read_teacher, {"messages": MESSAGES}),
-]
 
 
-@pytest.mark.parametrize(("reader", "record"), READERS, ids=[reader.__name__ for reader, _ in READERS])
-def test_a_jsonl_file_may_have_a_mark_blank_lines_and_a_cut_last_one(reader, record, tmp_path, capsys):
-    line = json.dumps(record, ensure_ascii=False)
-    other = json.dumps(record | {"example_id": "1/0"}, ensure_ascii=False)  # no question is counted twice
+def test_a_jsonl_file_may_have_a_mark_blank_lines_and_a_cut_last_one(tmp_path, capsys):
+    records = [
+        {"n": n, "text": "some\u2028\x85\u2029"} for n in range(2)
+    ]  # which are no ends of lines in JSON
+    one, two = (json.dumps(record, ensure_ascii=False) for record in records)
     path = tmp_path / "some.jsonl"
-    path.write_text(line + "\n" + other, "utf-8")
-    plain = list(reader(path))
-    assert len(plain) == 2 and capsys.readouterr().err == ""
-    path.write_text(f"\ufeff{line}\r\n\n \t\n{other}\n{line[:-9]}", "utf-8")
-    assert list(reader(path)) == plain
+    path.write_text(f"{one}\n{two}", "utf-8")
+    assert list(load_json_lines(path)) == [(1, records[0]), (2, records[1])]
+    assert capsys.readouterr().err == ""
+    path.write_text(f"\ufeff{one}\r\n\n \t\n{two}\n{one[:-9]}", "utf-8")
+    assert [record for _, record in load_json_lines(path)] == records
     assert capsys.readouterr().err == f"{path}: the last line is cut off, and left out\n"
 
 
