@@ -82,9 +82,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def make_episode(tiny: Tiny, history: bool = False, gold_history: bool = True, **options) -> Episode:
     """An episode for QUESTION, after one earlier question if `history`; `options` of `environment_of`."""
-    earlier = HistoryTurn(
-        "How many singers are there?", "SELECT count(*) FROM singer" if gold_history else None
-    )
+    sql = "SELECT count(*) FROM singer" if gold_history else None
+    earlier = HistoryTurn("How many singers are there?", sql)
     example = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, (earlier,) if history else ())
     return environment_of(tiny, **options).episodes(example, [0])[0]
 
@@ -117,22 +116,16 @@ def run(*command, expect=0):
     """
     words = [str(word) for word in command]
     if words[0].endswith(".py") or (words[0] == "-m" and words[1].startswith("mtsql.")):
-        code, printed = run_forked(words)
+        with tempfile.TemporaryDirectory() as folder:
+            process = start(words, Path(folder) / "printed")
+            process.join()
+            code, printed = process.exitcode, (Path(folder) / "printed").read_text()
     else:
         whole = dict(cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
         outcome = subprocess.run([sys.executable, *words], **whole)
         code, printed = outcome.returncode, outcome.stdout + outcome.stderr
     assert code == expect, printed
     return printed
-
-
-def run_forked(words: list[str]) -> tuple[int, str]:
-    """Exit code and output of a script or module of the project."""
-    with tempfile.TemporaryDirectory() as folder:
-        printed = Path(folder) / "printed"
-        process = start(words, printed)
-        process.join()
-        return process.exitcode, printed.read_text()
 
 
 def start(words: list[str], printed: Path) -> multiprocessing.Process:
@@ -161,6 +154,11 @@ def run_here(words: list[str], printed: Path, environment: dict[str, str]) -> No
         sys.argv = words
         sys.path[0] = str((ROOT / words[0]).parent)
         runpy.run_path(words[0], run_name="__main__")
+
+
+def data_of(work: Path) -> list:
+    """The options of data and model of `work`."""
+    return [*TOY, "--data", work / "benchmark", "--model", work / "imitation"]
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

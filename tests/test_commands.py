@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, TOY, rows_of, run
+from conftest import ROOT, data_of, rows_of, run
 
 from evaluate import Args as EvaluateArgs
 from mtsql.__main__ import COMMANDS
@@ -22,18 +21,11 @@ from mtsql.task import begin_training, fitting_questions, training_questions
 from train_grpo import Args as GrpoArgs
 
 
-def mtsql(*words):
-    """Exit code, output and errors of a command."""
-    command = [sys.executable, "-m", "mtsql", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | ENVIRONMENT)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_what_there_is_and_what_is_not():
-    code, listed, _ = mtsql()
-    assert code == 0 and all(f"\n  {name} " in listed for name in COMMANDS)
-    code, _, said = mtsql("train")
-    assert code == 2 and said.startswith("error: mtsql train is unknown; choose from explain,")
+    listed = run("-m", "mtsql")
+    assert all(f"\n  {name} " in listed for name in COMMANDS)
+    said = run("-m", "mtsql", "train", expect=2)
+    assert said.startswith("error: mtsql train is unknown; choose from explain,")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -44,26 +36,23 @@ def test_help_says_what_a_command_does_without_importing_torch(name):
     assert done.stdout.endswith("False\n") and len(done.stdout) > 200, done.stdout + done.stderr
 
 
-STEP = (
-    *("--steps", explain.DRAWS, "--prompts-per-step", 1, "--samples-per-prompt", 6),
-    *("--temperature", 1.5, "--seed", 4),
-)
+STEP = ["--steps", explain.DRAWS, "--prompts-per-step", 1, "--samples-per-prompt", 6]
+STEP += ["--temperature", 1.5, "--seed", 4]
 
 
 @pytest.fixture(scope="module")
 def explained(work, tmp_path_factory):
     """Options, and the step that they make."""
-    given = ["--data", work / "benchmark", "--model", work / "imitation"]
-    given += ["--out", tmp_path_factory.mktemp("e")]
-    config = read_options(GrpoArgs, None, list(map(str, (*TOY, *given, *STEP))))
+    given = [*data_of(work), "--out", tmp_path_factory.mktemp("e"), *STEP]
+    config = read_options(GrpoArgs, None, list(map(str, given)))
     task = begin_training(config, "train")
     asked = fitting_questions(config, task, training_questions(config, task))
     return config, explain.one_step(config, task, asked), task
 
 
 def test_the_step_explained_is_the_step_that_is_trained(explained, work, tmp_path):
-    config, step, _ = explained
-    run("train_grpo.py", *TOY, "--data", *config.data, "--model", config.model, "--out", tmp_path, *STEP)
+    _, step, _ = explained
+    run("train_grpo.py", *data_of(work), "--out", tmp_path, *STEP)
     trained = next(r for r in rows_of(tmp_path / "metrics.csv") if float(r["informative_groups"]))
     for name in ("gradient_norm", "entropy", "learning_rate", "logprob_gap"):
         assert step.statistics[name] == pytest.approx(float(trained[name]), rel=1e-4, abs=1e-6), name
@@ -82,11 +71,8 @@ def test_pulls_are_advantages_over_lengths_and_add_up(explained):
         pull = trajectory.advantage / (len(step.group) * len(tokens))
         assert [token.pull for token in tokens] == pytest.approx([pull] * len(tokens), rel=1e-4)
         text = task.tokens.tokenizer.decode
-        assert "".join(t.text for t in tokens) == "".join(
-            text([i]).translate(explain.MARKS)
-            for i, bit in zip(trajectory.ids, trajectory.loss_mask, strict=True)
-            if bit
-        )
+        trained = [i for i, bit in zip(trajectory.ids, trajectory.loss_mask, strict=True) if bit]
+        assert [token.text for token in tokens] == [text([i]).translate(explain.MARKS) for i in trained]
         total += sum(token.pull for token in tokens)
     assert step.loss == pytest.approx(-total, abs=1e-6)
     (_, best), (_, worst), *_ = step.shown()
@@ -113,11 +99,7 @@ def test_explaining_what_cannot_be_is_one_sentence(explained, work):
     asked = fitting_questions(config, task, training_questions(config, task))
     with pytest.raises(UserError, match="earn the same, so the step does nothing"):
         explain.one_step(calm, task, asked[:1])
-    said = run(
-        *("-m", "mtsql.extras.explain", *TOY, "--data", work / "benchmark", "--model", work / "imitation"),
-        *("--question", "none/0"),
-        expect=2,
-    )
+    said = run("-m", "mtsql.extras.explain", *data_of(work), "--question", "none/0", expect=2)
     assert "--question none/0 is not in the data" in said
 
 
@@ -125,9 +107,8 @@ GRID = ["--vary", "divide_by=group,none", "--vary", "tools=both,none", "--seeds"
 
 
 def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
-    chosen, rest = ablate.read_arguments(
-        [*GRID, "--out", str(tmp_path), "--steps", "3", "--history=predicted", "--dialogues", "7"]
-    )
+    more = ["--out", str(tmp_path), "--steps", "3", "--history=predicted", "--dialogues", "7"]
+    chosen, rest = ablate.read_arguments([*GRID, *more])
     cells = ablate.cells_of(chosen.vary)
     suite = ablate.suite_of(chosen, rest, cells)
     assert list(suite.arms)[:3] == ["start", "divide_by=group,tools=both", "divide_by=group,tools=none"]
@@ -207,9 +188,8 @@ def test_a_grid_is_made_into_a_page(work, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(ablate, "run_logged", lambda part, *_: part.done.exists() or run(*part.command))
     out = tmp_path / "o"
-    given = ["--vary", "divide_by=group,none", "--data", work / "benchmark", "--model", work / "imitation"]
-    given += ["--steps", 1, "--prompts-per-step", 2, "--samples-per-prompt", 2, "--dialogues", 2]
-    given += ["--out", out]
+    given = [*data_of(work), "--vary", "divide_by=group,none", "--out", out, "--steps", 1]
+    given += ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--dialogues", 2]
     given = [str(word) for word in given]
     ablate.main(*ablate.read_arguments([*given, "--dry-run"]))
     shown = capsys.readouterr().out

@@ -128,10 +128,8 @@ def test_commands_and_tables(tiny, tmp_path):
     assert run_command(conversation, ":history") == "nothing was asked yet"
     conversation.ask("How many?", lambda _: None)
     conversation.ask("And now?", lambda _: None)
-    assert (
-        run_command(conversation, ":history")
-        == f"1. How many?\n   {COUNT}\n2. And now?\n   (it wrote no SQL)"
-    )
+    history = f"1. How many?\n   {COUNT}\n2. And now?\n   (it wrote no SQL)"
+    assert run_command(conversation, ":history") == history
     assert "create table singer" in run_command(conversation, ":schema")
     path = tmp_path / "said.jsonl"
     assert "2 trajectories" in run_command(conversation, f":save {path}")
@@ -160,9 +158,8 @@ def server(tiny):
         def request(method, path, body=None, **headers):
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
             sent = {"Content-Type": "application/json"} if body is not None else {}
-            connection.request(
-                method, path, body, sent | {k.replace("_", "-"): v for k, v in headers.items()}
-            )
+            sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, sent)
             response = connection.getresponse()
             return response.status, response.read().decode()
 

@@ -1,20 +1,91 @@
-"""Trajectories for other programs: the same ids, and what cannot be said is refused."""
+"""Trajectories as chat messages give back what the model saw and wrote; other programs get the same ids."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import GOLD, Tiny, environment_of, make_episode
+from conftest import GOLD, ROOT, Tiny, environment_of, make_episode, say
+from transformers import AutoTokenizer
 
-from mtsql.agent.tools import EXEC_SQL
+from mtsql.agent.env import Environment, Episode, Limits
+from mtsql.agent.tokens import ChatTokens
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop, trajectory_record
 from mtsql.config import user_errors
 from mtsql.extras.export import main
 from mtsql.extras.teacher import read_teacher
 from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
 from mtsql.report.records import chat_record
+
+QWEN3 = ROOT.parent / "shared" / "data" / "tokenizer_qwen3"
+THOUGHT, EMPTY_THOUGHT = "<think>\nHm.\n\nWho?\n</think>\n\n", "<think>\n\n</think>\n\n"
+DRAFT = "Draft: all of them.\n" + tool_call(EXEC_SQL, "SELECT name, 'Zoë' FROM singer")
+CHECK = verdict(EXEC_SQL, True) + "\n" + tool_call(MEMORY_RETRIEVE, GOLD)
+ANSWER = verdict(MEMORY_RETRIEVE, True) + "\n" + final_answer(GOLD)
+
+
+@pytest.fixture(params=["tiny", "qwen3"])
+def either(request, tiny) -> Tiny:
+    """With the tiny tokenizer, and with the real one of Qwen3."""
+    if request.param == "tiny":
+        return tiny
+    if not QWEN3.exists():
+        pytest.skip(f"needs the real Qwen3 tokenizer in {QWEN3}")
+    return replace(tiny, tokens=ChatTokens(AutoTokenizer.from_pretrained(QWEN3)))
+
+
+def record_of(episode: Episode) -> dict:
+    """The record, as another program reads it."""
+    seen = (episode.recipe, episode.tokens, episode.executor, episode.limits, episode.tools)
+    environment = Environment({"music": episode.schema}, *seen)
+    return json.loads(json.dumps(chat_record(episode.trajectory, episode.example, environment)))
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+@pytest.mark.parametrize("compact", [False, True])
+def test_rendering_gives_back_the_text(either, compact, thought):
+    episode = make_episode(either, history=True, compact=compact)
+    texts = [thought + text for text in (DRAFT, CHECK, ANSWER)]
+    assert [say(episode, text) for text in texts] == [True, True, False]
+    record, tokenizer = record_of(episode), either.tokens.tokenizer
+    roles = [m["role"] for m in record["messages"]]
+    assert roles == ["system"] * (not compact) + ["user"] + ["assistant", "tool"] * 2 + ["assistant"]
+    assert ("tools" in record) is not compact
+    assert record["example_id"] == "00000/1"
+    assert [m["content"] for m in record["messages"] if m["role"] == "assistant"] == texts
+    rendered = tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"), tokenize=False)
+    said = tokenizer.decode(episode.trajectory.ids)
+    if not thought:  # Qwen3's template puts an empty one into a last message that has none
+        said = said.replace(ANSWER, EMPTY_THOUGHT + ANSWER)
+    assert rendered == said + "\n"
+
+
+def test_tool_messages_are_what_the_model_saw(either):
+    """An observation that was cut to the limit on tool tokens stands in the record as it was cut."""
+    limits = Limits(max_tool_tokens=12)
+    episode = make_episode(either, limits=limits, result_characters=10_000)
+    say(episode, tool_call(EXEC_SQL, "SELECT name, country FROM singer UNION ALL SELECT 'a', 'b'"))
+    content = record_of(episode)["messages"][-1]["content"]
+    assert " ... " in content and either.tokens.count(content) <= 12
+    seen = either.tokens.decode(episode.trajectory.segments[-1].ids)
+    assert f"<tool_response>\n{content}\n</tool_response>" in seen
+
+
+def test_messages_without_an_end_of_turn_or_an_answer(tiny):
+    """After a stop string the end of turn is the environment's; what did not fit was never seen."""
+    episode = make_episode(tiny)
+    ids = tiny.tokens.message_ids(DRAFT)[:-1]
+    assert episode.step(ids, [0.0] * len(ids), Stop.STOP_STRING) is not None
+    assert record_of(episode)["messages"][-2]["content"] == DRAFT
+    episode = make_episode(tiny, limits=Limits(max_response_tokens=len(ids) + 6))
+    assert not say(episode, DRAFT)
+    assert record_of(episode)["messages"][-1] == {"role": "assistant", "content": DRAFT}
+
+
+# For other programs
 
 
 @pytest.fixture
@@ -28,10 +99,9 @@ def exported(tiny: Tiny, tmp_path, capsys):
             loss_mask = None if learned or "answer" in text else [0] * len(ids)
             episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN, loss_mask)
         played.append(episode.trajectory)
-    write(
-        tmp_path / "trajectories.jsonl", *(trajectory_record(t, tiny.tokens.tokenizer.decode) for t in played)
-    )
-    write(tmp_path / "chat.jsonl", *(chat_record(t, make_episode(tiny).example, environment) for t in played))
+    decode, example = tiny.tokens.tokenizer.decode, make_episode(tiny).example
+    write(tmp_path / "trajectories.jsonl", *(trajectory_record(t, decode) for t in played))
+    write(tmp_path / "chat.jsonl", *(chat_record(t, example, environment) for t in played))
 
     def export(name: str, form: str, expect: int = 0, out: str = "out.jsonl"):
         """The rows that are written, or what is said instead."""
@@ -90,13 +160,12 @@ def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(exported):
     for one in ({"tool_calls": [{"id": "1", "type": "function", "function": call}]}, {"function_call": call}):
         said = {"role": "assistant", "content": None, "reasoning_content": "Draft.", **one}
         answer = {"role": "assistant", "content": pieces}
-        write(
-            folder / "chat.jsonl", {"messages": [asked, said, seen, answer], "tools": [{"type": "function"}]}
-        )
+        tools = [{"type": "function"}]
+        write(folder / "chat.jsonl", {"messages": [asked, said, seen, answer], "tools": tools})
         (row,) = export("chat.jsonl", "messages")
         texts = [m["content"] for m in row["messages"]]
         assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
-        assert row["tools"] == [{"type": "function"}]
+        assert row["tools"] == tools
         assert texts[1] == f"<think>\nDraft.\n</think>\n\n{tool_call(EXEC_SQL, GOLD)}"
         assert texts[3] == f"<think>\nDone.\n</think>\n\n{final_answer(GOLD)}"
         assert read_teacher(folder / "chat.jsonl")[0].messages == [(texts[1], True), (texts[3], True)]

@@ -1,19 +1,37 @@
-"""Files and folders are written whole or not at all, and what stands in their way is one sentence."""
+"""Files and folders are written whole or not at all; those of others are read as editors leave them."""
 
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import GOLD, QUESTION, Tiny
 
 from mtsql import files
+from mtsql.data.datasets import load_dataset
 from mtsql.errors import UserError
-from mtsql.files import folder_atomically, hold_folder, recover_folder, refuse_filled, write_atomically
+from mtsql.extras.prediction_files import read_items, read_pairs
+from mtsql.files import (
+    folder_atomically,
+    hold_folder,
+    load_json,
+    load_json_lines,
+    recover_folder,
+    refuse_filled,
+    write_atomically,
+)
 from mtsql.model_folder import check_exists
+from mtsql.report.records import read_records
+
+
+def forbidden(*_: object, **__: object) -> None:
+    """What the system says to others than root, who may be who runs the tests."""
+    raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def write_file(path: Path) -> None:
@@ -117,11 +135,57 @@ def test_what_stands_in_the_way_of_a_file_or_folder_is_one_sentence(tmp_path, mo
                 write(path)
         with pytest.raises(UserError):
             check_exists(path)
-
-    def forbidden(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", forbidden)  # who runs the tests may be allowed everything
+    monkeypatch.setattr(Path, "mkdir", forbidden)
     for write in (hold_folder, write_file, enter_folder):
         with pytest.raises(UserError, match="out cannot be written without permission"):
             write(tmp_path / "out")
+
+
+# Files of others
+
+ITEM = {"db_id": "music", "question": QUESTION, "query": GOLD}
+
+
+def test_a_jsonl_file_may_have_a_mark_blank_lines_and_a_cut_last_one(tmp_path, capsys):
+    records = [
+        {"n": n, "text": "some\u2028\x85\u2029"} for n in range(2)
+    ]  # which are no ends of lines in JSON
+    one, two = (json.dumps(record, ensure_ascii=False) for record in records)
+    path = tmp_path / "some.jsonl"
+    path.write_text(f"{one}\n{two}", "utf-8")
+    assert list(load_json_lines(path)) == [(1, records[0]), (2, records[1])]
+    assert capsys.readouterr().err == ""
+    path.write_text(f"\ufeff{one}\r\n\n \t\n{two}\n{one[:-9]}", "utf-8")
+    assert [record for _, record in load_json_lines(path)] == records
+    assert capsys.readouterr().err == f"{path}: the last line is cut off, and left out\n"
+
+
+def test_json_lines_are_numbered_and_what_is_none_is_not_hidden(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b'1\n\nno\n"\\ud800x"\n' + b"[" * 100_000 + b"\n\xff\nNaN\n")
+    assert list(load_json_lines(path)) == [(1, 1), (3, None), (4, "?x"), (5, None), (6, None), (7, None)]
+    assert dict(load_json_lines(path, errors="strict"))[4] is None
+
+
+def test_a_file_of_questions_may_have_a_mark_and_has_only_characters(tiny: Tiny, tmp_path):
+    tables, databases = tiny.folder / "tables.json", tiny.folder / "database"
+    marked = tmp_path / "tables.json"
+    marked.write_bytes(b"\xef\xbb\xbf" + tables.read_bytes())
+    data = tmp_path / "dev.json"
+    for encoding in ("utf-8-sig", "utf-16"):
+        data.write_text(json.dumps([ITEM | {"question": "größe 😀"}], ensure_ascii=False), encoding)
+        assert load_dataset(data, marked, databases).dialogues[0].turns[0].question == "größe 😀"
+    data.write_text(json.dumps([ITEM | {"question": "\ud83d\ude00"}]))  # both halves
+    assert load_dataset(data, tables, databases).dialogues[0].turns[0].question == "\U0001f600"
+    data.write_text(json.dumps([ITEM | {"question": "\ud800"}]))
+    with pytest.raises(UserError, match=r"dev.json holds '\\ud800', half of a character"):
+        load_dataset(data, tables, databases)
+
+
+def test_what_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
+    path = tmp_path / "some"
+    path.touch()
+    monkeypatch.setattr(Path, "open", forbidden)
+    for read in (load_json, read_items, read_records, lambda path: read_pairs(path, path)):
+        with pytest.raises(UserError, match=r"some cannot be read \(Permission denied\)"):
+            list(read(path))

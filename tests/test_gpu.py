@@ -180,15 +180,6 @@ def test_a_training_step_peaks_within_the_plan(tmp_path):
     assert 0.7 * planned < torch.cuda.max_memory_allocated() <= planned
 
 
-def test_a_gpu_gets_tf32_and_no_cudnn_attention(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", (chosen := []).append)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    assert pick_device() == torch.device("cuda", 1)
-    assert chosen == ["high"] and not torch.backends.cuda.cudnn_sdp_enabled()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sampler_and_trainer_have_the_heads_logits_in_float32(dtype, monkeypatch):
     """Rounded to half precision on both sides, the two would be several times as far apart."""

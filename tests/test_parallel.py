@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TOY, rows_of, run
+from conftest import data_of, rows_of, run
 from safetensors.torch import load_file
 
 from mtsql.learn.parallel import Processes, join_processes, leave_processes
@@ -91,8 +91,7 @@ def play_both(folder: Path, *command: object) -> tuple[Path, Path]:
     ],
 )  # fmt: skip
 def test_two_processes_train_as_one(script, options, work, tmp_path):
-    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
-    one, two = play_both(tmp_path, *base, *options)
+    one, two = play_both(tmp_path, script, *data_of(work), *options)
     rows = [rows_of(folder / "metrics.csv") for folder in (one, two)]
     assert len(rows[0]) == len(rows[1]) > 0
     for pair in zip(*rows, strict=True):
@@ -105,7 +104,6 @@ def test_two_processes_train_as_one(script, options, work, tmp_path):
 
 
 def test_two_processes_evaluate_as_one(work, tmp_path):
-    base = ["evaluate.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation"]
     how = ["--split", "test", "--history", "predicted", "--sampled-runs", 1]
-    one, two = play_both(tmp_path, *base, *how)
+    one, two = play_both(tmp_path, "evaluate.py", *data_of(work), *how)
     assert (two / "predictions.jsonl").read_text() == (one / "predictions.jsonl").read_text()

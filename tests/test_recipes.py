@@ -1,26 +1,31 @@
-"""What the recipes read and show, whole episodes, and their settings.
+"""What the recipes read and show, whole episodes, and the rewards of all but MTSQL-R1.
 
-Their prompts are in test_paper_prompts.py, Equation 1 in test_env.py, rewards in test_rewards.py and
-test_recipe_rewards.py.
+Their prompts are in test_paper_prompts.py, Equation 1 in test_env.py, MTSQL-R1's rewards in test_rewards.py.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from conftest import GOLD, QUESTION
+from hostile import STATEMENTS
 
 from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.config import read_options
 from mtsql.data.datasets import Example
+from mtsql.learn.samples import Sample, group_metrics
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtir_sql import MAX_CHARACTERS, TOOL
 from mtsql.recipes.prompt_options import PromptOptions, write_call
+from mtsql.recipes.sql_trail import bigrams, jaccard, schema_items, turns_reward
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
+from mtsql.sql.structure import SqlSchema
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
 
@@ -49,9 +54,7 @@ def answer(name, sql=GOLD):
 
 
 def begin(tiny, name, *, options=PAPER, tools="no_memory", interactions=4, example=EXAMPLE):
-    limits = Limits(
-        interactions, max_prompt_tokens=20_000, max_response_tokens=40_000, max_tool_tokens=10_000
-    )
+    limits = Limits(interactions, 20_000, max_response_tokens=40_000, max_tool_tokens=10_000)
     schemas, recipe = {"music": tiny.schema}, recipe_of(name, options)
     environment = Environment(schemas, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools))
     return environment.episodes(example, [0])[0]
@@ -97,7 +100,6 @@ ONE, TWO = (call(f"SELECT {i}") for i in (1, 2))
     [
         (MTIR, THINK + ONE, EXEC_SQL, True),
         (MTIR, f"{THINK}{ONE}\n{TWO}", EXEC_SQL, True),
-        (MTIR, THINK + call("SELECT 1", "eval"), UNAVAILABLE, False),
         (MTIR, THINK + call("SELECT 1", EXEC_SQL), UNAVAILABLE, False),  # the environment's own name
         (MTIR, ONE, EXEC_SQL, False),
         (MTIR, THINK + THINK + ONE, EXEC_SQL, False),
@@ -135,43 +137,40 @@ def test_a_query_or_an_answer_is_read(name, text, tool, well_formed):
     assert (message.sql, message.answer) == (("SELECT 1", None) if tool else (None, "SELECT 1"))
 
 
-def of(problem, name, *texts):
-    return [(name, text, problem) for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "problem"),
-    [
-        *of(Status.NO_ACTION, R1, "", "I do not know.", "<answer_sql> </answer_sql>"),
-        *of(Status.NO_ACTION, R1, "<think>hm <answer_sql>SELECT 1</answer_sql>"),
-        *of(Status.NO_ACTION, MTIR, "", "```sql\nSELECT 1\n```", "<answer>```sql\n```</answer>"),
-        *of(Status.NO_ACTION, MTIR, "<answer>SELECT 1", "</answer><answer>"),
-        *of(Status.NO_ACTION, MTIR, f"<think>{ONE}", f"<think>{block('SELECT 1')}</think>"),
-        *of(
-            Status.NO_ACTION,
-            SKYRL,
-            "",
-            "SELECT 1",
-            THINK,
-            "<SQL>SELECT 1</SQL>",
-            "<think>or <sql>SELECT 1</sql>",
-        ),
-        *of(Status.NO_ACTION, SKYRL, f"{THINK}<sql></sql>", f"{THINK}<solution> \n</solution>"),
-        *of(Status.NO_ACTION, SKYRL, f"{THINK}<sql>SELECT 1", f"{THINK}<sql>SELECT 1</solution>"),
-        *of(Status.MALFORMED_CALL, R1, "<tool_call>not JSON</tool_call>", write_call(EXEC_SQL, "code", 3)),
-        *of(Status.MALFORMED_CALL, R1, write_call(EXEC_SQL, "code", "SELECT 1").removesuffix("</tool_call>")),
-        *of(Status.MALFORMED_CALL, MTIR, "<tool_call>SELECT 1</tool_call>", ONE.removesuffix("</tool_call>")),
-        *of(Status.MALFORMED_CALL, MTIR, write_call(TOOL, "code", "SELECT 1"), call(7), call("\ud800")),
-        *of(Status.MALFORMED_CALL, MTIR, '<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>'),
-        *of(Status.MALFORMED_CALL, MTIR, "<tool_call>null</tool_call>", f"<tool_call>{DEEP}</tool_call>"),
-        *of(Status.MALFORMED_CALL, MTIR, f"<tool_call>{'1' * 5000}</tool_call>"),
+MALFORMED, NO_ACTION = Status.MALFORMED_CALL, Status.NO_ACTION
+NO_ACTIONS = {
+    (R1, NO_ACTION): [
+        "", "I do not know.", "<answer_sql> </answer_sql>", "<think>hm <answer_sql>SELECT 1</answer_sql>",
     ],
-)
-def test_a_message_without_an_action_says_why(name, text, problem):
-    for options in (PAPER, COMPACT):
-        message = recipe_of(name, options).parse(text)
-        assert (message.problem, message.tool, message.sql, message.answer) == (problem, None, None, None)
-        assert name == R1 or not message.well_formed
+    (R1, MALFORMED): [
+        "<tool_call>not JSON</tool_call>", write_call(EXEC_SQL, "code", 3),
+        write_call(EXEC_SQL, "code", "SELECT 1").removesuffix("</tool_call>"),
+    ],
+    (MTIR, NO_ACTION): [
+        "", "```sql\nSELECT 1\n```", "<answer>```sql\n```</answer>", "<answer>SELECT 1", "</answer><answer>",
+        f"<think>{ONE}", f"<think>{block('SELECT 1')}</think>",
+    ],
+    (MTIR, MALFORMED): [
+        "<tool_call>SELECT 1</tool_call>", "<tool_call>null</tool_call>", f"<tool_call>{DEEP}</tool_call>",
+        f"<tool_call>{'1' * 5000}</tool_call>",
+        '<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>',
+        ONE.removesuffix("</tool_call>"), write_call(TOOL, "code", "SELECT 1"), call(7), call("\ud800"),
+    ],
+    (SKYRL, NO_ACTION): [
+        "", "SELECT 1", THINK, "<SQL>SELECT 1</SQL>", "<think>or <sql>SELECT 1</sql>", f"{THINK}<sql></sql>",
+        f"{THINK}<solution> \n</solution>", f"{THINK}<sql>SELECT 1", f"{THINK}<sql>SELECT 1</solution>",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "problem"), NO_ACTIONS)
+def test_a_message_without_an_action_says_why(name, problem):
+    for text in NO_ACTIONS[name, problem]:
+        for options in (PAPER, COMPACT):
+            message = recipe_of(name, options).parse(text)
+            found = (message.problem, message.tool, message.sql, message.answer)
+            assert found == (problem, None, None, None), text
+            assert name == R1 or not message.well_formed
 
 
 @pytest.mark.parametrize("options", [COMPACT, NATIVE])
@@ -261,9 +260,7 @@ def test_mtir_shows_ten_records_columns_of_one_name_and_bytes_and_no_endless_tex
         result = tiny.executor.execute(tiny.schema.path, sql)
         return recipe_of(MTIR).observe_execution("", sql, result, False, 3)
 
-    twelve = (
-        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 12) SELECT i, i AS i FROM n"
-    )
+    twelve = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n LIMIT 12) SELECT i, i AS i FROM n"
     assert json.loads(shown(twelve)) == {"columns": ["i", "i"], "data": [[i, i] for i in range(1, 11)]}
     assert json.loads(shown("SELECT x'00ff', 'Zoë'"))["data"] == [["b'\\x00\\xff'", "Zoë"]]
     assert len(shown("SELECT printf('%.9999c', 'a'), * FROM singer")) == MAX_CHARACTERS + len("...")
@@ -337,17 +334,6 @@ def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name,
     assert rewards_of(tiny, name, episode).ex == 0
 
 
-def test_the_schema_can_be_explored(tiny):
-    episode = begin(tiny, SKYRL)
-    tables = say(episode, query(SKYRL, "SELECT name FROM sqlite_master WHERE type = 'table'"))
-    columns = say(episode, query(SKYRL, "PRAGMA table_info(singer);"))
-    assert "label" in tables and "singer" in tables
-    assert all(word in columns for word in ("dflt_value", "country", "label_id", "INTEGER"))
-
-
-# Settings
-
-
 @pytest.mark.parametrize(
     ("name", "stage", "expected"),
     [
@@ -362,3 +348,140 @@ def test_settings_of_the_papers(name, stage, expected):
     words = ["--config", f"configs/{name}.toml", "--data=d", "--model=m", "--out=o"]
     given = read_options(stage, "", words)
     assert {field: getattr(given, field) for field in expected} == expected and given.recipe == name
+
+
+# Rewards on numbers worked out by hand
+
+HARD = "SELECT name FROM singer WHERE age = (SELECT max(age) FROM singer)"
+R, W = answer(MTIR), answer(MTIR, WRONG)
+BARE = recipe_of(SKYRL).answer(GOLD)
+Q = query(SKYRL, WRONG)
+S = answer(SKYRL)
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "parts", "ex", "total"),
+    [
+        # MTIR-SQL, Equations 5 to 7: R_f, R_e, R_r, then their sum.
+        (MTIR, [query(MTIR, WRONG), R], (0.1, 0.1, 1), 1, 1.2),
+        (MTIR, [W], (0.1, 0.1, -1), 0, -0.8),
+        (MTIR, [answer(MTIR, BROKEN)], (0.1, -0.1, 0), 0, 0),
+        (MTIR, [answer(MTIR, "DROP TABLE singer")], (0.1, -0.1, 0), 0, 0),
+        (MTIR, [block(GOLD)], (-0.1, 0, 0), 1, -0.1),  # right, but without the thought
+        (MTIR, [THINK + "no idea"], (-0.1, 0, 0), 0, -0.1),
+        # SkyRL-SQL, section 4.1: -1 for a broken format, else EX.
+        (SKYRL, [Q, S], (1,), 1, 1),
+        (SKYRL, [answer(SKYRL, WRONG)], (1,), 0, 0),
+        (SKYRL, [answer(SKYRL, "no SQL at all")], (1,), 0, 0),
+        (SKYRL, [BARE], (0,), 1, -1),
+        (SKYRL, [S + " as you wished"], (0,), 1, -1),
+        (SKYRL, [Q] * 5, (0,), 0, -1),
+        (SKYRL, [Q], (0,), 0, -1),  # unfinished
+        # SQL-Trail, Equations 7 to 12: turns, schema, bigram, syntax, format; then 5 EX + 2 turns + the rest.
+        (TRAIL, [Q, S], (1, 1, 1, 1, 1), 1, 5 + 2 + 4),
+        # select name from singer where country = 'france': 7 pairs; two answers differ in the last of them.
+        (TRAIL, [Q, answer(TRAIL, WRONG)], (1, 1, 6 / 8, 1, 1), 0, 2 + 3.75),
+        # Gold: singer, name, country; the answer: singer, nam. Of its 3 pairs "from singer" is shared.
+        (TRAIL, [answer(TRAIL, BROKEN)], (1, 1 / 4, 1 / 9, 0, 1), 0, 2 + 1 / 4 + 1 / 9 + 1),
+        (TRAIL, [recipe_of(TRAIL).call(WRONG), S], (1, 1, 1, 1, 0), 1, 5 + 2 + 3),
+        *((TRAIL, messages, (0,) * 5, 0, 0) for messages in ([], [query(TRAIL)], [Q] * 5, ["what?"])),
+    ],
+)
+def test_rewards_by_hand(tiny, name, messages, parts, ex, total):
+    rewards = rewards_of(tiny, name, play(tiny, name, *messages))
+    assert (tuple(rewards.parts.values()), rewards.ex) == (pytest.approx(parts), ex)
+    assert rewards.total == pytest.approx(total, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message", "total"),
+    [
+        (MTIR, "format=0,result=2", W, 0.1 - 2),
+        (SKYRL, "ex=3,invalid=-0.5", S, 3),
+        (SKYRL, "paper,ex=3,invalid=-0.5", BARE, -0.5),
+        (TRAIL, "execution", S, 5),
+        (TRAIL, "execution", answer(TRAIL, WRONG), 0),
+        (TRAIL, "turns=0,ex=1,bigram=0.5", S, 1 + 1 + 0.5 + 1 + 1),
+        (MTIR, "ex=1", W, "should be one of format, execution, result, tau"),
+        (SKYRL, "outcome", S, "--rewards outcome is unknown; choose from paper"),
+    ],
+)
+def test_presets_and_weights(tiny, name, given, message, total):
+    episode = play(tiny, name, message)
+    if isinstance(total, str):
+        with pytest.raises(ValueError, match=total):
+            rewards_of(tiny, name, episode, given)
+        return
+    rewards, plain = (rewards_of(tiny, name, episode, how) for how in (given, ""))
+    assert rewards.total == pytest.approx(total)
+    assert (rewards.parts, rewards.kept) == (plain.parts, plain.kept)
+
+
+def test_mtirs_filter_drops_what_is_invalid_and_keeps_wrong_answers(tiny):
+    episodes = [play(tiny, MTIR, message) for message in (R, W, answer(MTIR, BROKEN), block(GOLD))]
+    rewards = [rewards_of(tiny, MTIR, episode) for episode in episodes]
+    assert [r.kept for r in rewards] == [True, True, False, False]
+    assert all(rewards_of(tiny, MTIR, episode, "unfiltered").kept for episode in episodes)
+    samples = [Sample(e.trajectory, e.example, r) for e, r in zip(episodes, rewards, strict=True)]
+    assert group_metrics([samples], torch.tensor([True]), 1.0, tiny.tokens.decode)["left_out"] == 0.5
+
+
+def test_trails_hard_question_pays_for_a_right_answer_before_the_last_turn(tiny):
+    hard = replace(EXAMPLE, gold_sql=HARD)
+    right = play(tiny, TRAIL, Q, Q, answer(TRAIL, HARD), example=hard)
+    wrong = play(tiny, TRAIL, answer(TRAIL, WRONG), example=hard)
+    assert [rewards_of(tiny, TRAIL, right, turns=turns).parts["turns"] for turns in (4, 3)] == [1, 0]
+    assert rewards_of(tiny, TRAIL, wrong, turns=4).parts["turns"] == 0
+    table = {"easy": [1, 1, 0, 0, 0], "medium": [1, 1, 1, 0, 0], "hard": [0] * 5, "extra": [0] * 5}
+    turns = (1, 2, 3, 4, 10)
+    assert {level: [turns_reward(level, turn, 10, 0) for turn in turns] for level in table} == table
+    assert [turns_reward("extra", turn, 10, 1) for turn in turns] == [1, 1, 1, 1, 0]
+
+
+# SQL-Trail's measures of SQL, in its rewards
+
+STAFF = SqlSchema({"employees": ("id", "salary"), "offices": ("id", "city")})
+
+
+def test_bigrams():
+    gold, predicted = bigrams("SELECT name FROM student"), bigrams("SELECT name FROM teacher")
+    assert gold == {("select", "name"), ("name", "from"), ("from", "student")}  # the paper's example
+    assert jaccard(predicted, gold) == 0.5
+    spaced = "select  Name\nfrom student /* all */ where a >= 1; SELECT 2 -- x"
+    assert bigrams(spaced) == bigrams("SELECT name FROM student WHERE a>=1")
+    assert bigrams("") == bigrams("SELECT") == bigrams("x" * 200_000) == set()
+    assert jaccard(set(), set()) == 0 and jaccard(set(), gold) == 0
+
+
+@pytest.mark.parametrize(
+    ("sql", "tables", "columns"),
+    [
+        ("SELECT Salary FROM Employees", "employees", "salary"),  # the paper's example
+        ("SELECT Wages FROM Employees", "employees", "wages"),
+        ("SELECT e.salary FROM employees AS e", "employees", "salary"),
+        ("SELECT count(*), e.* FROM employees e", "employees", ""),
+        ("SELECT salary AS s FROM employees ORDER BY s", "employees", "salary"),
+        ('SELECT salary FROM employees WHERE id = "x"', "employees", "salary id"),
+        ("SELECT city FROM employees JOIN offices USING (id)", "employees offices", "city id"),
+        ("WITH top AS (SELECT salary FROM employees) SELECT salary FROM top", "employees", "salary"),
+        ("SELECT salary FROM", "", ""),
+        ("PRAGMA table_info(employees)", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_schema_items(sql, tables, columns):
+    named = {("table", table) for table in tables.split()} | {("column", c) for c in columns.split()}
+    assert schema_items(sql, STAFF) == named
+
+
+def test_hostile_sql_raises_nowhere(tiny):
+    schema = SqlSchema({"singer": ("singer_id", "name", "country", "age"), "number": ("n",)})
+    gold_items, gold_bigrams = schema_items("SELECT n FROM number", schema), bigrams("SELECT n FROM number")
+    hostile = [sql for _, sql, _ in STATEMENTS if len(sql) < 10_000]
+    hostile += ["SELECT " + "(" * 3_000 + "1" + ")" * 3_000, "'" * 99_999, "\x00", "a " * 200_000]
+    for sql in hostile:
+        assert 0 <= jaccard(schema_items(sql, schema), gold_items) <= 1
+        assert 0 <= jaccard(bigrams(sql), gold_bigrams) <= 1
+    for sql in ("'", "DROP TABLE singer", "PRAGMA table_info(singer)", "SELECT (" * 2_000, "\x00", ";"):
+        rewards = rewards_of(tiny, TRAIL, play(tiny, TRAIL, answer(TRAIL, sql)))
+        assert (rewards.ex, rewards.parts["schema"]) == (0, 0)

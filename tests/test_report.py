@@ -73,12 +73,8 @@ def make_record(dialogue: object, turn: int, ex: int, em: int, **changes) -> dic
     place = {"dialogue_id": dialogue, "turn_index": turn, "hardness": "easy", "status": "answered"}
     scores = {"ex": ex, "em": em, **dict.fromkeys(FURTHER_METRICS, ex), "pred_parses": dialogue == "a"}
     counts = {"interactions": 2, "turns": 3, "sampled_tokens": 10, "response_tokens": 20}
-    other = {
-        "predicted": "SELECT 1",
-        "tool_calls": {"exec_sql": 1},
-        "abilities": dict.fromkeys(ABILITIES, 1.0),
-    }
-    return place | scores | counts | other | changes
+    other = {"tool_calls": {"exec_sql": 1}, "abilities": dict.fromkeys(ABILITIES, 1.0)}
+    return {"predicted": "SELECT 1"} | place | scores | counts | other | changes
 
 
 RECORDS = [
@@ -144,21 +140,11 @@ def test_questions_whose_prompt_is_too_long_are_counted():
     assert ended["status"] == Status.OUT_OF_TOKENS and ended["response_tokens"] > 0
     summary = summarise([*RECORDS, ended | {"response_tokens": 0, "sampled_tokens": 0}])
     assert summary["not_asked"] == 1
-    assert "1 of 5 were not asked, and count as wrong: their prompt is longer than --max-prompt-tokens" in (
-        format_summary(summary).splitlines()
-    )
+    assert "\n1 of 5 were not asked, and count as wrong: their prompt is" in format_summary(summary)
 
 
 def test_coverage_is_shown_as_in_table_7():
-    names = (
-        "round",
-        "sampled",
-        "right",
-        "questions_asked",
-        "questions_solved",
-        "questions_covered",
-        "trajectories",
-    )
+    names = "round sampled right questions_asked questions_solved questions_covered trajectories".split()
     counts = (1, 160, 90, 8, 5, 5, 9), (2, 60, 10, 3, 1, 6, 12)
     rounds = [dict(zip(names, of_round, strict=True)) for of_round in counts]
     lines = format_coverage(8, rounds).splitlines()

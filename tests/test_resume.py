@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TOY, rows_of, run, start
+from conftest import data_of, rows_of, run, start
 
 from evaluate import Args as EvaluateArgs
 from mtsql.config import save_config
@@ -46,7 +46,7 @@ def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_and_resumed_is_bit_equal(script, work, tmp_path):
-    base = [script, *TOY, "--data", work / "benchmark", "--model", work / "imitation", *SCRIPTS[script]]
+    base = [script, *data_of(work), *SCRIPTS[script]]
     began = time.perf_counter()
     run(*base, "--out", tmp_path / "unbroken")
     duration = time.perf_counter() - began
@@ -75,7 +75,7 @@ def test_killed_and_resumed_is_bit_equal(script, work, tmp_path):
 def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
     out = tmp_path / "run"
     lock = hold_folder(out)  # what a run holds as long as it lives
-    common = [*TOY, "--model", work / "imitation", "--data", work / "benchmark", "--out", out]
+    common = [*data_of(work), "--out", out]
     for command in (["train_grpo.py", *common, "--steps", 1], ["evaluate.py", *common]):
         assert f"another run writes to {out}; wait for it, or take another --out" in run(*command, expect=2)
     assert [p.name for p in tmp_path.iterdir()] == [".run.lock"]
@@ -85,33 +85,26 @@ def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
 
 def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
     folder = shutil.copytree(tiny.folder, tmp_path / "data")
-    database = folder / "database" / "music" / "music.sqlite"
     turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
-    dialogues = json.dumps([{"database_id": "music", "interaction": turns}])
-    (folder / "dev.json").write_text(dialogues)
-    config = EvaluateArgs(data=(str(folder),), out="")
+    (folder / "dev.json").write_text(json.dumps([{"database_id": "music", "interaction": turns}]))
+    config, log = EvaluateArgs(data=(str(folder),), out=""), tmp_path / "answers.jsonl"
 
     def options() -> dict:
-        task = SimpleNamespace(dataset=load_split(config, "dev"), about={})
-        return answer_options(config, task)
+        return answer_options(config, SimpleNamespace(dataset=load_split(config, "dev"), about={}))
 
-    log, before = tmp_path / "answers.jsonl", options()
-    AnswerLog(log, before)
-    assert AnswerLog(log, options()).answers == {}
-    for path, old, new in (
-        (folder / "dev.json", b"How many", b"Count"),
-        (folder / "tables.json", b"singer", b"singers"),
-        (database, b"", b""),
+    for name, old, new, what in (
+        ("dev.json", b"How many", b"Count", "questions"),
+        ("tables.json", b"singer", b"singers", "questions"),
+        ("database/music/music.sqlite", b"", b"", "files of --model and --data"),
     ):
+        before, path = options(), folder / name
+        AnswerLog(log, before)
+        assert AnswerLog(log, options()).answers == {}
         path.write_bytes(path.read_bytes().replace(old, new))
-        os.utime(path, (0, len(path.name)))  # a clock may be too coarse
-        assert options() != before, path
-        what = "files of --model and --data" if path is database else "questions"
+        os.utime(path, (0, len(name)))  # a clock may be too coarse
         with pytest.raises(UserError, match=f"differs in {what}"):
             AnswerLog(log, options())
-        before = options()
         log.unlink()
-        AnswerLog(log, before)
 
 
 def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
@@ -119,13 +112,10 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
     save_config(config, tmp_path)
     assert changed_options(replace(config, resume=True), tmp_path) == []
     other = replace(config, learning_rate=5e-4, steps=9, resume=True)
-    assert changed_options(other, tmp_path) == [
-        "--steps was 5, is now 9",
-        "--learning-rate was 0.001, is now 0.0005",
-    ]
+    changed = ["--steps was 5, is now 9", "--learning-rate was 0.001, is now 0.0005"]
+    assert changed_options(other, tmp_path) == changed
     for change, said in (
         ({"data": ("e",), "seed": 3}, r"only: --data was \['d'\], is now \['e'\]; --seed was 0, is now 3"),
-        ({"lora_rank": 4}, "--lora-rank was 0, is now 4"),
         ({"rewards": "process"}, "--rewards was , is now process"),  # metrics.csv has other columns
         ({"max_prompt_tokens": 3000}, "--max-prompt-tokens was 4000, is now 3000"),  # other questions fit
     ):

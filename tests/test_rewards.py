@@ -20,7 +20,7 @@ from mtsql.recipes import RECIPES, load_recipe, mtsql_r1_rewards
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.mtsql_r1_prompts import final_answer as answer
 from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
-from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PRESETS, RewardWeights
+from mtsql.recipes.mtsql_r1_rewards import PRESETS, RewardWeights
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_rewards, is_right
 from mtsql.recipes.skyrl_sql import SkyrlSql
@@ -101,14 +101,6 @@ def test_total_by_hand(tiny, messages, process, formula):
     episode = play(tiny, *messages, history=True)
     assert paid(tiny, episode).total == pytest.approx(process)
     assert paid(tiny, episode, "formula").total == pytest.approx(formula)
-
-
-def test_verdicts_are_averaged_over_their_actions(tiny):
-    # E-verify: error and no_pass 1, null and no_pass 0.1, ok and pass 1.
-    assert sum(E_VERIFY_TABLE.values()) == 1 + 0.1 + 1 and len(E_VERIFY_TABLE) == 6  # the others earn 0
-    said = (call(BROKEN), NO_PASS + call(NO_ROW), NO_PASS + call(GOLD), PASS + answer(GOLD))
-    parts = paid(tiny, play(tiny, *said)).parts
-    assert (parts["e_verify"], parts["m_verify"]) == (pytest.approx((1 + 0.1 + 1) / 3), 0)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +204,6 @@ RESULT_TAG = f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"
         ("m_verify", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
         # All calls are proposals: repeats, and those in thoughts and of unknown tools, but not the answer.
         ("proposal", (call(SPAIN), NO_PASS + call(GOLD), memory(GOLD), answer(GOLD)), 5 / 6, 8 / 9),
-        ("proposal", (call(SPAIN), answer(GOLD)), 5 / 6, 2 / 3),
         ("proposal", (f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
         ("proposal", (call(GOLD), call(SPAIN, "no_such_tool")), 5 / 6, 5 / 6),
         # The memory tool's own verdict is never read, but that on the execution after it.
@@ -226,12 +217,10 @@ RESULT_TAG = f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"
         *(("e_verify", (call(sql), NO_PASS), 1, 0) for sql in ("SELECT shout(1)", "SELECT 1; SELECT 2")),
         ("e_verify", (call(BROKEN), PASS), 0, 0),
         ("e_verify", (call("SELECT shout(1)"), PASS), 0, 1),
-        # So are rows of nothing but NULLs, and 0.
+        # So are rows of nothing but NULLs.
         ("e_verify", (call(NULLS), PASS), 0, 1),
         ("e_verify", (call(NULLS), NO_PASS), 0.1, 0),
-        ("e_verify", (call("SELECT count(*) FROM singer WHERE id = 9"), PASS), 1, 1),
         # Without an answer the last call is paid in full, then the last thought, then the bare text.
-        ("ex", (call(BROKEN), answer(GOLD)), 1, 1),
         ("ex", (f"{answer(GOLD)}<think>{answer(SPAIN)}</think>{answer(GOLD)}",), 1, 1),
         ("ex", (call(SPAIN), call(GOLD), "no idea"), 0, 1),
         ("ex", (f"<think>{SPAIN}</think><think>{GOLD}</think>yes",), 0, 1),
@@ -362,9 +351,7 @@ def test_gains_where_the_gold_result_is_empty_that_the_papers_table_leaves(tiny)
     assert failed - honest == pytest.approx(0.1 * (1 + 0) / 2)
 
 
-TAGS = (
-    "<tool_call>{ <tool_call> <answer_sql> <answer> <think> <sql> <solution> <exec_verify> ``` ```sql".split()
-)
+TAGS = "<tool_call>{ <tool_call> <answer_sql> <answer> <think> <sql> <solution> <exec_verify> ```sql".split()
 
 
 @pytest.mark.parametrize("name", RECIPES)

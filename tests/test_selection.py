@@ -92,16 +92,6 @@ def test_what_was_written_twice_counts_once():
     assert len(select_trajectories([one, two], False, never, random.Random(0))) == 2
 
 
-def test_clusters_by_hand():
-    """Three directions, at lengths that would mix them up without the normalisation."""
-    directions = np.array([[1, 0], [0, 1], [-1, -1]], np.float32)
-    vectors = np.concatenate([directions * scale + 0.05 for scale in (1, 30, 5)])
-    for seed in range(10):
-        labels = cluster(vectors, 3, random.Random(seed))
-        assert len(set(labels[:3])) == 3
-        assert labels.tolist() == labels[:3].tolist() * 3
-
-
 def test_lloyd_moves_what_the_start_put_wrong():
     """The start is 0 and 100 degrees, of which 45 is nearer to 0; but the mean of nine at 0 and one at 45 is
     at 4.5 degrees, that of 60 and 100 at 80."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
 from collections import Counter
 
@@ -15,7 +14,7 @@ from mtsql.errors import UserError
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
-from mtsql.toy.words import KEPT, Inventor, themes
+from mtsql.toy.words import KEPT, themes
 
 
 @pytest.fixture(scope="module")
@@ -78,34 +77,6 @@ def test_no_word_of_the_unseen_themes_stands_in_train(benchmark, train):
     asked = load(benchmark, "test_themes")
     known, unseen = ({e.gold_sql for e in examples(d.dialogues)} for d in (train, asked))
     assert not known & unseen
-
-
-def test_invented_themes_are_the_known_ones_in_words_that_nobody_uses():
-    inventor = Inventor(random.Random(0))
-    taken, known = set(inventor.taken), themes()["music"]
-    assert {"create", "count", "where", "below", "many", "barley", "primary"} <= taken
-    first, second = inventor.theme(known), inventor.theme(known)
-    assert not words_of(first) & words_of(second) and not words_of(first + second) & taken
-    assert [(len(e.columns), e.person) for e in first] == [(len(e.columns), e.person) for e in known]
-    label, singer, *_ = first
-    assert singer.parent == label.singular and singer.plural == singer.singular + "s"
-    pairs = [p for e, f in zip(known, first, strict=True) for p in zip(e.columns, f.columns, strict=True)]
-    assert (
-        len({new.names[0] for old, new in pairs if old.names == ["year"]}) == 1
-    )  # one word becomes one word
-    for column in (new for _, new in pairs if new.form == "common"):
-        assert len({value[0] for value in column.values}) == len(column.values)
-    said = [inventor.asked("How many are there?").lower() for _ in range(200)]
-    assert 70 < said.count("how many are there?") < 130
-    assert all(re.fullmatch(r"([a-z]+ ){0,3}how many are there( [a-z]+)?( [a-z]+)?\?", text) for text in said)
-
-
-def test_every_way_of_asking_has_another(train):
-    known = [dialogue for dialogue in train.dialogues if "invented" not in dialogue.db_id]
-    texts = [turn.question for dialogue in known[::5] for turn in dialogue.turns]
-    assert not {toy.asked_anew(text) for text in texts} & set(texts)
-    asked = "Now show those whose city is not Oslo instead."
-    assert toy.asked_anew(asked) == "Switch to those whose city says not Oslo."
 
 
 def test_gold_runs_is_not_empty_and_parses_and_hardness_is_as_sparcs(benchmark, train):

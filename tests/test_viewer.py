@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -86,9 +87,8 @@ def test_options(records, capsys, monkeypatch):
 
 
 def test_errors_are_one_sentence(records, tmp_path, capsys):
-    assert (
-        refusal(capsys, records, "--index", 2) == f"error: --index 2: {records} has 2 trajectories, from 0\n"
-    )
+    few = f"error: --index 2: {records} has 2 trajectories, from 0\n"
+    assert refusal(capsys, records, "--index", 2) == few
     assert "none is no file" in refusal(capsys, tmp_path / "none")
     assert refusal(capsys, records, "--html", tmp_path) == f"error: {tmp_path} is a folder; name a file\n"
     assert "needs a folder" in refusal(capsys, records, "--html", records / "page.html")
@@ -139,7 +139,10 @@ def test_the_page_holds_every_record_and_is_safe_from_what_they_say(records, tmp
 
 
 def test_it_runs_as_a_module_and_into_a_closed_pipe(records):
-    records.write_text((records.read_text().splitlines()[0] + "\n") * 2000)
-    command = f"'{sys.executable}' -m mtsql.extras.viewer '{records}' --color always | head -n 2"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert done.stderr == "" and "7/1" in done.stdout
+    """What a terminal cannot show is shown as a number."""
+    row = records.read_text().splitlines()[0].replace("<3>", "größe 😀")
+    records.write_text((row + "\n") * 2000, "utf-8")
+    command = f"'{sys.executable}' -m mtsql.extras.viewer '{records}' --color always | head -n 9"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stderr == "" and "7/1" in done.stdout and r"gr\xf6\xdfe \U0001f600" in done.stdout

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import fmean
 
 import pytest
-from conftest import TOY, run
+from conftest import data_of, run
 
 from mtsql.data.schema import load_schemas
 from mtsql.report.voting import majority_vote, pass_at_k
@@ -96,8 +96,8 @@ def test_pass_at_k_by_hand_and_over_all_subsets():
 def test_evaluation_votes_over_its_sampled_runs(work, tmp_path):
     def evaluate(name, *options):
         out = run(
-            "evaluate.py", *TOY, "--data", work / "benchmark", "--model", work / "imitation",
-            "--split", "train", "--dialogues", 4, "--out", tmp_path / name, *options,
+            "evaluate.py", *data_of(work), "--split", "train", "--dialogues", 4, "--out", tmp_path / name,
+            *options,
         )  # fmt: skip
         lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
         return out, json.loads((tmp_path / name / "summary.json").read_text()), [*map(json.loads, lines)]
