@@ -87,6 +87,8 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(HTTPStatus.FORBIDDEN, "another host or origin than this page's own")
         elif self.path == "/":
             self.send(HTTPStatus.OK, self.server.page, "text/html")
+        elif self.path == "/favicon.ico":  # every browser asks
+            self.send(HTTPStatus.NO_CONTENT, b"", "image/x-icon")
         elif self.path == "/dialogue":
             self.send_json(described_dialogue(self.server.conversation))
         else:
