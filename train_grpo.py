@@ -130,7 +130,7 @@ def main(config: Args) -> int:
     policy, processes, out = task.policy, task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)  # mtsql_r1_rewards.py: reward
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
-    optimizer, first, state = resume(config, out, policy, processes)
+    optimizer, first, state = resume(config, out, policy, processes)  # AdamW, new or of a checkpoint
     levels = curriculum(config, task)
     dev = dev_task(config, task) if config.evaluate_every else None
     if processes.is_main:
