@@ -143,8 +143,9 @@ def main(config: Args) -> int:
                 if processes.is_main:
                     write_collected(config, task, progress, pool)
                 if not progress.kept:
+                    source = config.model if config.targets == "self" else f"--targets {config.targets}"
                     raise UserError(
-                        f"no trajectory of --targets {config.targets} can be kept: "
+                        f"no trajectory of {source} can be kept: "
                         "the counts above say why, and there is nothing to learn from"
                     )
                 save(task, optimizer, progress)

@@ -9,9 +9,9 @@ and --data it is the tiny model of models/toy on a few questions of the embedded
 it is the first question drawn whose trajectories do not all earn the same.
 
 p is the probability of a sampled token. Its weight in the loss is 1 / (G |M_i|), or as --aggregate says; in a
-step of several questions G counts the trajectories of all. Pull
-is -dL/d log p: weight times advantage, as long as the ratio is 1. The step moves weights that all tokens
-share, so a token may go another way than it is pulled. p after over p before would be the ratio of a second
+step of several questions G counts the trajectories of all. Pull is -dL/d log p: weight times advantage, as
+long as the ratio is 1. The step moves weights that all tokens share, so a token may go another way than it
+is pulled. p after over p before would be the ratio of a second
 update, which is clipped beyond the bounds on the side of the advantage. AdamW divides by the size of the
 gradient, so that its first step goes equally far whatever the scale of the advantages.
 """
@@ -140,7 +140,8 @@ def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
             break
     else:
         raise UserError(
-            f"all {config.samples_per_prompt} trajectories of {groups[0][0].example.id} earn the same, so "
+            f"all {config.samples_per_prompt} trajectories of {groups[0][0].example.id}"
+            f"{' and of the questions before it' * (number > 0)} earn the same, so "
             "the step does nothing; give another --question or --seed, or more --samples-per-prompt"
         )
     loss, pulls, before = pulls_of(config, task, groups[0])

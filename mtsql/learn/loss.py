@@ -17,7 +17,7 @@ from mtsql.agent.trajectory import Trajectory
 from mtsql.learn.logprobs import TokenBatch
 from mtsql.model_folder import Policy
 
-CLIP_LOW = 0.2  # epsilon below 1 (MTSQL-R1, appendix B.0.2)
+CLIP_LOW = 0.2  # epsilon below 1, verl's default; the paper gives none
 MAX_LOG_RATIO = 20.0  # The logarithm of a ratio is cut here, so that exp() does not overflow.
 
 
@@ -58,8 +58,8 @@ def grpo_loss(
     sampler.
 
     `logprobs` are the policy's, (tokens,), with a gradient. Without `old_logprobs` the policy is its own old
-    policy: the ratio is 1, and dL / d logprob_t = -A_i / (N |M_i|), times the weight of that term. `beta` is
-    the weight of `kl_estimate` against `reference_logprobs`; `tis_cap`, 0 for none, cuts
+    policy: the ratio is 1, and dL / d logprob_t = -A_i / (N |M_i|), times that weight and but for the KL.
+    `beta` is the weight of `kl_estimate` against `reference_logprobs`; `tis_cap`, 0 for none, cuts
     `importance_weights`.
 
     Statistics: "weight", the sum of the tokens' weights, by which the weighted sums of clip_fraction, and of
