@@ -90,10 +90,9 @@ from mtsql.errors import UserError
 from mtsql.extras.errors import add_errors
 from mtsql.files import write_atomically
 from mtsql.learn.parallel import leave_processes
-from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
-from mtsql.report.records import chat_record, question_record
+from mtsql.report.records import AnswerLog, chat_record, question_record
 from mtsql.report.voting import add_votes, format_votes
 from mtsql.task import (
     Task,

@@ -52,9 +52,9 @@ if __name__ == "__main__":  # before torch is imported, so that --help is answer
     CHOSEN = read_arguments()
 
 from mtsql.errors import UserError
+from mtsql.extras.reproduce import Part, run_part
 from mtsql.extras.reproduce.page import write_page
 from mtsql.files import shipped
-from mtsql.parts import Part, run_part
 from mtsql.toy.tiny import MODELS
 from train_sft import Args as SftArgs
 

@@ -26,7 +26,7 @@ Departures from the paper:
 - Learning rate constant after a warm-up of three steps, where the gradient's norm is cut to 1 throughout.
   AdamW's beta2 is 0.99 (BETA2) and there is no weight decay; verl, whose defaults the paper keeps, has 0.999
   and 0.01. LoRA with --lora-rank.
-- Other papers' variants (mtsql/learn/loss.py, advantages.py) are off unless a paper's file sets them, but for
+- Other papers' variants (mtsql/learn/loss.py) are off unless a paper's file sets them, but for
   truncated importance sampling where sampler and trainer differ by rounding: in half precision or on a GPU.
 """
 
@@ -96,14 +96,12 @@ from mtsql.agent.rollout import trajectory_seed
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
 from mtsql.learn.curriculum import curriculum_levels, level_of_step, question_order, read_counts
 from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
-from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
-from mtsql.learn.model import Reference
-from mtsql.learn.optimizer import optimizer_step, stepped_parameters, warmup_rate
+from mtsql.learn.loss import group_advantages, grpo_loss, informative_groups, loss_denominator, truncation_cap
+from mtsql.learn.model import Reference, optimizer_step, stepped_parameters, warmup_rate
 from mtsql.learn.parallel import leave_processes
 from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps
 from mtsql.recipes.rewards import RewardFunction

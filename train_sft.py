@@ -92,10 +92,16 @@ from mtsql.learn.batches import alike, micro_batches, training_order
 from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
 from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.optimizer import cosine_rate, optimizer_step, stepped_parameters
+from mtsql.learn.model import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
-from mtsql.learn.selection import Embedder, embed_with_policy, select_trajectories
-from mtsql.learn.warm_start import Collected, Progress, rejection
+from mtsql.learn.warm_start import (
+    Collected,
+    Embedder,
+    Progress,
+    embed_with_policy,
+    rejection,
+    select_trajectories,
+)
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog, format_coverage
 from mtsql.report.records import chat_record, question_record

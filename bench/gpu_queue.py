@@ -32,7 +32,7 @@ SIZES = ["--micro-batch-positions", "12288", "--save-every", "50", "--resume"]
 SOURCES = ["--tables", "{data}/sparc/tables.json", "--databases", "{data}/database"]
 TRAIN = [*CONFIG, *SIZES, "--data", "{data}/real/train_mix.json", *SOURCES]
 SFT, GRPO = ["train_sft.py", *TRAIN], ["train_grpo.py", *TRAIN, "--model", "{out}/warm_start/policy"]
-PROCESS, NO_TOOLS = ["--rewards", "process"], ["--tools", "none"]
+PROCESS, NO_TOOLS, TWICE = ["--rewards", "process"], ["--tools", "none"], ["--epochs", "2"]
 PAPER = "--wording paper --result-characters 200 --no-error-hints --max-prompt-tokens 4000".split()
 PAPER += "--max-response-tokens 8000 --max-turn-tokens 1000".split()
 COSQL = ["--tables", "{data}/cosql/tables.json", "--databases", "{data}/database"]
@@ -43,10 +43,7 @@ UNTRAINED = {
 # Each job is commands that run side by side, by the name of their folder in {out}, which is --out.
 JOBS: dict[str, dict[str, list[str]]] = {
     "fine_tune": {"short_sft": [*SFT, *NO_TOOLS], "warm_start": SFT},
-    "fine_tune_twice": {
-        "short_sft_2": [*SFT, *NO_TOOLS, "--epochs", "2"],
-        "warm_start_2": [*SFT, "--epochs", "2"],
-    },
+    "fine_tune_twice": {"short_sft_2": [*SFT, *NO_TOOLS, *TWICE], "warm_start_2": [*SFT, *TWICE]},
     "rl_short": {"short_rl": [*GRPO, *NO_TOOLS, "--model", "{out}/short_sft/policy"]},
     "rl_outcome": {"rl_outcome": GRPO},
     "rl": {"rl": [*GRPO, *PROCESS]},

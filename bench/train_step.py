@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,10 +34,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.files import write_atomically
-from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import TokenBatch, shared_prompt_batch, token_logprobs
-from mtsql.learn.loss import grpo_loss, sft_loss
+from mtsql.learn.loss import group_advantages, grpo_loss, informative_groups, sft_loss
 from train_grpo import Args
 
 SAMPLES = 8  # G
@@ -47,24 +45,14 @@ PLAIN_TOKENS = 4_000  # of the plain loss, which takes 15 GB for 8,000
 LAYOUTS = {"sft": ("plain", "packed"), "grpo": ("plain", "packed", "shared_prompt")}
 
 
-@dataclass(frozen=True)
-class Work:
-    """A model's shape and the trajectories of its two steps; ranges of lengths are inclusive."""
-
-    shape: dict[str, int]
-    questions: dict[str, int]  # of each step; SFT has one trajectory of each, GRPO has G
-    prompt: tuple[int, int]
-    text: tuple[int, int]  # a model message, a tool output
-    positions: dict[str, int]  # of a micro-batch of ours
-    plain_rows: int  # of a micro-batch of plain
-
-
 # Shape, positions and trajectories of a step as in configs/toy.toml; lengths as in its warm start: 97 to 431
 # tokens, 205 in the mean, a quarter of them trained.
-WORK = Work(
-    {"vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
-    {"sft": 32, "grpo": 16}, (68, 196), (5, 38), {"sft": 2500, "grpo": 4000}, 16,
+WORK = SimpleNamespace(  # ranges of lengths are inclusive
+    shape={"vocab_size": 1885, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
+    questions={"sft": 32, "grpo": 16},  # of each step; SFT has one trajectory of each, GRPO has G
+    prompt=(68, 196), text=(5, 38),  # a prompt; a model message, a tool output
+    positions={"sft": 2500, "grpo": 4000}, plain_rows=16,  # of a micro-batch of ours, of plain
 )  # fmt: skip
 LARGE_HEAD = {  # for the loss: Qwen3's vocabulary
     "vocab_size": 151_936, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1,

@@ -16,13 +16,13 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,9 +37,7 @@ def timed(command: Sequence[object]) -> float:
     """Run a Python command in the project's root; its peak memory in GiB."""
     words = [sys.executable, *map(str, command)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    process = Popen(words, cwd=ROOT, env=environment, stdout=DEVNULL, stderr=PIPE)
     error = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:

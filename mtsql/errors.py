@@ -1,9 +1,12 @@
-"""What a user got wrong, and how a terminal may show it."""
+"""What a user got wrong, how a terminal may show it, and a time limit on what cannot be stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 
 class UserError(ValueError):
@@ -36,3 +39,23 @@ def printable(text: str) -> str:
     """The text with control characters made visible, so that no database or server steers the terminal."""
     keep = "\n\t"
     return "".join(c if c in keep or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+Result = TypeVar("Result")
+
+
+def within(seconds: float, act: Callable[[], Result]) -> Result:
+    """What `act` returns or raises; TimeoutError if it takes longer, and its thread is left to itself."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # all that `act` raises is the caller's
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        raise (error if future.done() else TimeoutError(f"not done within {seconds:g} s")) from None

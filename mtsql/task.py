@@ -41,9 +41,9 @@ from mtsql.model_folder import Policy, load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
-from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import answer_dialogues, score_records
 from mtsql.report.metrics import HARDNESS, summarise
+from mtsql.report.records import AnswerLog
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, print_left_out, scorable
 
@@ -352,7 +352,7 @@ def dev_scores(config: Training, dev: Task) -> dict[str, float]:
 def answer_options(config: Common, task: Task) -> dict[str, Any]:
     """What answers depend on: options, questions, the files of policy and databases, how a server is asked.
 
-    An interrupted evaluation goes on only if all of it is the same (`mtsql.report.answer_log`).
+    An interrupted evaluation goes on only if all of it is the same (`mtsql.report.records`).
     """
     options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
     dialogues, schemas = task.dataset.dialogues, task.dataset.schemas

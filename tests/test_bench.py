@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from conftest import ROOT, run
@@ -126,9 +126,8 @@ def test_size(script, monkeypatch, capsys, tmp_path):
 
 def test_train_step(script, monkeypatch, tmp_path):
     bench = script("train_step")
-    small = bench.Work(
-        SMALL | {"num_hidden_layers": 1}, {"sft": 3, "grpo": 2}, (4, 9), (2, 5), {"sft": 60, "grpo": 60}, 2
-    )
+    small = SimpleNamespace(prompt=(4, 9), text=(2, 5), plain_rows=2, positions={"sft": 60, "grpo": 60})
+    small.shape, small.questions = SMALL | {"num_hidden_layers": 1}, {"sft": 3, "grpo": 2}
     monkeypatch.setattr(bench, "WORK", small)
     monkeypatch.setattr(bench, "LARGE_HEAD", small.shape)
     monkeypatch.setattr(bench, "LOSS_TOKENS", 50_000)

@@ -29,12 +29,11 @@ from mtsql.extras.bridges.rows import main as write_rows
 from mtsql.extras.bridges.task import completion, load_task, play_in_lockstep, read_line
 from mtsql.extras.http_client import Server
 from mtsql.extras.served import ServedPolicy, find_protocol
-from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.logprobs import row_batch, token_logprobs
-from mtsql.learn.loss import grpo_loss, loss_denominator
+from mtsql.learn.loss import group_advantages, grpo_loss, informative_groups, loss_denominator
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
-from mtsql.recipes.mtsql_r1_prompts import final_answer
+from mtsql.recipes.mtsql_r1 import final_answer
 from train_grpo import Args as GrpoArgs
 
 GREEDY = 0.0

@@ -16,7 +16,7 @@ from mtsql.__main__ import COMMANDS
 from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras import ablate, explain
-from mtsql.parts import Part
+from mtsql.extras.reproduce import Part
 from mtsql.task import begin_training, fitting_questions, training_questions
 from train_grpo import Args as GrpoArgs
 

@@ -17,8 +17,7 @@ from mtsql.learn.batches import alike, order_by_database
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import Executor
-from mtsql.sql.normal import normal_form
-from mtsql.sql.text import PIECE
+from mtsql.sql.text import PIECE, normal_form
 
 SAMPLE = ROOT / "tests" / "data" / "sparc"
 WIDE = Limits(max_prompt_tokens=10**5, max_response_tokens=10**5)

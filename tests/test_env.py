@@ -8,8 +8,7 @@ from conftest import GOLD, make_episode, say
 from mtsql.agent.env import UNAVAILABLE, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Stop
-from mtsql.recipes.mtsql_r1 import next_action
-from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer, next_action, tool_call, verdict
 from mtsql.sql.text import same_query
 
 BOTH = make_tools("both")

@@ -14,10 +14,9 @@ from hostile import STATEMENTS
 
 from mtsql.data.schema import Schema, SchemaTable
 from mtsql.extras.errors import ERRORS, add_errors, error_kinds
-from mtsql.sql.execute import Executor
-from mtsql.sql.hints import error_hint
+from mtsql.sql.execute import Executor, error_hint
+from mtsql.sql.grammar import SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.structure import SqlSchema
 
 SHARED = ROOT.parent / "shared"
 VERDICTS = SHARED / "conformance" / "sparc.jsonl"

@@ -17,7 +17,7 @@ from mtsql.agent.trajectory import Stop, trajectory_record
 from mtsql.config import user_errors
 from mtsql.extras.export import main
 from mtsql.extras.teacher import read_teacher
-from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.report.records import chat_record
 
 QWEN3 = ROOT.parent / "shared" / "data" / "tokenizer_qwen3"

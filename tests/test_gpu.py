@@ -22,8 +22,7 @@ from mtsql.agent.head import float32_logits
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.extras import planner
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_batch, token_logprobs
-from mtsql.learn.model import load_policy
-from mtsql.learn.optimizer import make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.model import load_policy, make_optimizer, optimizer_step, stepped_parameters
 from mtsql.task import pick_device
 from train_grpo import Args as GrpoArgs
 

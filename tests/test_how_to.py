@@ -166,7 +166,7 @@ def test_edits_choose_questions_and_set_the_optimizer(tiny, monkeypatch):
     empty = replace(EXAMPLE, gold_sql="SELECT name FROM singer WHERE age > 99")
     scorable = edited(6, "mtsql/sql/score.py", monkeypatch).scorable
     assert scorable([EXAMPLE, empty], scorer) == [EXAMPLE]
-    optimizer = edited(7, "mtsql/learn/optimizer.py", monkeypatch)
+    optimizer = edited(7, "mtsql/learn/model.py", monkeypatch)
     made = optimizer.make_optimizer(torch.nn.Linear(1, 1), 0.1).defaults
     assert (made["betas"], made["weight_decay"]) == ((0.9, 0.95), 0.01)
     assert optimizer.cosine_rate(1.0, 0.05) == pytest.approx(0.5, abs=0.01)

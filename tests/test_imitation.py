@@ -19,8 +19,8 @@ from mtsql.agent.env import Limits
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.config import Data
 from mtsql.errors import UserError
-from mtsql.learn.optimizer import set_learning_rate
-from mtsql.recipes.mtsql_r1_prompts import tool_call
+from mtsql.learn.model import set_learning_rate
+from mtsql.recipes.mtsql_r1 import tool_call
 from mtsql.task import load_split
 from mtsql.toy import imitation
 from mtsql.toy.imitation import ImitationConfig, Muon, main

@@ -12,15 +12,13 @@ from unittest.mock import MagicMock
 import pytest
 from conftest import ROOT
 
-from mtsql.data.names import RESERVED, written
 from mtsql.data.sandbox import read_only_uri
-from mtsql.data.schema import Schema, load_schemas
+from mtsql.data.schema import RESERVED, Schema, load_schemas, written
 from mtsql.errors import UserError
-from mtsql.extras.chat.introspect import read_schema, relevant_part
+from mtsql.extras.chat.conversation import read_schema, relevant_part
 from mtsql.sql.execute import Executor
-from mtsql.sql.grammar import parse_sql
+from mtsql.sql.grammar import SqlSchema, parse_sql
 from mtsql.sql.match import exact_set_match
-from mtsql.sql.structure import SqlSchema
 from mtsql.sql.text import same_query
 
 

@@ -17,7 +17,6 @@ from mtsql.errors import UserError
 from mtsql.learn import logprobs as attention
 from mtsql.learn import loss as losses
 from mtsql.learn import model as learned
-from mtsql.learn.advantages import group_advantages, informative_groups
 from mtsql.learn.batches import micro_batches, order_by_database, shared_prefix
 from mtsql.learn.logprobs import (
     TokenBatch,
@@ -28,9 +27,8 @@ from mtsql.learn.logprobs import (
     shares_prompts,
     token_logprobs,
 )
-from mtsql.learn.loss import loss_denominator, sft_loss, truncation_cap
-from mtsql.learn.model import attention_for
-from mtsql.learn.optimizer import cosine_rate, make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.loss import group_advantages, informative_groups, loss_denominator, sft_loss, truncation_cap
+from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step, stepped_parameters
 from mtsql.learn.samples import logprob_gaps
 
 DEFAULTS = {"aggregate": "trajectory", "clip_high": 0.2, "beta": 0.0}

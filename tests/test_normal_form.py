@@ -9,11 +9,11 @@ from conftest import GOLD, ROOT, environment_of, make_episode, say
 
 from mtsql.agent.tools import MEMORY_RETRIEVE
 from mtsql.data.datasets import HistoryTurn, examples, load_dataset
-from mtsql.recipes.mtsql_r1_prompts import tool_call
+from mtsql.recipes.mtsql_r1 import tool_call
 from mtsql.report.records import chat_record
 from mtsql.sql.execute import Executor
-from mtsql.sql.normal import normal_form
 from mtsql.sql.score import Scorer
+from mtsql.sql.text import normal_form
 
 SAMPLE, SHARED = ROOT / "tests" / "data" / "sparc", ROOT.parent / "shared" / "data"
 FILES = [SAMPLE / "dev.json"]

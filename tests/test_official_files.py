@@ -14,7 +14,7 @@ from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.extras.authors_rewards import whole_clause_f1
 from mtsql.extras.prediction_files import compare, main, read_pairs
-from mtsql.sql.structure import SqlSchema
+from mtsql.sql.grammar import SqlSchema
 from mtsql.sql.text import with_gold_values
 
 GOLD = """SELECT name FROM singer\tmusic

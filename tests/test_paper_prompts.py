@@ -12,13 +12,12 @@ import pytest
 from conftest import GOLD, QUESTION, ROOT
 from transformers import AutoTokenizer
 
-from mtsql.agent.memory import MemoryEntry, recall
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import make_tools
+from mtsql.agent.tools import MemoryEntry, make_tools, recall
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import load_schemas
 from mtsql.recipes import load_recipe
-from mtsql.recipes.mtsql_r1_prompts import memory_text, result_text
+from mtsql.recipes.mtsql_r1 import memory_text, result_text
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import ExecutionResult, Executor
 
@@ -223,7 +222,7 @@ def test_responses_of_the_tools(paper, cars):
     ours = even(R1.observe_memory(CARS_QUESTION, SQL, result, recall(EXAMPLE, cars, Executor())))
     assert ours == even(
         response_behind(paper, 'memory_retrieve", "arg'),
-        ("[[4,]]", "[(4,)]"),  # mtsql_r1_prompts.py says where D differs from B.0.1 or from Python
+        ("[[4,]]", "[(4,)]"),  # mtsql_r1.py says where D differs from B.0.1 or from Python
         ("None)]],'select'", "None)]},'select'"),
         ("updateaccordingly-", "updateaccordingly.-"),
         ("andyoucancall", "andthenpleasecall"),

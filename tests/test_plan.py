@@ -17,8 +17,7 @@ from mtsql.extras import planner
 from mtsql.learn import logprobs
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
-from mtsql.learn.model import load_policy
-from mtsql.learn.optimizer import make_optimizer, stepped_parameters
+from mtsql.learn.model import load_policy, make_optimizer, stepped_parameters
 from train_grpo import Args as GrpoArgs
 
 NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()

@@ -16,7 +16,7 @@ from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import Mistake
 from mtsql.extras.probe import Args, own_failures, probe
-from mtsql.recipes.mtsql_r1_prompts import verdict
+from mtsql.recipes.mtsql_r1 import verdict
 from mtsql.task import begin_task
 
 KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}

@@ -15,8 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mtsql.agent.generator import Generator, Sampling
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
-from mtsql.learn.model import load_policy
-from mtsql.learn.optimizer import (
+from mtsql.learn.model import (
+    load_policy,
     make_optimizer,
     optimizer_state,
     optimizer_step,

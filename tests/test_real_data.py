@@ -22,7 +22,7 @@ from mtsql.config import Data, read_options
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.extras import make_mix
 from mtsql.recipes import RECIPES
-from mtsql.recipes.mtsql_r1_prompts import verdict
+from mtsql.recipes.mtsql_r1 import verdict
 from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
 from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer

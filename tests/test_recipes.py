@@ -24,8 +24,8 @@ from mtsql.recipes.mtir_sql import MAX_CHARACTERS, TOOL
 from mtsql.recipes.prompt_options import PromptOptions, write_call
 from mtsql.recipes.sql_trail import bigrams, jaccard, schema_items, turns_reward
 from mtsql.sql.execute import ExecutionResult
+from mtsql.sql.grammar import SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.structure import SqlSchema
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
 

@@ -11,7 +11,6 @@ from matplotlib.image import imread
 from mtsql.agent.trajectory import Status
 from mtsql.errors import UserError
 from mtsql.extras.plot import plot_training
-from mtsql.report.answer_log import AnswerLog
 from mtsql.report.evaluation import ABILITIES
 from mtsql.report.metrics import (
     MetricsLog,
@@ -22,7 +21,7 @@ from mtsql.report.metrics import (
     paired_difference,
     summarise,
 )
-from mtsql.report.records import drop_later_records
+from mtsql.report.records import AnswerLog, drop_later_records
 from mtsql.sql.score import FURTHER_METRICS
 
 

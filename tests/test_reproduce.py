@@ -17,10 +17,9 @@ from evaluate import Args as EvaluateArgs
 from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras import curriculum
-from mtsql.extras.reproduce.numbers import estimate, signed, with_interval
-from mtsql.extras.reproduce.page import write_page
+from mtsql.extras.reproduce import minutes_of, run_part
+from mtsql.extras.reproduce.page import estimate, signed, with_interval, write_page
 from mtsql.extras.reproduce.suites import SUITES, Arm, Suite, Training, parts_of
-from mtsql.parts import minutes_of, run_part
 from mtsql.recipes import RECIPES
 from mtsql.toy.benchmark import MODELS_SEED
 from mtsql.toy.imitation import ImitationConfig
@@ -286,7 +285,7 @@ def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
         f"open(r'{tmp_path}/saved', 'w')"
     )
     program = (
-        "import signal; from pathlib import Path; from mtsql.parts import run_part\n"
+        "import signal; from pathlib import Path; from mtsql.extras.reproduce import run_part\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what starts the tests may ignore it
         f"run_part('trains', ['-c', {part!r}], Path(r'{tmp_path}/part/done'))"
     )
@@ -305,7 +304,7 @@ def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
 def test_a_runner_that_is_terminated_takes_its_part_along(tmp_path):
     part = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     program = (
-        "from pathlib import Path; from mtsql.parts import run_part\n"
+        "from pathlib import Path; from mtsql.extras.reproduce import run_part\n"
         f"run_part('trains', ['-c', {part!r}], Path(r'{tmp_path}/part/done'))"
     )
     with subprocess.Popen(

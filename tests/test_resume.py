@@ -20,7 +20,7 @@ from mtsql.config import save_config
 from mtsql.errors import UserError
 from mtsql.files import hold_folder
 from mtsql.learn.checkpoint import changed_options, new_checkpoint, newest_checkpoint
-from mtsql.report.answer_log import AnswerLog
+from mtsql.report.records import AnswerLog
 from mtsql.task import answer_options, load_split
 from train_grpo import Args as GrpoArgs
 

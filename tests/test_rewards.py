@@ -17,9 +17,8 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status
 from mtsql.extras import authors_rewards
 from mtsql.recipes import RECIPES, load_recipe, mtsql_r1_rewards
-from mtsql.recipes.mtsql_r1 import MtsqlR1
-from mtsql.recipes.mtsql_r1_prompts import final_answer as answer
-from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
+from mtsql.recipes.mtsql_r1 import MtsqlR1, tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer as answer
 from mtsql.recipes.mtsql_r1_rewards import PRESETS, RewardWeights
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_rewards, is_right

@@ -15,9 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
-from mtsql.learn import selection
-from mtsql.learn.selection import cluster, embed_with_policy, select_trajectories
-from mtsql.recipes.mtsql_r1_prompts import tool_call
+from mtsql.learn import warm_start
+from mtsql.learn.warm_start import cluster, embed_with_policy, select_trajectories
+from mtsql.recipes.mtsql_r1 import tool_call
 
 OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
 Embed = Callable[[list[Trajectory]], np.ndarray]
@@ -149,7 +149,7 @@ def played(tiny) -> list[Trajectory]:
 @pytest.mark.parametrize(("lora", "positions"), [(False, 10**6), (True, 1)])
 def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora, positions, monkeypatch):
     """Against one row at a time, whether all are embedded at once or each alone."""
-    monkeypatch.setattr(selection, "MICRO_BATCH_POSITIONS", positions)
+    monkeypatch.setattr(warm_start, "MICRO_BATCH_POSITIONS", positions)
     policy = small_model(tiny, lora)
     vectors = embed_with_policy(policy, played)
     assert policy.training and vectors.dtype == np.float32

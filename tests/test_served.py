@@ -29,9 +29,9 @@ from mtsql.extras.http_client import Server, ServerError
 from mtsql.extras.served import ServedPolicy, check_policy, find_protocol, play_served
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import load_tokenizer
-from mtsql.recipes.mtsql_r1_prompts import final_answer, verdict
-from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.recipes.mtsql_r1 import final_answer, verdict
 from mtsql.report.evaluation import answer_dialogues
+from mtsql.report.records import AnswerLog, play_unanswered
 
 GREEDY = Sampling(0.0, max_turn_tokens=120)
 CALL = {

@@ -23,10 +23,9 @@ from mtsql.recipes.mtir_sql import make_reward
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.voting import add_votes
-from mtsql.sql.clauses import clause_f1
 from mtsql.sql.execute import Executor
-from mtsql.sql.score import Scorer, scorable
-from mtsql.sql.structure import SqlParseError
+from mtsql.sql.grammar import SqlParseError
+from mtsql.sql.score import Scorer, clause_f1, scorable
 from mtsql.task import load_split, make_environment
 from mtsql.toy import benchmark as toy
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate

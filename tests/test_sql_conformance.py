@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mtsql.sql.execute import Executor, execution_match
-from mtsql.sql.grammar import parse_sql
+from mtsql.sql.grammar import SqlParseError, SqlSchema, foreign_key_map, parse_sql
 from mtsql.sql.match import exact_set_match, hardness, partial_match
-from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
 from mtsql.sql.text import official_prediction
 
 HERE = Path(__file__).parent / "data"

@@ -20,7 +20,7 @@ from hostile import make_database
 
 from mtsql.errors import UserError
 from mtsql.sql.execute import Executor, execution_match, results_equal
-from mtsql.sql.structure import SqlSchema
+from mtsql.sql.grammar import SqlSchema
 
 ENDLESS = hostile.ENDLESS.format("max(x)")
 NAMES = "SELECT name FROM singer"

@@ -7,10 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from mtsql.sql.clauses import clause_f1
-from mtsql.sql.grammar import parse_sql
+from mtsql.sql.grammar import SqlParseError, SqlSchema, foreign_key_map, parse_sql
 from mtsql.sql.match import exact_set_match, partial_match, string_match
-from mtsql.sql.structure import SqlParseError, SqlSchema, foreign_key_map
+from mtsql.sql.score import clause_f1
 from mtsql.sql.text import official_prediction
 
 TABLES = {

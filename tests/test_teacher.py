@@ -17,8 +17,7 @@ from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
 from mtsql.extras.teacher import make_matcher, message_of, read_teacher, taught
 from mtsql.learn.warm_start import Collected
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.recipes.mtsql_r1 import MtsqlR1
-from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import make_reward
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record

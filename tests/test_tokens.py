@@ -15,7 +15,7 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.errors import UserError
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record
 

@@ -14,7 +14,7 @@ from mtsql.errors import UserError
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
-from mtsql.toy.words import KEPT, themes
+from mtsql.toy.database import KEPT, themes
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ import train_sft
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
-from mtsql.recipes.mtsql_r1 import MtsqlR1, make_reward
-from mtsql.recipes.mtsql_r1_prompts import final_answer
+from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward
 from mtsql.recipes.skyrl_sql import SkyrlSql
 from mtsql.sql.score import Scorer
 from train_sft import Args as SftArgs

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from mtsql.agent.attention import Attention
-from mtsql.agent.cache import Piece
+from mtsql.agent.cache import Attention, Piece
 from mtsql.agent.head import factors_in_bfloat16, float32_logits, plain_head
 from mtsql.errors import UserError
 from mtsql.model_folder import Policy

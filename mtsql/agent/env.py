@@ -11,17 +11,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from mtsql.agent.memory import MemoryEntry
-from mtsql.agent.prefix import shared_length
-from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import Tool
+from mtsql.agent.tokens import ChatTokens, shared_length
+from mtsql.agent.tools import MemoryEntry, Tool
 from mtsql.agent.trajectory import Action, ActionType, Observation, Segment, Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.sql.execute import ExecutionResult, Executor
-from mtsql.sql.hints import error_hint
-from mtsql.sql.normal import in_normal_form
-from mtsql.sql.text import same_query
+from mtsql.sql.execute import ExecutionResult, Executor, error_hint
+from mtsql.sql.text import in_normal_form, same_query
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
 NO_TOOL = "none"  # of one that answers a message without an action
@@ -261,7 +257,7 @@ class Episode:
 class Environment:
     """What all episodes of a run share; `tools` by name.
 
-    With `error_hints` an error of SQLite names what there is instead (`mtsql.sql.hints`).
+    With `error_hints` an error of SQLite names what there is instead (`mtsql.sql.execute`).
     """
 
     schemas: dict[str, Schema]

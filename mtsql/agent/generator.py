@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from mtsql.agent.cache import CachedRow, Piece, RowCache, Tier, cache_bytes_per_token, cache_positions
 from mtsql.agent.decoder import Decoder
 from mtsql.agent.graphs import DecodeGraphs
-from mtsql.agent.prefix import families
+from mtsql.agent.tokens import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
 

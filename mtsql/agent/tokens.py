@@ -3,7 +3,7 @@
 Token in, token out: a prompt is rendered and encoded once, the ids that the model samples are kept, and
 only the new suffix (end of turn, observation, generation prompt) is encoded after them. For Qwen3's template
 with thinking on, the ids built this way equal those of a full render wherever the template keeps the thinking
-of earlier messages; where it would strip it, we keep it.
+of earlier messages; where it would strip it, we keep it. `families` finds prompts that begin alike.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mtsql.deadline import within
-from mtsql.errors import UserError, loading
+from mtsql.errors import UserError, loading, within
 
 if TYPE_CHECKING:  # importing it takes seconds, which --help can do without
     from transformers import PreTrainedTokenizerBase
+
 
 PRIVATE_USE = range(0xE000, 0xF900)
 USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-7319"
@@ -280,3 +280,30 @@ def _absent_character(text: str) -> str:
         if chr(code) not in text:
             return chr(code)
     raise ValueError("The text holds every private-use character, none is left as a marker.")
+
+
+WORTH_SHARING = 64  # tokens, below which a copy in the cache saves nothing
+
+
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def families(sequences: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
+    """Sequences that begin alike, as (number of tokens that they share, their places in `sequences`).
+
+    Each is in exactly one family, and a family of several shares at least WORTH_SHARING tokens. What its
+    members go on with may have families of its own: behind a system message, those of each database.
+    """
+    found: list[tuple[int, list[int]]] = []
+    for place in sorted(range(len(sequences)), key=lambda i: tuple(sequences[i])):
+        if found:
+            shared, places = found[-1]
+            common = shared_length(sequences[places[0]][:shared], sequences[place])
+            if common >= WORTH_SHARING:
+                found[-1] = (common, [*places, place])
+                continue
+        found.append((len(sequences[place]), [place]))
+    return found

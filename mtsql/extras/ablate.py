@@ -30,7 +30,7 @@ from queue import SimpleQueue
 
 from mtsql.config import Common, read_options, user_errors
 from mtsql.errors import UserError
-from mtsql.parts import Part, python, run_part
+from mtsql.extras.reproduce import Part, python, run_part
 
 Cells = Mapping[str, Mapping[str, str]]  # title, which is a folder too: the cell's options and their values
 

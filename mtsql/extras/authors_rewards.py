@@ -30,13 +30,12 @@ from dataclasses import dataclass
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.mtsql_r1_prompts import VERDICT, answers, enclosed
+from mtsql.recipes.mtsql_r1 import VERDICT, answers, enclosed
 from mtsql.recipes.mtsql_r1_rewards import E_VERIFY_TABLE, PROCESS, RewardWeights, r_all
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards
 from mtsql.sql.execute import ExecutionResult
-from mtsql.sql.grammar import parse_sql
+from mtsql.sql.grammar import SqlParseError, SqlSchema, parse_sql
 from mtsql.sql.score import Scorer
-from mtsql.sql.structure import SqlParseError, SqlSchema
 
 FOUR_ERRORS = ("no such table", "no such column", "ambiguous column name", "syntax error")
 

@@ -24,10 +24,9 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Status, Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.mtsql_r1_prompts import tool_call, verdict
+from mtsql.recipes.mtsql_r1 import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult
-from mtsql.sql.normal import KEYWORDS, in_normal_form, normal_form
-from mtsql.sql.text import PIECE
+from mtsql.sql.text import KEYWORDS, PIECE, in_normal_form, normal_form
 
 SHARES = {"both": 0.85, "none": 0.09, "no_execution": 0.03, "no_memory": 0.03}  # of the sets of tools
 REPAIRED = 0.35  # share of the questions with EXECUTE whose first query fails, where a mistake can be made

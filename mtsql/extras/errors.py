@@ -29,9 +29,9 @@ from typing import NamedTuple, TypeAlias
 
 from sqlglot import exp
 
-from mtsql.data.names import folded
+from mtsql.data.schema import folded
+from mtsql.sql.grammar import SqlParseError, SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.structure import SqlParseError, SqlSchema
 from mtsql.sql.tree import (
     canonical_tree,
     clause_items,

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mtsql.deadline import within
-from mtsql.errors import UserError
+from mtsql.errors import UserError, within
 
 MAX_ANSWER_BYTES = 4_000_000
 # What a reader raises that finds an answer in another form.

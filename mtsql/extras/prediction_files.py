@@ -25,9 +25,9 @@ from mtsql.errors import UserError, loading
 from mtsql.files import load_json, load_json_lines, reading_errors, write_atomically
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
+from mtsql.sql.grammar import SqlParseError
 from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_match, string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
-from mtsql.sql.structure import SqlParseError
 from mtsql.sql.text import official_prediction, with_gold_values
 
 THREADS = 2  # that score pairs

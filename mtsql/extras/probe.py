@@ -45,15 +45,15 @@ from statistics import fmean
 import torch
 from tqdm import tqdm
 
-from mtsql.agent.prefix import shared_length
+from mtsql.agent.tokens import shared_length
 from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import KINDS, Mistake, Question
 from mtsql.files import load_json_lines, write_atomically
-from mtsql.recipes.mtsql_r1_prompts import verdict
-from mtsql.sql.normal import in_normal_form, normal_form
+from mtsql.recipes.mtsql_r1 import verdict
+from mtsql.sql.text import in_normal_form, normal_form
 from mtsql.task import Task, begin_task
 
 BLIND = "error: the query fails"

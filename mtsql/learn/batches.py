@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
-from mtsql.agent.prefix import shared_length
+from mtsql.agent.tokens import shared_length
 from mtsql.agent.trajectory import Trajectory
 
 

@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from mtsql.config import Training
 from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically, recover_folder, write_atomically
-from mtsql.learn.model import restore_policy, save_policy
-from mtsql.learn.optimizer import make_optimizer, optimizer_state, restore_optimizer
+from mtsql.learn.model import make_optimizer, optimizer_state, restore_optimizer, restore_policy, save_policy
 from mtsql.learn.parallel import Processes
 from mtsql.model_folder import Policy
 

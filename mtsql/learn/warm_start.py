@@ -1,4 +1,11 @@
-"""The state of Algorithm 1 between its rounds (MTSQL-R1, section 3.2.2)."""
+"""Algorithm 1 of MTSQL-R1 (section 3.2.2): which trajectories are trained on (S2); the state between rounds.
+
+The paper's "interactions" are tool interactions (section 4.2, Finding 5: "number of tool interactions").
+It does not say what happens to a solved question if none of its trajectories is short (or long) enough. Its
+Table 7 counts 2.57 trajectories for each solved question of CoSQL and 2.89 of SParC, so that few questions
+can have none; here the trajectories nearest to the bound are taken then. The paper clusters embeddings of
+Qwen3-Embedding (section 3.2.2); the policy's own hidden states need no second model.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,18 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
 
 from mtsql.agent.env import Recipe
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
+from mtsql.learn.logprobs import row_batch
+from mtsql.model_folder import Policy
 from mtsql.recipes.rewards import Rewards, is_right
 
 
@@ -101,3 +113,102 @@ class Progress:
             "solved": set(plain["solved"]),
         }
         return cls(**plain | objects, collected=True, step=step)
+
+
+SHORT = 2  # most tool interactions of a trajectory that is kept for a simple question
+LONG = 2  # fewest of one that is kept for a hard question
+KEPT_SHORT = 2  # trajectories kept of a simple question
+CLUSTERS = 3  # of a hard question's trajectories; one of each is kept
+LLOYD_STEPS = 100  # far more than a few dozen vectors need
+MICRO_BATCH_POSITIONS = 8192  # embedded in one forward pass, padding counted
+
+Embedder: TypeAlias = Callable[[Sequence[Trajectory]], np.ndarray]  # n trajectories to (n, d) float32
+
+
+def select_trajectories(
+    valid: Sequence[Trajectory], simple: bool, embed: Embedder, rng: random.Random
+) -> list[Trajectory]:
+    """Choose a few of `valid`, the right trajectories of one question in one round (at least one).
+
+    A simple question (easy SQL, or all samples right) keeps KEPT_SHORT of its trajectories with at most
+    SHORT tool interactions, drawn at random. Any other question keeps one, drawn at random, from each of
+    CLUSTERS clusters of its trajectories with at least LONG; `embed` is not called where there is nothing to
+    choose. If no trajectory is within the bound, those nearest to it are taken. Of trajectories in which the
+    model wrote the same only one can be chosen.
+    """
+    by_text = {tuple(s.ids for s in t.segments if s.role == "model"): t for t in valid}
+    distinct = list(by_text.values())
+    counts = [t.interactions for t in distinct]
+    if simple:
+        most = max(SHORT, min(counts))
+        candidates = [t for t in distinct if t.interactions <= most]
+        return rng.sample(candidates, min(KEPT_SHORT, len(candidates)))
+    fewest = min(LONG, max(counts))
+    candidates = [t for t in distinct if t.interactions >= fewest]
+    if len(candidates) <= CLUSTERS:
+        return candidates
+    labels = cluster(embed(candidates), CLUSTERS, rng)
+    return [candidates[rng.choice(np.flatnonzero(labels == c))] for c in range(labels.max() + 1)]
+
+
+def cluster(vectors: np.ndarray, k: int, rng: random.Random) -> np.ndarray:
+    """k-means of directions: for each of `vectors` (n, d) the number of its cluster, 0 to k - 1, as (n,).
+
+    No cluster is empty, so that fewer than k distinct directions give fewer clusters. The first centres are
+    a random vector and then, one by one, the vector farthest from all centres; Lloyd's algorithm does the
+    rest. Raises ValueError for vectors that are zero or not finite, which have no direction.
+    """
+    norms = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)  # (n, 1)
+    if not (np.isfinite(norms) & (norms > 0)).all():
+        raise ValueError("an embedding is zero or not finite, so it cannot be clustered")
+    unit = vectors / norms  # (n, d)
+    centres = unit[[rng.randrange(len(unit))]]  # (clusters so far, d)
+    while len(centres) < k:
+        apart = _distances(unit, centres).min(1)  # (n,)
+        if apart.max() == 0:  # every vector is a centre
+            break
+        centres = np.concatenate([centres, unit[[apart.argmax()]]])
+    labels = _distances(unit, centres).argmin(1)
+    for _ in range(LLOYD_STEPS):
+        centres = np.stack([unit[labels == c].mean(0) for c in range(len(centres))])
+        moved = _distances(unit, centres).argmin(1)
+        # The start leaves no cluster empty; stop before a step that would.
+        if (moved == labels).all() or len(np.unique(moved)) < len(centres):
+            break
+        labels = moved
+    return labels
+
+
+def _distances(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Squared distances, (n, centres); exactly 0 between equal vectors."""
+    return ((vectors[:, None] - centres) ** 2).sum(-1)
+
+
+@torch.no_grad()
+def embed_with_policy(policy: Policy, trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """The policy's last hidden states, averaged over the tokens that it wrote, (n, d) float32.
+
+    Each trajectory needs at least one, and has its embedding whatever the others are.
+    """
+    was_training = policy.training
+    policy.eval()
+    vectors = np.empty((len(trajectories), policy.config.hidden_size), np.float32)
+    for part in micro_batches_of([len(t.ids) for t in trajectories]):
+        batch = row_batch([trajectories[i] for i in part], policy.device)
+        outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (micro-batch x positions, d)
+        written = hidden[batch.source + 1].float()  # (tokens, d); `source` is the position before
+        sums = written.new_zeros(len(part), written.shape[1])  # (micro-batch, d)
+        sums.index_add_(0, batch.trajectory_index, written)
+        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (micro-batch,)
+        vectors[part] = (sums / counts[:, None]).cpu().numpy()
+    policy.train(was_training)
+    return vectors
+
+
+def micro_batches_of(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of sequences of similar length, the same number at a time."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    size = max(1, MICRO_BATCH_POSITIONS // max(lengths))
+    for start in range(0, len(order), size):
+        yield order[start : start + size]

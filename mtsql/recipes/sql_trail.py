@@ -45,11 +45,11 @@ from sqlglot import exp
 
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
-from mtsql.data.names import folded
+from mtsql.data.schema import folded
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
 from mtsql.recipes.skyrl_sql import SkyrlSql
+from mtsql.sql.grammar import MAX_CHARACTERS, SqlParseError, SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.structure import MAX_CHARACTERS, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, is_blank
 from mtsql.sql.tree import canonical_tree
 

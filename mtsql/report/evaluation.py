@@ -15,7 +15,7 @@ from mtsql.data.datasets import Dialogue, Example, example_after, examples
 from mtsql.recipes.mtsql_r1_rewards import RewardWeights
 from mtsql.recipes.mtsql_r1_rewards import reward as process_reward
 from mtsql.recipes.rewards import Decode, RewardFunction
-from mtsql.report.answer_log import AnswerLog, play_unanswered
+from mtsql.report.records import AnswerLog, play_unanswered
 from mtsql.sql.match import string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 

@@ -1,24 +1,27 @@
-"""Trajectories as rows of JSON: for the viewer, with the question and results, and as chat messages."""
+"""Trajectories as rows of JSON: for the viewer, as chat messages, and as answers that are kept as they come.
+
+The last let an evaluation that was stopped go on.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mtsql.agent.env import Environment
+from mtsql.agent.env import Environment, Episode
 from mtsql.agent.tools import TOOL_SETS, TOOLS
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.data.datasets import Example
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import load_json_lines, write_atomically
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.recipes.rewards import Decode
-from mtsql.sql.execute import as_executed
-from mtsql.sql.normal import in_normal_form
 from mtsql.sql.score import Scorer
+from mtsql.sql.text import as_executed, in_normal_form
 
 RESULT_CHARACTERS = 300
 ROLES = ("prompt", "model", "environment")
@@ -132,3 +135,56 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
     if had.keys() != environment.tools.keys():
         given["tool_set"] = next(name for name, names in TOOL_SETS.items() if set(names) == had.keys())
     return {"example_id": trajectory.example_id, "messages": messages, **given}
+
+
+class AnswerLog:
+    """A file with one trajectory a line; `find` gives what an earlier run of the same `options` answered.
+
+    Raises UserError if the file holds answers given with other options.
+    """
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        self.path, self.lock = path, threading.Lock()
+        header = json.dumps(options, sort_keys=True)
+        with loading(f"{path} is damaged; remove it to ask anew"):
+            lines = self._whole_lines()
+            known = dict(json.loads(lines[0])) if lines else {}
+            trajectories = [Trajectory.from_plain(json.loads(line)) for line in lines[1:]]
+        if lines and lines[0] != header:
+            now = json.loads(header)
+            other = sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
+            raise UserError(
+                f"{path} holds answers of an evaluation that differs in {', '.join(other)}; "
+                "give the same options again, or another --out"
+            )
+        write_atomically(path, "".join(line + "\n" for line in lines or [header]))
+        self.answers = {(t.example_id, t.seed): t for t in trajectories}
+
+    def _whole_lines(self) -> list[str]:
+        """Without a last line that a killed process left unfinished."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return text.split("\n")[:-1]
+
+    def find(self, trajectory: Trajectory) -> Trajectory | None:
+        """The finished trajectory of the same question and seed."""
+        return self.answers.get((trajectory.example_id, trajectory.seed))
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Append a trajectory if it is finished."""
+        if trajectory.status is None:
+            return
+        with self.lock, self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(trajectory.to_plain()) + "\n")
+
+
+def play_unanswered(
+    episodes: Sequence[Episode], log: AnswerLog | None
+) -> tuple[list[Episode], list[Trajectory]]:
+    """The episodes that are still to be played, and the trajectory of each of `episodes`."""
+    if log is None:
+        return list(episodes), [episode.trajectory for episode in episodes]
+    found = [log.find(episode.trajectory) for episode in episodes]
+    waiting = [e for e, known in zip(episodes, found, strict=True) if known is None]
+    for episode in waiting:
+        episode.told = log.add
+    return waiting, [known or e.trajectory for e, known in zip(episodes, found, strict=True)]

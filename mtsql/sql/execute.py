@@ -1,7 +1,8 @@
 """Runs SQL from a model without risk, and compares results as the official evaluation does.
 
-What makes it safe is in mtsql/data/sandbox.py; here are the results that threads share, and the verdicts of
-the official evaluation (taoyds/test-suite-sql-eval, exec_eval.py), which has no safeguard.
+What makes it safe is in mtsql/data/sandbox.py; here are the results that threads share, the verdicts of the
+official evaluation (taoyds/test-suite-sql-eval, exec_eval.py), which has no safeguard, and what a database
+could have said beside "no such column": where it is, as PostgreSQL's hints do.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import re
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from sqlglot import exp
+
 from mtsql.data.sandbox import BUSY, ENDED, LOCKED, ExecutionResult, FileVersion, file_version, run_sql
-from mtsql.data.sql_worker import MAX_SQL_BYTES, NOT_OPEN, OUT_OF_MEMORY
-from mtsql.sql.text import join_operators, without_distinct
+from mtsql.data.schema import Schema, folded, written
+from mtsql.data.sql_worker import NOT_OPEN, OUT_OF_MEMORY
+from mtsql.sql.grammar import SqlParseError
+from mtsql.sql.text import as_executed
+from mtsql.sql.tree import query_tree
 
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
@@ -114,21 +120,6 @@ class Executor:
         if len(result.rows) > max_rows:  # it was run with a higher limit
             result = replace(result, rows=result.rows[:max_rows], truncated=True)
         return result
-
-
-CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one
-
-
-def as_executed(sql: str, keep_distinct: bool) -> str:
-    """`sql` as the official evaluation runs it.
-
-    Repairs split operators, and the year function even in quotes, as officially; unless `keep_distinct`,
-    drops every DISTINCT and everything after the first statement. What is too long to be run stays as it is.
-    """
-    if len(sql) > MAX_SQL_BYTES:
-        return sql
-    sql = CURRENT_YEAR.sub("2020", join_operators(sql))
-    return sql if keep_distinct else without_distinct(sql)
 
 
 def as_scored(sql: str, keep_distinct: bool) -> tuple[str, ...]:
@@ -242,3 +233,47 @@ def _columns_match(gold: list[tuple], pred: list[tuple]) -> bool:
 
     start = [0] * len(gold[0])
     return len(gold) <= MAX_PERMUTED and search(0, frozenset(range(len(pred))), start, start)
+
+
+# A name may hold a line break; a dot that stops at one would take square time, too.
+NO_TABLE = re.compile(r"no such table: (?P<name>.+)", re.DOTALL)
+AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)", re.DOTALL)
+NO_COLUMN = re.compile(
+    r'no such column: (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?', re.DOTALL
+)
+
+
+def error_hint(message: str, sql: str, schema: Schema) -> str:
+    """The names that there are instead of one that SQLite's `message` misses; "" for other errors.
+
+    Instead of a table: all tables. Instead of a column: the tables that have it, then the columns of the
+    table before its dot, or of all that the query reads. For an ambiguous column: the tables that have it.
+    """
+    if NO_TABLE.fullmatch(message):
+        return f"tables: {_listed(table.name for table in schema.tables)}"
+    found = NO_COLUMN.fullmatch(message) or AMBIGUOUS.fullmatch(message)
+    if found is None:
+        return ""
+    name = folded(found["name"])
+    having = [t.name for t in schema.tables if name in (folded(column) for column, _ in t.columns)]
+    hints = [f"{written(found['name'])} is in {_listed(having)}"] if having else []
+    if found.re is NO_COLUMN:
+        read = _tables_by_alias(sql)
+        asked = found["table"] and {read.get(folded(found["table"]), folded(found["table"]))}
+        wanted = asked or set(read.values())
+        tables = (t for t in schema.tables if folded(t.name) in wanted)
+        hints += [f"{written(t.name)} has {_listed(name for name, _ in t.columns)}" for t in tables]
+    return "; ".join(hints)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(written, names))
+
+
+def _tables_by_alias(sql: str) -> dict[str, str]:
+    """The tables that a query reads, by the names that it gives them, `folded`; none if unreadable."""
+    try:
+        tables = query_tree(sql).find_all(exp.Table)
+    except SqlParseError:
+        return {}
+    return {folded(table.alias_or_name): folded(table.name) for table in tables}

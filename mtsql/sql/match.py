@@ -10,8 +10,15 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from mtsql.sql.grammar import COMPARISONS, NO_AGGREGATE, SET_OPERATORS, parse_sql, split_conditions
-from mtsql.sql.structure import SqlParseError, SqlSchema
+from mtsql.sql.grammar import (
+    COMPARISONS,
+    NO_AGGREGATE,
+    SET_OPERATORS,
+    SqlParseError,
+    SqlSchema,
+    parse_sql,
+    split_conditions,
+)
 
 LIKE = COMPARISONS.index("like")
 COMPONENTS = (

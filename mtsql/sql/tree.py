@@ -10,8 +10,8 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.dialects.sqlite import SQLite
 
-from mtsql.data.names import folded
-from mtsql.sql.structure import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema
+from mtsql.data.schema import folded
+from mtsql.sql.grammar import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
 MAX_COPIED_NODES = 10_000

@@ -4,7 +4,7 @@
 and database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). dev and test have new
 databases of the themes of train. A part of train and dev is about invented words, new in each database
-(`mtsql.toy.words`); test_themes has themes, names, words and ways of asking that no other split has. With
+(`mtsql.toy.database`); test_themes has themes, names, words and ways of asking that no other split has. With
 --single it is the first question of each of those dialogues, in Spider's format: train_spider.json, ...
 """
 
@@ -24,10 +24,9 @@ from typing import NamedTuple, TypeAlias
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically
-from mtsql.toy.database import Database, make_database, tables_entry, write_sqlite
+from mtsql.toy.database import ASKING, Database, Inventor, make_database, tables_entry, themes, write_sqlite
 from mtsql.toy.dialogue import CannotAsk, Speaker
 from mtsql.toy.query import Query, mistakes, render
-from mtsql.toy.words import ASKING, Inventor, themes
 
 TURNS = (1, 2, 2, 3, 3, 3, 4, 4, 5)  # a dialogue's length is drawn from these
 MODELS_SEED = 1  # of the benchmark whose train the models in models/toy have learned

@@ -11,9 +11,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from mtsql.toy.database import CATEGORIES, NUMBERS, Column, Database, Table
+from mtsql.toy.database import ADJECTIVES, ASKING, CATEGORIES, NUMBERS, Column, Database, Table
 from mtsql.toy.query import AGGREGATES, COUNT, Condition, Query, listing_of
-from mtsql.toy.words import ADJECTIVES, ASKING
 
 WORDINGS: dict[str, list[str]] = ASKING["conditions"] | ASKING["questions"]
 OF_CHILDREN = ("parent_condition", "pair", "children", "childless")  # asked of tables that have a parent

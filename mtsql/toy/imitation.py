@@ -37,8 +37,7 @@ from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import STATE_FILE, find_checkpoint, new_checkpoint
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
-from mtsql.learn.model import save_policy
-from mtsql.learn.optimizer import cosine_rate, set_learning_rate
+from mtsql.learn.model import cosine_rate, save_policy, set_learning_rate
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.task import load_split, make_environment, pick_device, prompt_options
 from mtsql.toy.scripted_agent import Habits, copying_exercise, lessons, repair_exercise

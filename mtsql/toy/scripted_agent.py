@@ -21,7 +21,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import ActionType, Segment, Stop, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.recipes.mtsql_r1_prompts import final_answer, tool_call, verdict
+from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 
 
 @dataclass(frozen=True)

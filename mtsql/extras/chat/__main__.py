@@ -60,8 +60,7 @@ from mtsql.agent.rollout import rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import Dataset
 from mtsql.errors import UserError
-from mtsql.extras.chat.conversation import Conversation
-from mtsql.extras.chat.introspect import read_schema
+from mtsql.extras.chat.conversation import Conversation, read_schema
 from mtsql.extras.chat.server import serve
 from mtsql.extras.chat.terminal import converse
 from mtsql.extras.served import check_policy, play_served, served_policy

@@ -1,20 +1,147 @@
-"""One dialogue: questions to an agent over a database, with the agent's own answers as its memory."""
+"""One dialogue: questions to an agent over a database, with the agent's own answers as its memory.
+
+The schema is read from the SQLite file itself; where it is too long, the part that a question is about.
+"""
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from mtsql.agent.env import Environment, Episode
 from mtsql.agent.tools import MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory, trajectory_record
 from mtsql.data.datasets import Example, HistoryTurn
-from mtsql.data.schema import Schema
+from mtsql.data.sandbox import Reader
+from mtsql.data.schema import Schema, SchemaTable, example_row, folded
+from mtsql.data.sql_worker import quoted
 from mtsql.errors import UserError
-from mtsql.extras.chat.introspect import relevant_part
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.report.records import RESULT_CHARACTERS
 from mtsql.sql.execute import ExecutionResult
+
+KINDS = (("INT", "number"), ("REAL", "number"), ("FLOA", "number"), ("DOUB", "number"), ("NUM", "number"))
+KINDS += (("DEC", "number"), ("DATE", "time"), ("TIME", "time"), ("BOOL", "boolean"))
+INDEX_PARTS = (  # tables of FTS3 to FTS5 and of R-trees
+    "content", "data", "idx", "docsize", "config", "segments", "segdir", "stat", "node", "parent", "rowid",
+)  # fmt: skip
+SMALL = r"[^\W\d_A-Z]"  # any letter but ASCII's capitals
+NAME_WORD = re.compile(rf"[A-Z]+(?!{SMALL})|[A-Z]?{SMALL}+|\d+")
+QUESTION_WORD = re.compile(r"\w+")
+SHORT_WORDS = frozenset(
+    "a an and are as at by do for from in is it of on or that the their to was what".split()
+)
+
+
+def read_schema(path: Path) -> Schema:
+    """The tables and views of a SQLite file: columns, keys, one example row each. The file is only read.
+
+    A view of what is no longer there is left out.
+
+    `entry` stays empty. Raises UserError for what is no file, no SQLite file, locked, damaged, or has no
+    table; an encrypted one looks like no SQLite file.
+    """
+    if not path.is_file():
+        raise UserError(f"--database {path} is not a file; give a SQLite database")
+    reader, tables = Reader(path), []
+    names = _names(reader)
+    for of_views in (False, True):  # what a view does may take all the time there is
+        found = [_read_table(reader, name, plain) for name, view, plain in names if view == of_views]
+        found = [table for table in found if table.columns]
+        tables += [replace(t, example_row=example_row(reader, "*", t.name)) for t in found]
+    if not tables:
+        raise UserError(f"--database {path} has no table")
+    return Schema(path.stem, path, tuple(tables), {})
+
+
+def _names(reader: Reader) -> list[tuple[str, int, int]]:
+    """Tables and views: name, whether it is a view, or an ordinary table.
+
+    Left out are SQLite's own, and those in which an index keeps its data.
+    """
+    made = reader.rows(
+        "select name, type = 'view', sql like 'create table%' from sqlite_master "
+        "where type in ('table', 'view') and name not like 'sqlite^_%' escape '^' order by rowid"
+    )
+    virtual = [name for name, view, plain in made if not view and not plain]
+    inner = {folded(f"{name}_{part}") for name in virtual for part in INDEX_PARTS}
+    return [row for row in made if folded(row[0]) not in inner]
+
+
+def _read_table(reader: Reader, name: str, plain: int) -> SchemaTable:
+    found = reader.columns(name, bool(plain))
+    columns = {folded(column): column for column, _, _ in found}
+    foreign, keys_of = [], f"pragma foreign_key_list({quoted(name)})"
+    for _, place, other, column, key, *_ in reader.rows(keys_of, needed=False):
+        if key is None:  # without a column it is the other table's primary key
+            keys = {index: column for column, _, index in reader.columns(other, needed=False)}
+            key = keys.get(place + 1)
+        if key and folded(column) in columns:
+            foreign.append((columns[folded(column)], other, key))
+    return SchemaTable(
+        name,
+        tuple((column, _kind(declared)) for column, declared, _ in found),
+        tuple(column for column, _, place in sorted(found, key=lambda row: row[2]) if place),
+        tuple(foreign),
+        None,
+    )
+
+
+def _kind(declared: str) -> str:
+    """Spider's word for a declared type."""
+    return next((kind for start, kind in KINDS if start in declared.upper()), "text")
+
+
+def relevant_part(schema: Schema, questions: Sequence[str], fits: Callable[[Schema], bool]) -> Schema:
+    """The schema, or the most of its tables that fit; `fits` says whether a schema is short enough.
+
+    Tables come in the order of how much the words of `questions`, the last of which counts most, name them,
+    their columns and their example values; one that a foreign key joins to a named one stands before
+    others. They keep the file's order. At least one is kept.
+    """
+    if fits(schema):
+        return schema
+    relevance = {table.name: _relevance(table, questions) for table in schema.tables}
+    named = [table for table in schema.tables if relevance[table.name]]
+    joined = {folded(other) for table in named for _, other, _ in table.foreign_keys}
+    ranked = sorted(schema.tables, key=lambda t: (-relevance[t.name], folded(t.name) not in joined))
+
+    def part(count: int) -> Schema:
+        kept = set(ranked[:count])
+        return replace(schema, tables=tuple(table for table in schema.tables if table in kept))
+
+    counts = range(2, len(ranked))
+    return part(1 + bisect_left(counts, True, key=lambda count: not fits(part(count))))
+
+
+def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
+    """Words that questions share with a table: its name's count thrice, the last question's twice."""
+    own, columns = _stems(table.name), [_stems(column) for column, _ in table.columns]
+    values = _stems(" ".join(str(value) for value in table.example_row or () if isinstance(value, str)))
+    total = 0.0
+    for place, question in enumerate(questions):
+        asked = {_stem(w) for w in QUESTION_WORD.findall(question.lower())} - SHORT_WORDS
+        weight = 2.0 if place == len(questions) - 1 else 1.0
+        total += weight * 3 * len(asked & own) / max(1, len(own))
+        total += weight * sum(len(asked & words) / len(words) for words in columns if words)
+        total += weight * 0.5 * len(asked & values)
+    return total
+
+
+def _stems(name: str) -> set[str]:
+    """The words in a name such as order_items, OrderItems or "order items"."""
+    return {_stem(word.lower()) for word in NAME_WORD.findall(name)} - SHORT_WORDS
+
+
+def _stem(word: str) -> str:
+    """A word without its plural."""
+    if word.endswith("ies") and len(word) > 4:
+        return word[:-3] + "y"
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") and len(word) > 3 else word
+
 
 Play = Callable[[Sequence[Episode]], object]  # plays episodes to their ends, as `rollout` does
 ENDINGS = {

@@ -1,1 +1,75 @@
-"""`reproduce.py`: suites of trainings and evaluations, and a page of each suite's numbers."""
+"""The parts of a long run: commands that are skipped when what they make is there already."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from mtsql.files import write_atomically
+
+
+class Part(NamedTuple):
+    """One command, and the path that exists once it is done."""
+
+    title: str
+    command: list[str]
+    done: Path
+
+    def listed(self) -> str:
+        """Its command, and whether it is done."""
+        return f"{'done' if self.done.exists() else 'to do':<6} python {' '.join(self.command)}"
+
+
+def python(command: list[str]) -> list[str]:
+    """A command with its interpreter; a script of the project that is not here is the installed module."""
+    script = Path(command[0])
+    if script.suffix == ".py" and not script.exists():
+        command = ["-m", script.stem, *command[1:]]
+    return [sys.executable, *command]
+
+
+def run_part(title: str, command: list[str], done: Path) -> None:
+    """Run one Python command unless `done` exists; its minutes go to a file beside `done`.
+
+    A part that was interrupted adds the minutes of its attempts. Exits with the command's code if it fails.
+    Ctrl-C reaches the command as well, which saves what it has done before it ends; then this exits.
+    SIGTERM is passed on, so that no command is left alone.
+    """
+    print(f"\n== {title}\n   python {' '.join(command)}", flush=True)
+    if done.exists():
+        print(f"   {done} is there already")
+        return
+    before = minutes_of(done)  # a part that replaces its folder takes the file along
+    started, code, interrupted = time.perf_counter(), None, False
+    process = subprocess.Popen(python(command))
+    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    while code is None:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            interrupted = True
+    signal.signal(signal.SIGTERM, previous)
+    minutes = before + (time.perf_counter() - started) / 60
+    done.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(_minutes_file(done), f"{minutes:.2f}\n")
+    if interrupted:
+        print("interrupted; the same command again goes on from here", file=sys.stderr)
+        sys.exit(130)
+    if code or not done.exists():
+        print(f"error: this part failed (exit code {code})", file=sys.stderr)
+        sys.exit(128 - code if code < 0 else code or 1)
+    print(f"   {minutes:.1f} minutes", flush=True)
+
+
+def minutes_of(done: Path) -> float:
+    """The minutes that a part took, 0 if it has not run."""
+    path = _minutes_file(done)
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def _minutes_file(done: Path) -> Path:
+    return done.parent / f"{done.name}.minutes"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mtsql.parts import Part
+from mtsql.extras.reproduce import Part
 from mtsql.recipes import RECIPES
 
 Names = tuple[str, ...]
