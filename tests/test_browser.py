@@ -53,6 +53,10 @@ def test_the_chat(tiny, page, request):
         said.put(FIRST[0])
         expect(page.locator("details[open] dt").last).to_have_text("sees")
         expect(page.locator("#new")).to_be_disabled()
+        other = page.context.browser.new_page(**PHONE)
+        other.goto(page.url)
+        other.tap("#new")
+        expect(other.locator("p.fail")).to_have_text("the agent is still answering")
         said.put(FIRST[2].replace(COUNT, SQL))
         expect(page.locator(".turn details:not([open]) summary")).to_have_text("6 steps")
         assert [page.inner_text("#turns").count(text) for text in (SQL, HOSTILE)] == [1, 3]
@@ -95,6 +99,11 @@ def test_the_viewer(tmp_path, page):
     for field, text, left in (("low", "1", [1, 2, 3]), ("high", "2", [1, 2]), ("search", "1<B>", [1])):
         page.fill(f"#{field}", text)
         assert listed.all_text_contents() == [f"{n}{HOSTILE}" for n in left]
+    page.locator("#list li").tap()
+    page.check("#colour")
+    page.locator("[data-numbers]").first.tap()
+    numbers = page.locator(":focus").evaluate("token => getComputedStyle(token, '::after').content")
+    assert "%)" in numbers
 
 
 def test_one_step_explained(tmp_path, page):
