@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
+Result = TypeVar("Result")
+
 
 class UserError(ValueError):
     """Wrong input; the message is one sentence for the user, who gets it with exit code 2.
@@ -39,9 +41,6 @@ def printable(text: str) -> str:
     """The text with control characters made visible, so that no database or server steers the terminal."""
     keep = "\n\t"
     return "".join(c if c in keep or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-
-
-Result = TypeVar("Result")
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:

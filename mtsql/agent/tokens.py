@@ -44,6 +44,7 @@ XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+WORTH_SHARING = 64  # tokens, below which a copy in the cache saves nothing
 
 
 class ChatTokens:
@@ -280,9 +281,6 @@ def _absent_character(text: str) -> str:
         if chr(code) not in text:
             return chr(code)
     raise ValueError("The text holds every private-use character, none is left as a marker.")
-
-
-WORTH_SHARING = 64  # tokens, below which a copy in the cache saves nothing
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

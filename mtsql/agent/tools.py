@@ -21,6 +21,9 @@ from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult, Executor
 from mtsql.sql.grammar import SqlParseError, SqlSchema, parse_sql
 
+EXEC_SQL = "exec_sql"
+MEMORY_RETRIEVE = "memory_retrieve"
+
 
 @dataclass(frozen=True)
 class MemoryEntry:
@@ -52,10 +55,6 @@ def _elements(sql: str, schema: Schema) -> dict | None:
     with suppress(SqlParseError):
         return parse_sql(sql, SqlSchema.from_database(schema.path), keep_limit=True)
     return None
-
-
-EXEC_SQL = "exec_sql"
-MEMORY_RETRIEVE = "memory_retrieve"
 
 
 @dataclass(frozen=True)

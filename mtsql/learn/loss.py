@@ -19,6 +19,8 @@ from mtsql.learn.logprobs import TokenBatch
 from mtsql.model_folder import Policy
 
 NO_VARIANCE = 1e-6  # Groups whose rewards have a smaller standard deviation teach nothing.
+CLIP_LOW = 0.2  # epsilon below 1, verl's default; the paper gives none
+MAX_LOG_RATIO = 20.0  # The logarithm of a ratio is cut here, so that exp() does not overflow.
 
 
 def informative_groups(rewards: Tensor) -> Tensor:
@@ -52,10 +54,6 @@ def group_advantages(
     elif divide_by not in ("batch", "none"):
         raise ValueError(f"divide_by is group, batch or none, not {divide_by!r}")
     return advantages.float()
-
-
-CLIP_LOW = 0.2  # epsilon below 1, verl's default; the paper gives none
-MAX_LOG_RATIO = 20.0  # The logarithm of a ratio is cut here, so that exp() does not overflow.
 
 
 def sft_loss(logprobs: Tensor, denominator: int) -> Tensor:

@@ -27,6 +27,14 @@ from mtsql.learn.logprobs import row_batch
 from mtsql.model_folder import Policy
 from mtsql.recipes.rewards import Rewards, is_right
 
+SHORT = 2  # most tool interactions of a trajectory that is kept for a simple question
+LONG = 2  # fewest of one that is kept for a hard question
+KEPT_SHORT = 2  # trajectories kept of a simple question
+CLUSTERS = 3  # of a hard question's trajectories; one of each is kept
+LLOYD_STEPS = 100  # far more than a few dozen vectors need
+MICRO_BATCH_POSITIONS = 8192  # embedded in one forward pass, padding counted
+Embedder: TypeAlias = Callable[[Sequence[Trajectory]], np.ndarray]  # n trajectories to (n, d) float32
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -113,16 +121,6 @@ class Progress:
             "solved": set(plain["solved"]),
         }
         return cls(**plain | objects, collected=True, step=step)
-
-
-SHORT = 2  # most tool interactions of a trajectory that is kept for a simple question
-LONG = 2  # fewest of one that is kept for a hard question
-KEPT_SHORT = 2  # trajectories kept of a simple question
-CLUSTERS = 3  # of a hard question's trajectories; one of each is kept
-LLOYD_STEPS = 100  # far more than a few dozen vectors need
-MICRO_BATCH_POSITIONS = 8192  # embedded in one forward pass, padding counted
-
-Embedder: TypeAlias = Callable[[Sequence[Trajectory]], np.ndarray]  # n trajectories to (n, d) float32
 
 
 def select_trajectories(

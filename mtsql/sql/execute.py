@@ -34,6 +34,12 @@ MAX_GOLD_ROWS = 1_000_000
 MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
 MAX_PERMUTED = 500  # columns; those of a wider result have to be in order
 OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
+# A name may hold a line break; a dot that stops at one would take square time, too.
+NO_TABLE = re.compile(r"no such table: (?P<name>.+)", re.DOTALL)
+AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)", re.DOTALL)
+NO_COLUMN = re.compile(
+    r'no such column: (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?', re.DOTALL
+)
 
 
 class ResultCache:
@@ -233,14 +239,6 @@ def _columns_match(gold: list[tuple], pred: list[tuple]) -> bool:
 
     start = [0] * len(gold[0])
     return len(gold) <= MAX_PERMUTED and search(0, frozenset(range(len(pred))), start, start)
-
-
-# A name may hold a line break; a dot that stops at one would take square time, too.
-NO_TABLE = re.compile(r"no such table: (?P<name>.+)", re.DOTALL)
-AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)", re.DOTALL)
-NO_COLUMN = re.compile(
-    r'no such column: (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?', re.DOTALL
-)
 
 
 def error_hint(message: str, sql: str, schema: Schema) -> str:

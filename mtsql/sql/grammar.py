@@ -19,6 +19,23 @@ from mtsql.data.schema import folded
 MAX_CHARACTERS = 100_000
 TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
 MAX_KEPT = 5_000  # readings of statements
+AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
+UNIT_OPERATORS = ("none", "-", "+", "*", "/")
+COMPARISONS = ("not", "between", "=", ">", "<", ">=", "<=", "!=", "in", "like", "is", "exists")
+SET_OPERATORS = ("intersect", "union", "except")
+NO_AGGREGATE = AGGREGATES.index("none")
+NO_OPERATOR = UNIT_OPERATORS.index("none")
+ALL_COLUMNS = "__all__"
+CLAUSES = frozenset(("select", "from", "where", "group", "order", "limit", *SET_OPERATORS))
+JOIN_WORDS = frozenset(("join", "on", "as"))
+CLAUSE_ENDS = CLAUSES | {")", ";", None}  # None is the end of the text
+CONDITION_ENDS = CLAUSE_ENDS | JOIN_WORDS
+VALUE_ENDS = CLAUSES | JOIN_WORDS | {",", ")", "and", None}
+STRING = re.compile('"[^"]*"')
+MARK = "\ue000"  # stands for a string literal while words are split; a private-use character
+SEPARATE = re.compile(r"[:,](?!\d)|\.{2,}|[;@#$%&?!*()\[\]{}<>«“‘„`»”’]|--")
+MAX_DEPTH = 100  # of queries in queries
+FINAL_PERIOD = re.compile(r"(?<!\.)\.\s*$")
 
 
 class SqlParseError(ValueError):
@@ -82,27 +99,6 @@ def foreign_key_map(tables_json_entry: dict) -> dict[str, str]:
         return column_id(folded(tables[table]), folded(column))
 
     return {name(i): name(min(members)) for members in classes for i in sorted(members)}
-
-
-AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
-UNIT_OPERATORS = ("none", "-", "+", "*", "/")
-COMPARISONS = ("not", "between", "=", ">", "<", ">=", "<=", "!=", "in", "like", "is", "exists")
-SET_OPERATORS = ("intersect", "union", "except")
-NO_AGGREGATE = AGGREGATES.index("none")
-NO_OPERATOR = UNIT_OPERATORS.index("none")
-ALL_COLUMNS = "__all__"
-
-CLAUSES = frozenset(("select", "from", "where", "group", "order", "limit", *SET_OPERATORS))
-JOIN_WORDS = frozenset(("join", "on", "as"))
-CLAUSE_ENDS = CLAUSES | {")", ";", None}  # None is the end of the text
-CONDITION_ENDS = CLAUSE_ENDS | JOIN_WORDS
-VALUE_ENDS = CLAUSES | JOIN_WORDS | {",", ")", "and", None}
-
-STRING = re.compile('"[^"]*"')
-MARK = "\ue000"  # stands for a string literal while words are split; a private-use character
-SEPARATE = re.compile(r"[:,](?!\d)|\.{2,}|[;@#$%&?!*()\[\]{}<>«“‘„`»”’]|--")
-MAX_DEPTH = 100  # of queries in queries
-FINAL_PERIOD = re.compile(r"(?<!\.)\.\s*$")
 
 
 def split_words(sql: str) -> list[str]:

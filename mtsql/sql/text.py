@@ -25,6 +25,16 @@ VALUE = re.compile(
 )
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one
 MAX_ALTERNATIVES = 10_000
+KEYWORDS = RESERVED | set(
+    "asc by cross desc end full glob inner left like natural offset outer right with".split()
+)
+FUNCTIONS = frozenset("avg count max min sum".split())
+ALIAS = re.compile(r"t\d+", re.IGNORECASE)
+LAST_WORD = re.compile(r"\w+$")
+QUOTES = "'\"`["
+NO_BLANK_AFTER, NO_BLANK_BEFORE = "(.", "),.;"
+SIGNS = "<>=!|&"  # those of an operator stay together,
+ARITHMETIC = "+-/%~"  # and these as they were: a sign may belong to its number
 
 
 def join_operators(sql: str) -> str:
@@ -104,18 +114,6 @@ def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
 def official_prediction(sql: str) -> str:
     """A prediction as the official evaluation rewrites it first: "value" becomes "1" everywhere."""
     return sql.replace("value", "1")
-
-
-KEYWORDS = RESERVED | set(
-    "asc by cross desc end full glob inner left like natural offset outer right with".split()
-)
-FUNCTIONS = frozenset("avg count max min sum".split())
-ALIAS = re.compile(r"t\d+", re.IGNORECASE)
-LAST_WORD = re.compile(r"\w+$")
-QUOTES = "'\"`["
-NO_BLANK_AFTER, NO_BLANK_BEFORE = "(.", "),.;"
-SIGNS = "<>=!|&"  # those of an operator stay together,
-ARITHMETIC = "+-/%~"  # and these as they were: a sign may belong to its number
 
 
 def in_normal_form(example: Example, schema: Schema) -> Example:

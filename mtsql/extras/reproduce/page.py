@@ -27,6 +27,22 @@ from mtsql.files import load_json, load_json_lines, write_atomically
 from mtsql.report.metrics import RESAMPLES, bootstrap_means, excludes_zero, interval_of
 
 Values: TypeAlias = Sequence[tuple[str, float]]  # database and value of each question, in order
+Row = dict[str, Any]
+ByArm = dict[str, dict[int, Row]]  # arm: seed: row
+BITS = {"ex": "right", "em": "exact"}  # a character a question
+READING = (
+    "EX is execution accuracy, EM exact set match, greedy, in %; a mean is over seeds. In brackets: 95 "
+    "% intervals, for which databases are drawn anew. In the differences, on the same questions and in "
+    "points, the spread of the seeds is added to that as Student's t; with one seed they say nothing of "
+    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. {} "
+    "An arm that seed 0 has made for all stands beside every "
+    "seed. Where there is no interval, the single answers were not kept."
+)
+UNCORRECTED = "Nothing is corrected for the number of differences."
+CORRECTED = (
+    "The intervals of differences are widened for their number in a table (Bonferroni); of one seed none is "
+    "in bold."
+)
 
 
 class Estimate(NamedTuple):
@@ -84,24 +100,6 @@ def with_interval(found: Estimate, show: Callable[[float], str]) -> str:
     """The mean with its interval, if there is one: +3.4 [+1.7, +5.2]."""
     ends = f" [{', '.join(map(show, found.interval))}]" if found.interval else ""
     return show(found.mean) + ends
-
-
-Row = dict[str, Any]
-ByArm = dict[str, dict[int, Row]]  # arm: seed: row
-BITS = {"ex": "right", "em": "exact"}  # a character a question
-READING = (
-    "EX is execution accuracy, EM exact set match, greedy, in %; a mean is over seeds. In brackets: 95 "
-    "% intervals, for which databases are drawn anew. In the differences, on the same questions and in "
-    "points, the spread of the seeds is added to that as Student's t; with one seed they say nothing of "
-    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. {} "
-    "An arm that seed 0 has made for all stands beside every "
-    "seed. Where there is no interval, the single answers were not kept."
-)
-UNCORRECTED = "Nothing is corrected for the number of differences."
-CORRECTED = (
-    "The intervals of differences are widened for their number in a table (Bonferroni); of one seed none is "
-    "in bold."
-)
 
 
 def write_page(suite: Suite, made_by: str, path: Path) -> Path:
