@@ -7,7 +7,7 @@ One step: sample G trajectories for each of a batch of questions, reward each tr
 within each question's group, and take one clipped policy-gradient step on the tokens that the model wrote.
 With --curriculum, questions that the policy sometimes fails come from easy to hard (section 3.3.1). The run
 folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step), asked.json (ids of the
-questions that were learned from) and dev.csv, which is filled with --evaluate-every.
+questions that were sampled) and dev.csv, which is filled with --evaluate-every.
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
@@ -23,11 +23,11 @@ Departures from the paper:
   advantage is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs it.
 - One update a batch, so that the importance ratio is 1 and the clip does nothing (--updates-per-batch).
-- Learning rate constant after a warm-up of three steps, where the gradient's norm is cut to 1 throughout.
+- Learning rate constant after a warm-up of three steps. The gradient's norm is clipped to 1 in every step.
   AdamW's beta2 is 0.99 (BETA2) and there is no weight decay; verl, whose defaults the paper keeps, has 0.999
   and 0.01. LoRA with --lora-rank.
-- Other papers' variants (mtsql/learn/loss.py) are off unless a paper's file sets them, but for
-  truncated importance sampling where sampler and trainer differ by rounding: in half precision or on a GPU.
+- Other papers' variants (mtsql/learn/loss.py) are off unless a paper's file sets them, but for truncated
+  importance sampling where sampler and trainer round apart: in half precision, in 4 bits, on a GPU.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def main(config: Args) -> int:
         log, dev_log = (MetricsLog(out / f"{name}.csv", first) for name in ("metrics", "dev"))
         drop_later_records(out / "trajectories.jsonl", first)
     stop, started = False, time.perf_counter() - 60 * (state or {}).get("minutes", 0)
-    asked = set((state or {}).get("asked", ()))  # ids of the questions that were learned from
+    asked = set((state or {}).get("asked", ()))  # ids of the questions that were sampled
     bar = tqdm(range(first, config.steps), desc="GRPO", unit="step", disable=not processes.is_main)
     with finish_step_on_interrupt() as interrupted:
         for step in bar:
@@ -243,7 +243,7 @@ def rewards_of(groups: Sequence[Sequence[Sample]]) -> Tensor:
 def set_advantages(config: Args, groups: Sequence[Sequence[Sample]]) -> Tensor:
     """Set A_i of every sample (section 3.3.3); gives which groups teach something, (questions,) bool.
 
-    Mean and deviation are over all G, also what GRPO-Filter keeps out of the loss (`Rewards.kept`, MTIR-SQL).
+    Mean and deviation are over all G, those that GRPO-Filter keeps out of the loss included (`Rewards.kept`).
     """
     rewards = rewards_of(groups)  # (questions, G)
     informative = informative_groups(rewards)  # (questions,)

@@ -1,7 +1,7 @@
 """Every option of every script: the fields of a dataclass, from a TOML file and the command line.
 
 A TOML file has a table [common] and one for each command. What [common] sets holds for every command that
-has such an option; what neither training nor the command knows is an error. An option's type says what is
+has such an option; what neither the command nor any training knows is an error. An option's type says what is
 allowed: a Literal its values, an Annotated number its least one. The defaults are MTSQL-R1's; another paper's
 are its file, configs/<paper>.toml. Of several files the later overrides the earlier.
 """

@@ -52,8 +52,8 @@ CHUNK = 16  # So many times --rows trajectories are sampled at a time, then hand
 # What answers do not depend on, so that an evaluation may go on with another value.
 FREE_TO_CHANGE = ("out", "rows", "concurrency")
 
-# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "").
-Play: TypeAlias = Callable[..., object]
+# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "") to their trajectories.
+Play: TypeAlias = Callable[..., list[Trajectory]]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The environment: the tools, the limits, and every way for an episode to end.
+"""The environment: episodes, limits, every way to end; and `Recipe`, what a paper decides. Tools: tools.py.
 
 An `Episode` is one question being answered. It is token in, token out: it takes the ids that the model
 sampled and gives the ids to append; nothing that was sampled is ever encoded again.

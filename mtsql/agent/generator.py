@@ -330,7 +330,7 @@ class Generator:
         scores = logits if self.temperature in (0, 1) else logits / self.temperature  # (rows, vocabulary)
         probabilities = scores.softmax(-1)  # (rows, vocabulary)
         if self.temperature > 0:
-            # Drawn when nothing large is left to allocate: a step that ran out of memory has drawn nothing.
+            # Drawn once the softmax is there: a step that runs out of memory before has drawn nothing.
             uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)  # (rows, 1)
             nucleus = probabilities if self.top_p >= 1 else _nucleus(probabilities, self.top_p)
             chosen = _inverse_cdf(nucleus, uniforms.to(logits.device))  # (rows, 1)

@@ -18,7 +18,7 @@ from mtsql.agent.trajectory import Trajectory
 
 ENVIRONMENT_THREADS = 8
 REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free.
-ANSWER_SHARE = 0.0625  # Observations are appended when this share of the rows in play waits for one.
+ANSWER_SHARE = 0.0625  # Observations are appended when this share of the cache's rows waits for one.
 
 
 def rollout(
@@ -33,11 +33,11 @@ def rollout(
     """Play all episodes to their ends, at most `max_rows` at once; returns trajectories in the same order.
 
     They share a cache of most of the memory that is free; rows for which it has no room wait.
-    With `in_order` (the default but on a GPU, which rounds as it likes anyway) it depends on the tokens
-    alone and never on the clock when something is appended or started, so that a run repeats bit for
-    bit. Otherwise what the environment answered is appended when it is there, so that no row waits for
-    another's slow query. No message goes beyond the positions that the model was made for.
-    With a `title` a progress bar is shown. Raises UserError if the memory does not hold one row.
+    With `in_order` (the default on a CPU) only the tokens decide when an observation is appended and an
+    episode started, never the clock, so that a run repeats bit for bit. Without it an observation is appended
+    once it is there, so that no row waits for another's slow query. No message goes beyond the positions
+    that the model was made for. With a `title` a progress bar is shown. Raises UserError if the
+    memory does not hold one row.
     """
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}

@@ -6,20 +6,19 @@ A further tool is one more `Tool` in TOOLS.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtsql.agent.trajectory import ActionType
-from mtsql.sql.text import as_executed
-
-if TYPE_CHECKING:
-    from mtsql.agent.env import Episode
-from contextlib import suppress
-
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.sql.execute import ExecutionResult, Executor
 from mtsql.sql.grammar import SqlParseError, SqlSchema, parse_sql
+from mtsql.sql.text import as_executed
+
+if TYPE_CHECKING:
+    from mtsql.agent.env import Episode
 
 EXEC_SQL = "exec_sql"
 MEMORY_RETRIEVE = "memory_retrieve"
@@ -39,7 +38,7 @@ class MemoryEntry:
 
 
 def recall(example: Example, schema: Schema, executor: Executor) -> tuple[MemoryEntry, ...]:
-    """The memory that `memory_retrieve` reads, in the order of the turns; EX's repairs are made in it too."""
+    """The memory that `memory_retrieve` reads, by turns; its SQL runs with the repairs of EX."""
     entries = []
     for turn in example.history:
         if turn.sql is None:

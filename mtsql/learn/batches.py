@@ -1,7 +1,8 @@
 """Micro-batches: how the trajectories of an optimizer step are cut so that each piece fits into memory.
 
 Gradients do not depend on the cut, because losses are divided by a denominator of the whole step. On a
-CPU small pieces are also faster: their activations stay in the processor's cache.
+CPU small pieces are also faster: their activations stay in the processor's cache. And the order in which
+fine-tuning takes its trajectories.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def grpo_loss(
     reference_logprobs: Tensor | None = None,
     tis_cap: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate of MTSQL-R1, section 3.3.3, negated, and its statistics:
+    """The clipped surrogate of MTSQL-R1, section 3.3.3, negated:
 
     L = - sum_i 1/N sum_{t in M_i} 1/|M_i| [ min(rho_t A_i, clip(rho_t, 1 - low, 1 + high) A_i) - beta k3_t ]
 
@@ -97,8 +97,8 @@ def grpo_loss(
     `beta` is the weight of `kl_estimate` against `reference_logprobs`; `tis_cap`, 0 for none, cuts
     `importance_weights`.
 
-    Statistics: "weight", the sum of the tokens' weights, by which the weighted sums of clip_fraction, and of
-    kl and tis_weight where they apply, are to be divided. Raises ValueError for a `beta` without
+    The second result is statistics: "weight", the sum of the tokens' weights, and weighted sums to divide by
+    it: clip_fraction, and kl and tis_weight where they apply. Raises ValueError for a `beta` without
     `reference_logprobs`.
     """
     if options.beta and reference_logprobs is None:

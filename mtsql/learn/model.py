@@ -1,4 +1,4 @@
-"""Policies and tokenizers, loaded from a folder or a hub, trained whole or through LoRA; the optimizer."""
+"""Policies, loaded from a folder or a hub, trained whole or through LoRA; the reference; the optimizer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from mtsql.sql.score import Scorer
 
 @dataclass
 class Sample:
-    """One of the G trajectories of a question `example`, with its rewards; it holds its advantage itself."""
+    """One of the G trajectories of a question, with its rewards; the advantage is the trajectory's."""
 
     trajectory: Trajectory
     example: Example

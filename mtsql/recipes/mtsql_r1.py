@@ -81,6 +81,77 @@ def next_action(
     raise ValueError("FINALIZE ends the episode: no action follows it")
 
 
+def enclosed(text: str, opening: str, closing: str) -> list[tuple[str, int]]:
+    """What stands between a match of `opening` and the next `closing`, and where that ends.
+
+    It is what re.finditer finds of "opening(.*?)closing", which takes square time where an end is missing.
+    """
+    found, at, opens = [], 0, re.compile(opening)
+    while (start := opens.search(text, at)) and (end := text.find(closing, start.end())) >= 0:
+        at = end + len(closing)
+        found.append((text[start.end() : end], at))
+    return found
+
+
+def answers(text: str) -> list[str]:
+    """The SQL of all answers in a text."""
+    return [sql for sql, _ in enclosed(text, "<answer_sql>", "</answer_sql>")]
+
+
+def tool_call(tool: str, sql: str) -> str:
+    """A call of one of the two tools."""
+    return write_call(tool, "code", sql)
+
+
+def verdict(tool: str, passed: bool) -> str:
+    """The verdict on what `tool` returned."""
+    tag = "exec_verify" if tool == EXEC_SQL else "memory_verify"
+    return f"<{tag}>{'pass' if passed else 'no_pass'}</{tag}>"
+
+
+def final_answer(sql: str) -> str:
+    """The answer that ends an episode."""
+    return f"<answer_sql>{sql}</answer_sql>"
+
+
+def memory_text(
+    question: str, sql: str, result: ExecutionResult | None, memory: Sequence[MemoryEntry], limit: int
+) -> str:
+    """What `memory_retrieve` returns: every earlier turn, and the checklist."""
+    turns = [
+        {
+            "question": entry.question,
+            "sql": entry.sql,
+            "elements": entry.elements and _flat_elements(entry.elements),
+            "result": entry.result and _rows_text(entry.result)[: limit // 4],
+        }
+        for entry in memory
+    ]
+    shown = None if result is None else result_text(result, limit)
+    return render(
+        "mtsql_r1_memory_retrieve", question=question, sql=sql, result=shown, turns=turns, limit=limit // 4
+    )
+
+
+def result_text(result: ExecutionResult, limit: int) -> str:
+    """Rows as the paper shows them, or the error, within `limit` characters."""
+    introduced = "The sql results example is: " * result.ok
+    return f"{introduced}{_rows_text(result)}"[:limit]
+
+
+def _rows_text(result: ExecutionResult) -> str:
+    return str([tuple(row) for row in result.rows]) if result.ok else f"Error: {result.message}"
+
+
+def _flat_elements(elements: dict) -> dict:
+    """FROM first and SELECT as a list of its columns, without aggregates: so the paper prints them."""
+    _, selected = elements["select"]
+    units = [unit for _, (_, left, right) in selected for unit in (left, right) if unit is not None]
+    return {"from": elements["from"], "select": [column for _, column, _ in units]} | {
+        name: value for name, value in elements.items() if name not in ("from", "select")
+    }
+
+
 @dataclass(frozen=True)
 class MtsqlR1(Recipe):
     """MTSQL-R1's prompts, tags and observations; with `options.compact` in short."""
@@ -152,74 +223,3 @@ class MtsqlR1(Recipe):
 
 
 make_recipe = MtsqlR1
-
-
-def enclosed(text: str, opening: str, closing: str) -> list[tuple[str, int]]:
-    """What stands between a match of `opening` and the next `closing`, and where that ends.
-
-    It is what re.finditer finds of "opening(.*?)closing", which takes square time where an end is missing.
-    """
-    found, at, opens = [], 0, re.compile(opening)
-    while (start := opens.search(text, at)) and (end := text.find(closing, start.end())) >= 0:
-        at = end + len(closing)
-        found.append((text[start.end() : end], at))
-    return found
-
-
-def answers(text: str) -> list[str]:
-    """The SQL of all answers in a text."""
-    return [sql for sql, _ in enclosed(text, "<answer_sql>", "</answer_sql>")]
-
-
-def tool_call(tool: str, sql: str) -> str:
-    """A call of one of the two tools."""
-    return write_call(tool, "code", sql)
-
-
-def verdict(tool: str, passed: bool) -> str:
-    """The verdict on what `tool` returned."""
-    tag = "exec_verify" if tool == EXEC_SQL else "memory_verify"
-    return f"<{tag}>{'pass' if passed else 'no_pass'}</{tag}>"
-
-
-def final_answer(sql: str) -> str:
-    """The answer that ends an episode."""
-    return f"<answer_sql>{sql}</answer_sql>"
-
-
-def memory_text(
-    question: str, sql: str, result: ExecutionResult | None, memory: Sequence[MemoryEntry], limit: int
-) -> str:
-    """What `memory_retrieve` returns: every earlier turn, and the checklist."""
-    turns = [
-        {
-            "question": entry.question,
-            "sql": entry.sql,
-            "elements": entry.elements and _flat_elements(entry.elements),
-            "result": entry.result and _rows_text(entry.result)[: limit // 4],
-        }
-        for entry in memory
-    ]
-    shown = None if result is None else result_text(result, limit)
-    return render(
-        "mtsql_r1_memory_retrieve", question=question, sql=sql, result=shown, turns=turns, limit=limit // 4
-    )
-
-
-def result_text(result: ExecutionResult, limit: int) -> str:
-    """Rows as the paper shows them, or the error, within `limit` characters."""
-    introduced = "The sql results example is: " * result.ok
-    return f"{introduced}{_rows_text(result)}"[:limit]
-
-
-def _rows_text(result: ExecutionResult) -> str:
-    return str([tuple(row) for row in result.rows]) if result.ok else f"Error: {result.message}"
-
-
-def _flat_elements(elements: dict) -> dict:
-    """FROM first and SELECT as a list of its columns, without aggregates: so the paper prints them."""
-    _, selected = elements["select"]
-    units = [unit for _, (_, left, right) in selected for unit in (left, right) if unit is not None]
-    return {"from": elements["from"], "select": [column for _, column, _ in units]} | {
-        name: value for name, value in elements.items() if name not in ("from", "select")
-    }

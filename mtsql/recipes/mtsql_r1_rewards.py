@@ -36,7 +36,7 @@ from mtsql.sql.match import string_match
 from mtsql.sql.score import Scorer
 from mtsql.sql.text import query_words
 
-# The E-verify table: (execution outcome, verdict is pass) -> reward. `process_rewards` gives none for no verdict.
+# The E-verify table: (execution outcome, verdict is pass) -> reward. No verdict gives 0.
 E_VERIFY_TABLE = {
     ("ok", False): 0.0,
     ("ok", True): 1.0,

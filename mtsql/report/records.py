@@ -72,7 +72,7 @@ def drop_later_records(path: Path, step: int) -> None:
 def read_records(path: Path) -> Iterator[dict]:
     """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory.
 
-    Checked is what `render` needs.
+    Checked is what `mtsql.extras.viewer` shows.
     """
     if not path.exists() or path.is_dir():
         raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
@@ -83,7 +83,7 @@ def read_records(path: Path) -> Iterator[dict]:
 
 
 def _is_trajectory(record: object) -> bool:
-    """Whether it has what `render` shows."""
+    """Whether it has what the viewer shows."""
     if not isinstance(record, dict) or not {"example_id", "status"} <= record.keys():
         return False
     segments = record.get("segments")

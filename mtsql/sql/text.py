@@ -60,7 +60,7 @@ def same_query(a: str, b: str) -> bool:
 def query_words(sql: str) -> tuple[str, ...]:
     """The words and signs of a query, those in quotes whole: equal for what is the same query."""
     words = [
-        piece if piece[0] in "'\"`[" else folded(piece) for piece in PIECE.findall(sql) if not is_blank(piece)
+        piece if piece[0] in QUOTES else folded(piece) for piece in PIECE.findall(sql) if not is_blank(piece)
     ]
     while words and words[-1] == ";":
         words.pop()

@@ -168,7 +168,7 @@ class Inventor:
 RENAMED = (
     0.1  # share of columns whose name is drawn from all that they can have, most not the question's word
 )
-NUMBERS = ("amount", "year")  # forms of columns, see `mtsql.toy.database`
+NUMBERS = ("amount", "year")  # forms of columns, see `Column`
 CATEGORIES = {  # forms whose values repeat, so that questions can ask for one: how they are stored, at random
     "proper": ("title", "title", "lower", "lower"),
     "common": (*("title", "lower") * 4, "code"),
