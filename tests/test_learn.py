@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,14 +69,15 @@ def make_trajectory(draw: np.random.Generator, prompt: list[int], spans: list[in
 
 
 def make_groups() -> list[list[Trajectory]]:
-    """Unequal prompts and responses; one of a single sampled token, one of none. The prompts of the last
-    group only begin alike."""
+    """Unequal prompts and responses, but for two; one of a single sampled token, one of none. The prompts of
+    the last group only begin alike."""
     draw = np.random.default_rng(0)
     spans = [[[5], [3, 4, 6], [1]], [[7, 2], [], [2, 3, 1, 2]], [[4, 1, 1]]]
     groups = []
     for length, group in zip([9, 4, 13], spans, strict=True):
         prompt = draw.integers(1, VOCABULARY, length).tolist()
         groups.append([make_trajectory(draw, prompt, s) for s in group])
+    groups[0].append(replace(groups[0][1], advantage=-1.0))
     prompts = [[4, 9, 2, 7, 7], [4, 9, 2], [4, 9, 2, 1, 5, 8]]
     return [*groups, [make_trajectory(draw, prompt, [3, 2, 4]) for prompt in prompts]]
 
@@ -226,17 +228,25 @@ def test_positions_and_shift_by_hand():
     group = [
         Trajectory("1/0", 0, [prompt, Segment.sampled([4, 5], [-1, -2])]),
         Trajectory("1/0", 1, [prompt, Segment.sampled([6], [-3]), given, Segment.sampled([9], [-4]), told]),
+        Trajectory("1/0", 2, [prompt, Segment.sampled([4, 9], [-5, -6])]),
     ]
-    group[0].advantage, group[1].advantage = 0.5, -0.5
+    for trajectory, advantage in zip(group, (0.5, -0.5, 1), strict=True):
+        trajectory.advantage = advantage
     batch, rows = shared_prompt_batch([group]), row_batch(group)
     assert batch.ids.tolist() == [[1, 2, 3, 4, 6, 7, 8]]  # what predicts nothing is left out
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 5]]
-    assert batch.source.tolist() == [2, 3, 2, 6]  # the prompt's last position predicts 4 and 6
+    # The prompt's last position predicts 4, 6 and 4; the one place of 4, behind it, 5 and 9.
+    assert batch.source.tolist() == [2, 3, 2, 6, 2, 3]
     for of in (batch, rows, packed_batch(group)):
-        assert (of.targets.tolist(), of.trajectory_index.tolist()) == ([4, 5, 6, 9], [0, 0, 1, 1])
-        assert (of.sampling_logprobs.tolist(), of.advantages.tolist()) == ([-1, -2, -3, -4], [0.5, -0.5])
-    assert rows.ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 6, 7, 8, 9, 10]]
-    assert rows.source.tolist() == [2, 3, 10, 13]
+        assert (of.targets.tolist(), of.trajectory_index.tolist()) == ([4, 5, 6, 9, 4, 9], [0, 0, 1, 1, 2, 2])
+        assert of.sampling_logprobs.tolist() == [-1, -2, -3, -4, -5, -6]
+        assert of.advantages.tolist() == [0.5, -0.5, 1]
+    assert rows.ids.tolist() == [
+        [1, 2, 3, 4, 5, 0, 0, 0],
+        [1, 2, 3, 6, 7, 8, 9, 10],
+        [1, 2, 3, 4, 9, 0, 0, 0],
+    ]
+    assert rows.source.tolist() == [2, 3, 10, 13, 18, 19]
 
 
 def test_the_heads_gradient_adds_up_in_float32():
@@ -303,6 +313,14 @@ def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
             own = [len(t.ids) - p for group, p in zip(batch, prefixes, strict=True) for t in group]
             assert len(own) == 1 or sum(prefixes) + sum(own) <= max_positions
     assert len(micro_batches(groups, 100_000)) == 1
+
+
+def test_equal_trajectories_take_the_positions_of_one():
+    draw = np.random.default_rng(0)
+    group = [make_trajectory(draw, list(range(1, 11)), [20]) for _ in range(2)] * 4
+    assert len(micro_batches([group], 49)) == 2
+    (batch,) = micro_batches([group], 50)
+    assert shared_prompt_batch(batch).ids.shape == (1, 10 + 2 * 19)
 
 
 def test_steps_by_database_hold_every_trajectory_once():

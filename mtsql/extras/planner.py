@@ -203,8 +203,9 @@ def largest_micro_batch(config: Training, limit: int) -> list[list[Trajectory]]:
     response = longest_trajectory(config) - prompt
     sizes = [samples] * (limit // (prompt + samples * response)) or [max(1, (limit - prompt) // response)]
     length = max(response, (limit - len(sizes) * prompt) // sum(sizes))
-    pieces = [Segment.given("prompt", [0] * prompt), Segment.sampled([0] * length, [0.0] * length)]
-    return [[Trajectory("", 0, pieces) for _ in range(size)] for size in sizes]
+    first = Segment.given("prompt", [0] * prompt)
+    others = [Segment.sampled([i] * length, [0.0] * length) for i in range(max(sizes))]  # no two are equal
+    return [[Trajectory("", 0, [first, others[i]]) for i in range(size)] for size in sizes]
 
 
 def step_bytes(model: nn.Module, config: Training, positions: int) -> int:

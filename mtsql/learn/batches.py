@@ -90,9 +90,9 @@ def micro_batches(
 ) -> list[list[Sequence[Trajectory]]]:
     """Groups of similar length together, at most `max_positions` positions in each micro-batch.
 
-    Where prompts are `shared`, the prefix that a group shares counts once, and a group that does not fit is
-    cut into as few groups as do; else each trajectory is a group. One that is longer than `max_positions`
-    stands alone.
+    Where prompts are `shared`, the prefix that a group shares counts once, and so do equal trajectories; a
+    group that does not fit is cut into as few groups as do. Else each trajectory is a group. One that is
+    longer than `max_positions` stands alone.
     """
     pieces: list[tuple[int, list[Trajectory]]] = []  # positions, trajectories
     if not shared:
@@ -100,8 +100,8 @@ def micro_batches(
     for group in groups:
         prefix, held = shared_prefix(group), []
         used = prefix
-        for trajectory in sorted(group, key=lambda t: len(t.ids)):
-            own = len(trajectory.ids) - prefix
+        for trajectory in sorted(group, key=lambda t: (len(t.ids), t.ids)):
+            own = 0 if held and trajectory.ids == held[-1].ids else len(trajectory.ids) - prefix
             if held and used + own > max_positions:
                 pieces.append((used, held))
                 used, held = prefix, []

@@ -3,8 +3,8 @@
 A `TokenBatch` says which hidden state predicts which trained token, so that the output head runs
 on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists.
 `shared_prompt_batch` puts sequences behind each other without padding, with one copy of the prompt for
-all trajectories of a question; `packed_batch` does so with a prompt each, for flash-attn; `row_batch`, one
-padded row a trajectory, is the obvious reference.
+all trajectories of a question, and one of equal responses; `packed_batch` does so with a prompt each, for
+flash-attn; `row_batch`, one padded row a trajectory, is the obvious reference.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def shared_prompt_batch(
     "Prompt" here means the tokens with which all prompts of a group begin, "response" all that follows
     them. Each response sees its group's prompt and itself, its positions go on from the prompt, and its
     first token is predicted by the prompt's last. A response's last trained token, and what follows it, is
-    left out of the input, since it predicts nothing. In a group of one, all before its last trained token is
-    the prompt. Raises ValueError if the prompts of a group share no first token, if a prompt token has loss
+    left out of the input, since it predicts nothing. Responses that are equal so far, as samples of a sure
+    policy often are, have one place for all. In a group of one, all before its last trained token is the
+    prompt. Raises ValueError if the prompts of a group share no first token, if a prompt token has loss
     mask 1, or if no token has.
 
     Of the prompt p q with the responses a b and c d, where c alone has loss mask 0, the row is p q a c, the
@@ -148,16 +149,19 @@ def shared_prompt_batch(
         prompts.append((start, shared))
         ids += group[0].ids[:shared]
         position_ids += range(shared)
+        places: dict[tuple[int, ...], int] = {}  # of the group's responses
         for trajectory, own in zip(group, trained, strict=True):
             if len(own) == 0:
                 continue
             end = int(own[-1])  # the token there predicts nothing
-            source = torch.where(own > shared, len(ids) - shared + own - 1, start + own - 1)  # (tokens,)
-            sources.append(source)
-            if end > shared:
+            response = tuple(trajectory.ids[shared:end])
+            if response and response not in places:
                 responses.append((prompts[-1], (len(ids), end - shared)))
-                ids += trajectory.ids[shared:end]
+                places[response] = len(ids)
+                ids += response
                 position_ids += range(shared, end)
+            place = places.get(response, 0)
+            sources.append(torch.where(own > shared, place - shared + own - 1, start + own - 1))  # (tokens,)
     flat = [t for group in groups for t in group]
     source = torch.cat(sources) if sources else torch.zeros(0)  # (tokens,)
     batch = _token_batch(flat, torch.tensor([ids]), source, device)
