@@ -279,14 +279,16 @@ class Attention:
         self.piece, self.shape = piece, (*positions.shape, kv_heads, heads // kv_heads)
         self.places = piece.places(positions, kv_heads)
         hidden = torch.arange(piece.reach, device=positions.device) > positions[..., None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, -torch.inf
+        )
         # A CPU's kernel of SDPA is made for many queries: two products read the cache faster.
         self.as_products = positions.shape[1] == 1 and positions.device.type == "cpu"
         if self.as_products:
-            self.mask = mask.repeat_interleave(kv_heads, 0)  # (rows x kv_heads, 1, reach)
+            self.attention_mask = attention_mask.repeat_interleave(kv_heads, 0)  # (rows x kv_heads, 1, reach)
         else:
-            shared = mask[:, None].expand(-1, heads // kv_heads, -1, -1)
-            self.mask = shared.flatten(1, 2)[:, None]  # (rows, 1, shared x tokens, reach)
+            shared = attention_mask[:, None].expand(-1, heads // kv_heads, -1, -1)
+            self.attention_mask = shared.flatten(1, 2)[:, None]  # (rows, 1, shared x tokens, reach)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put the tokens' keys and values of a layer, (rows x tokens, kv_heads, head_dim), into the cache."""
@@ -302,7 +304,7 @@ class Attention:
         if self.as_products:
             seen = self._products(queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1))
         else:
-            seen = F.scaled_dot_product_attention(queries, keys, values, self.mask)
+            seen = F.scaled_dot_product_attention(queries, keys, values, self.attention_mask)
         seen = seen.view(rows, kv_heads, shared, tokens, -1).permute(0, 3, 1, 2, 4)
         return seen.reshape(rows * tokens, -1)
 
@@ -310,8 +312,8 @@ class Attention:
         """Queries (rows x kv_heads, shared, head_dim) against (rows x kv_heads, reach, head_dim)."""
         scale = queries.shape[-1] ** -0.5
         if queries.dtype == torch.float32 and queries.shape[-1] > 64:  # measured: faster this way round
-            mask = self.mask.transpose(1, 2)
-            scores = torch.baddbmm(mask, keys, queries.transpose(1, 2), alpha=scale).transpose(1, 2)
+            attention_mask = self.attention_mask.transpose(1, 2)
+            scores = torch.baddbmm(attention_mask, keys, queries.transpose(1, 2), alpha=scale).transpose(1, 2)
         else:
-            scores = torch.baddbmm(self.mask, queries, keys.transpose(1, 2), alpha=scale)
+            scores = torch.baddbmm(self.attention_mask, queries, keys.transpose(1, 2), alpha=scale)
         return torch.bmm(scores.softmax(-1, dtype=torch.float32).to(values.dtype), values)
