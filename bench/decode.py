@@ -25,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.cache import cache_bytes_per_token
-from mtsql.agent.generator import Generator, Sampling
+from mtsql.agent.generator import Generator, Row, Sampling
 from mtsql.files import write_atomically
 from mtsql.task import pick_device
 
@@ -61,18 +61,18 @@ def main() -> None:
     )
     figures: dict[str, float] = {"memory_bandwidth_gb_per_second": bandwidth(device) / 1e9}
 
-    def measure(name: str, prompts: list[list[int]], static_shapes: bool) -> None:
-        found = decode_speed(model, prompts, options.steps, static_shapes)
+    def measure(name: str, prompts: list[list[int]], graphs: bool = True) -> None:
+        found = decode_speed(model, prompts, options.steps, graphs)
         figures.update({f"{name}_{what}": value for what, value in found.items()})
 
-    shapes = "graphs" if cuda else "static_shapes"
-    for name, static in ((shapes, True), ("eager", False)):
-        measure(name, equal, static)
-        measure(f"{name}_mixed", mixed, static)
+    measure("equal", equal)
+    measure("mixed", mixed)
+    if cuda:
+        measure("equal_without_graphs", equal, graphs=False)
     figures["hf_generate_tokens_per_second"] = generate_speed(model, equal, options.steps)
     lora = LoraConfig(r=16, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora).eval()
-    measure(f"{shapes}_mixed_lora", mixed, static_shapes=True)
+    measure("mixed_lora", mixed)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {dtype}, {vars(options)}")
     for name, value in figures.items():
         print(f"{name:40}{value:>14,.2f}")
@@ -99,22 +99,26 @@ def bandwidth(device: torch.device) -> float:
 
 
 def decode_speed(
-    model: PreTrainedModel, prompts: list[list[int]], steps: int, static_shapes: bool
+    model: PreTrainedModel, prompts: list[list[int]], steps: int, graphs: bool
 ) -> dict[str, float]:
     """Time decode steps, but not those that warm up, capture a graph, or let rows in. `rows_at_once` had room
     in the cache; `share_of_floor` is of the tokens a second if a step read weights and its rows' cache once.
     """
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-    with Generator(model, (), Sampling(), static_shapes=static_shapes) as generator:
+    with Generator(model, (), Sampling()) as generator:
+        generator.graphs = generator.graphs if graphs else None
         rows = generator.start(prompts, range(len(prompts)), [steps + 3] * len(prompts))
         seconds = sampled = read = 0
+
+        def state() -> tuple[int, list[Row]]:
+            return len(generator.graphs.captured) if generator.graphs else 0, generator.in_cache
+
         for step in range(steps + 3):
-            before = generator.graphs and generator.graphs.captures, generator.in_cache
+            before = state()
             count, start = sum(len(row.ids) for row in rows), now(model.device)
             generator.step()
             took = now(model.device) - start
-            steady = before == (generator.graphs and generator.graphs.captures, generator.in_cache)
-            if step >= 3 and steady:
+            if step >= 3 and state() == before:
                 seconds += took
                 sampled += sum(len(row.ids) for row in rows) - count
                 cached = sum(row.length for row in generator.in_cache)

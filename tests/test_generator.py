@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,9 +23,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mtsql.agent import cache, graphs
+from mtsql.agent import cache, graphs, pages
+from mtsql.agent import rollout as rollout_module
 from mtsql.agent.cache import RowCache, cache_bytes_per_token
-from mtsql.agent.generator import STATIC_WIDTH, Generator, Row, _inverse_cdf, _nucleus
+from mtsql.agent.generator import Generator, Row, _inverse_cdf, _nucleus, new_cache
+from mtsql.agent.pages import Pages
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.errors import UserError
@@ -294,10 +296,10 @@ def test_other_architectures_are_refused():
 
 
 def greedy(
-    model: PreTrainedModel, static_shapes: bool, graphs: graphs.DecodeGraphs | None = None
+    model: PreTrainedModel, own: Pages | None = None, graphs: graphs.DecodeGraphs | None = None
 ) -> list[list[int]]:
     """First and second messages of seven rows."""
-    with Generator(model, (END,), Sampling(0), static_shapes=static_shapes) as generator:
+    with Generator(model, (END,), Sampling(0), cache=own) as generator:
         generator.graphs = graphs
         rows = generator.start(prompts(7), range(7), [9] * 7)
         first = finish(generator, rows)
@@ -307,28 +309,45 @@ def greedy(
         return first + finish(generator, rest)
 
 
-def test_static_shapes_change_nothing(any_model):
-    assert greedy(any_model, static_shapes=True) == greedy(any_model, static_shapes=False)
+def test_pages_change_nothing(any_model, monkeypatch):
+    monkeypatch.setattr(pages, "PAGE", 16)
+    assert greedy(any_model, Pages(None, 1000)) == greedy(any_model)
 
 
-def test_the_decode_step_has_few_static_shapes(model, monkeypatch):
+def test_samples_of_a_prompt_have_its_full_pages_in_common(model, monkeypatch):
+    own = Pages(None, 20 * 64)
+    with Generator(model, (), Sampling(0), cache=own) as generator:
+        rows = generator.start([[5] * 150] * 4 + [[6] * 10], range(5), [90] * 5)
+        first, *others = rows[:4]
+        assert len(first.pages) == 3 and all(row.pages[:2] == first.pages[:2] for row in others)
+        assert len({row.pages[2] for row in rows[:4]}) == 4
+        assert len(own.free) == 20 - 2 - 4 - 1
+        messages = finish(generator, rows)
+        assert messages[0] == messages[1] == messages[2] == messages[3]
+        generator.release(rows[:3])
+        assert len(own.free) == 20 - len(rows[3].pages) - len(rows[4].pages)
+        generator.release(rows[3:])
+        assert sorted(own.free) == list(range(1, 21)) and not any(own.owners)
+    with Generator(model, (), Sampling(0)) as generator:
+        assert finish(generator, generator.start([[5] * 150], [0], [90])) == messages[:1]
+
+
+def test_with_pages_the_decode_step_has_few_shapes(model, monkeypatch):
     shapes = set()
-
-    def see(generator, ids, positions, pieces):
-        if ids.shape[1] == 1:
-            shapes.update((p.tier.capacity, p.count, p.reach) for p in pieces)
-        else:
-            assert ids.shape[1] % STATIC_WIDTH == 0
-
-    watch(monkeypatch, Generator, "_forward", see)
-    with Generator(model, (), Sampling(0), static_shapes=True) as generator:
-        generator.start([[5] * 30] * 13, range(13), [600] * 13)
-        for count in range(580):
+    watch(
+        monkeypatch,
+        Generator,
+        "_sample",
+        lambda _, pending, *rest: shapes.add((len(pending), rest[2][0].reach)),
+    )
+    with Generator(model, (), Sampling(0), cache=Pages(None, 20_000)) as generator:
+        generator.start([[5] * 900] * 13, range(13), [600] * 13)
+        for count in range(390):
             generator.step()
             if count % 25 == 24 and len(generator.rows) > 1:
                 generator.release([generator.rows[-1]])
-    assert {count for _, count, _ in shapes} <= {16, 12, 8, 6, 4, 3, 2, 1}
-    assert {(capacity, reach) for capacity, _, reach in shapes} == {(512, 256), (512, 512), (1024, 768)}
+    assert {rows for rows, _ in shapes} == {16, 12, 8, 6, 4, 3, 2, 1}
+    assert {reach for _, reach in shapes} == {1024, 4096}
 
 
 def free_positions(monkeypatch, model: PreTrainedModel, count: int) -> None:
@@ -367,6 +386,21 @@ def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
         play(model, 1.0, [1])
 
 
+@pytest.mark.parametrize("size", [16, 64])
+def test_rows_give_way_where_pages_are_few(model, monkeypatch, size):
+    monkeypatch.setattr(pages, "PAGE", size)
+    free, again = play_ids(model), []
+
+    def dropped(own, rows):
+        again.extend(row for row in rows if row.room and row.decoding and row.ids)
+
+    watch(monkeypatch, Pages, "drop", dropped)
+    for positions in (100_000, 3 * 160):
+        monkeypatch.setattr(rollout_module, "new_cache", lambda *_, most=positions: Pages(160, most))
+        assert play_ids(model) == free
+        assert bool(again) == (positions < 1000)  # in the middle of a message
+
+
 def run_short(monkeypatch: pytest.MonkeyPatch, *fails: int) -> list[tuple[int, int]]:
     """Let these forward passes lack memory; before each the cache's positions and what of it is reserved."""
     passes = []
@@ -398,7 +432,7 @@ def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch):
     monkeypatch.setattr(cache, "TIER_STEP", 16)
 
     def messages() -> list[list[int]]:
-        with Generator(model, (), Sampling(), longest=100) as generator:
+        with Generator(model, (), Sampling(), cache=new_cache(model, 100)) as generator:
             rows = generator.start([[5, 6, 7], [8, 9]], [0, 1], [90, 90])
             for _ in range(400):
                 generator.step()
@@ -421,7 +455,7 @@ def test_what_torch_keeps_for_itself_is_free(monkeypatch):
 
 
 def test_a_row_takes_the_positions_that_it_uses(model):
-    with Generator(model, (), Sampling(), longest=12_000) as generator:
+    with Generator(model, (), Sampling(), cache=new_cache(model, 12_000)) as generator:
         rows = generator.start([[5] * 100, [6] * 100, [7] * 1000], range(3), [100] * 3)
         assert generator.cache.reserved == 2 * 128 + 1024
         for _ in range(30):
@@ -435,31 +469,22 @@ def test_a_row_takes_the_positions_that_it_uses(model):
 
 
 def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
-    """With a stand-in for CUDA, whose graphs replay by computing anew: the same tokens, few captures, none on
-    storage that moved."""
-    plain = greedy(model, static_shapes=True)
-    cuda = MagicMock(CUDAGraph=lambda: SimpleNamespace())
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
-    monkeypatch.setattr(graphs, "capture_stream", MagicMock())
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
-    capture = graphs.DecodeGraphs._capture
+    """With a stand-in for CUDA, whose graphs replay by computing anew from their own inputs."""
+    cuda = mock.MagicMock(CUDAGraph=lambda: SimpleNamespace())
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(graphs, "capture_stream", mock.MagicMock())
+    capture, captured = graphs.DecodeGraphs._capture, []
 
-    def captured(self, key, compute, ids, positions, pieces):
-        capture(self, key, compute, ids, positions, pieces)
-        graph, own_ids, own_positions = self.captured[key]
-        moves = [p.tier.moves for p in pieces]
+    def with_replay(self, compute, own):
+        graph, own, result = capture(self, compute, own)
+        graph.replay = lambda: result.copy_(compute(*own))
+        captured.append(own[0].shape)
+        return graph, own, result
 
-        def replay() -> None:
-            assert [p.tier.moves for p in pieces] == moves
-            self.logits[len(own_ids)].copy_(compute(own_ids, own_positions, pieces))
-
-        graph.replay = replay
-        assert len(self.captured) == 1
-
-    monkeypatch.setattr(graphs.DecodeGraphs, "_capture", captured)
-    own = graphs.DecodeGraphs()
-    assert greedy(model, static_shapes=True, graphs=own) == plain
-    assert 1 < own.captures <= 6
+    monkeypatch.setattr(graphs.DecodeGraphs, "_capture", with_replay)
+    own = graphs.DecodeGraphs(model.device)
+    assert greedy(model, Pages(None, 1000), own) == greedy(model)
+    assert 1 < len(captured) == len(set(captured)) <= 6
 
 
 def test_stop_strings_end_a_message(model):

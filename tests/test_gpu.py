@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
-from mtsql.agent import cache
+from mtsql.agent import cache, generator, pages
 from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.decoder import Decoder
-from mtsql.agent.generator import Generator, Sampling
+from mtsql.agent.generator import Generator, Sampling, new_cache
 from mtsql.agent.head import float32_logits
+from mtsql.agent.pages import Pages
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.extras import planner
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_batch, token_logprobs
@@ -67,16 +68,16 @@ def sample(
     prompts = [torch.randint(1, 1000, (n,), generator=draw).tolist() for n in PROMPTS]
     prompts[-1][: len(prompts[-2])] = prompts[-2]
     played = [Trajectory(str(i), i, [Segment.given("prompt", p)]) for i, p in enumerate(prompts)]
-    with Generator(model, (0,), Sampling(temperature), **options) as generator:
-        rows = generator.start(prompts, range(len(prompts)), [48] * len(prompts))
+    with Generator(model, (0,), Sampling(temperature), **options) as sampler:
+        rows = sampler.start(prompts, range(len(prompts)), [48] * len(prompts))
         for _ in range(2):
             while any(row.decoding for row in rows):
-                watch(generator)
-                generator.step()
+                watch(sampler)
+                sampler.step()
             for row, trajectory in zip(rows, played, strict=True):
                 trajectory.segments.append(Segment.sampled(row.ids, row.logprobs))
                 trajectory.segments.append(Segment.given("environment", [7, 8, 9]))
-            generator.append(rows, [[7, 8, 9]] * len(rows), [48] * len(rows))
+            sampler.append(rows, [[7, 8, 9]] * len(rows), [48] * len(rows))
     return played
 
 
@@ -102,7 +103,7 @@ def gradient(model: PreTrainedModel, played: Sequence[Trajectory], layout: str) 
 
 def test_greedy_ids_are_those_of_generate(device):
     model, how = random_model(device), {"do_sample": False, "max_new_tokens": 48, "eos_token_id": 0}
-    for trajectory in sample(model, temperature=0.0, static_shapes=True):
+    for trajectory in sample(model, temperature=0.0, cache=Pages(None, 4096)):
         prompt = torch.tensor([trajectory.segments[0].ids], device=device)
         full = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **how)
         assert full[0, prompt.shape[1] :].tolist() == list(trajectory.segments[1].ids)
@@ -111,17 +112,26 @@ def test_greedy_ids_are_those_of_generate(device):
 @pytest.mark.parametrize("device", [GPU], indirect=True)
 def test_graphs_change_no_id(device):
     model, captures = random_model(device), []
-    with_graphs = sample(model, watch=lambda g: captures.append(g.graphs.captures), static_shapes=True)
-    without = sample(model, watch=lambda g: setattr(g, "graphs", None), static_shapes=True)
+    with_graphs = sample(model, watch=lambda g: captures.append(len(g.graphs.captured)))
+    without = sample(model, watch=lambda g: setattr(g, "graphs", None))
     assert ids(with_graphs) == ids(without) and max(captures) > 0
+
+
+@pytest.mark.parametrize("device", [GPU], indirect=True)
+def test_the_kernel_changes_no_id(device, monkeypatch):
+    model = random_model(device)
+    with_kernel = ids(sample(model))
+    monkeypatch.setattr(pages, "decode_kernel", lambda _: None)
+    monkeypatch.setattr(generator, "decode_kernel", lambda _: None)
+    assert ids(sample(model)) == with_kernel
 
 
 def test_a_cache_that_is_too_small_changes_no_id(device, monkeypatch):
     model, waiting, need = random_model(device), set(), max(PROMPTS) + 120
     plenty, room = ids(sample(model)), 1.3 * need * cache_bytes_per_token(model) / cache.SHARE_OF_FREE
     monkeypatch.setattr(cache, "free_memory", lambda device: room)
-    watch = lambda g: waiting.update(r for r in g.rows if r.tier is None and r.ids)  # noqa: E731
-    assert ids(sample(model, watch=watch, longest=need)) == plenty and waiting
+    watch = lambda g: waiting.update(r for r in g.rows if not r.room and r.ids)  # noqa: E731
+    assert ids(sample(model, watch=watch, cache=new_cache(model, need))) == plenty and waiting
 
 
 @pytest.mark.parametrize("dtype", GAP)

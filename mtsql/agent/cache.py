@@ -1,4 +1,4 @@
-"""The key/value cache of a generator, one row a trajectory, and attention to it.
+"""The key/value cache of a generator, one row a trajectory, and attention to it; on a GPU: pages.py.
 
 Rows live in tiers by their length: one of 300 tokens takes 320 positions, whatever its limits would allow.
 A row that outgrows its tier moves to a wider one. So memory goes by what rows use, short rows are never read
@@ -21,20 +21,22 @@ from transformers import PreTrainedModel
 
 from mtsql.errors import UserError
 
-TIER_STEP = 64  # Tiers have multiples of so many positions,
-STATIC_LOWEST_TIER = 512  # or so many and twice and four times as many where the decode step has few shapes,
-STATIC_REACHES = 4  # and is read as far as a multiple of a quarter of its tier.
+TIER_STEP = 64  # Tiers have multiples of so many positions.
 SHARE_OF_FREE = 0.7  # of the device's free memory, for the cache; the rest is for activations
 WATERMARK = 16  # A row comes in only if a 16th of the cache stays free for those inside to grow.
 
 
 @dataclass(eq=False)
 class CachedRow:
-    """Where a row is kept: its tier (None: it is not in the cache), its slot, how many of its tokens."""
+    """Where a row is kept, a slot in a tier or pages: `room` positions (0: it is not in the cache), of which
+    `length` hold its tokens.
+    """
 
+    room: int = field(default=0, init=False)
+    length: int = field(default=0, init=False)
     tier: Tier | None = field(default=None, init=False)
     slot: int = field(default=0, init=False)
-    length: int = field(default=0, init=False)
+    pages: list[int] = field(default_factory=list, init=False)
 
 
 @dataclass(eq=False)
@@ -45,68 +47,77 @@ class Tier:
     slots: int = 0
     rows: list[CachedRow] = field(default_factory=list)
     layers: list[Tensor] = field(default_factory=list)  # of each, see `store`
-    moves: int = 0  # times that the storage moved, which makes captured graphs worthless
 
     def store(self, layer: int, like: Tensor) -> Tensor:
-        """Keys and values of a layer, (2, slots, kv_heads, capacity, head_dim); `like` gives two sizes."""
+        """Keys and values of a layer, (2, slots, kv_heads, capacity, head_dim); `like` (tokens, kv_heads,
+        head_dim) gives two sizes.
+        """
         if layer == len(self.layers):
-            self.layers.append(self._zeros(like))
+            self.layers.append(zeros((2, self.slots, like.shape[1], self.capacity, like.shape[2]), like))
         return self.layers[layer]
 
     def resize(self, slots: int) -> None:
         """Have room for so many rows, at least those that are there."""
-        self.slots, self.moves = slots, self.moves + 1
+        self.slots = slots
         self.layers = self.layers if slots else []
         for i, old in enumerate(self.layers):
-            self.layers[i] = self._zeros(old)
+            self.layers[i] = zeros((2, slots, *old.shape[2:]), old)
             self.layers[i][:, : len(self.rows)] = old[:, : len(self.rows)]
 
-    def _zeros(self, like: Tensor) -> Tensor:
-        """Zeros, since attention to a NaN would be NaN even behind an attention mask."""
-        shape = (2, self.slots, like.shape[-3], self.capacity, like.shape[-1])
-        if like.device.type != "cpu":
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # numpy asks the system for huge pages, which are zero when first touched: attention reads them faster
-        zeros = np.zeros(like.element_size() * math.prod(shape), dtype=np.uint8)
-        return torch.from_numpy(zeros).view(like.dtype).view(shape)
+
+def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros of the dtype and on the device of `like`.
+
+    Attention to a NaN would be NaN even behind an attention mask.
+    """
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    # numpy asks the system for huge pages, which are zero when first touched: attention reads them faster
+    content = np.zeros(like.element_size() * math.prod(shape), dtype=np.uint8)
+    return torch.from_numpy(content).view(like.dtype).view(shape)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one tier in a forward pass, read to `reach`: its first `count` slots, or `slots` (count,)."""
+    """Rows of one tier in a forward pass, read to `reach`: all of them, or those in `slots` (count,)."""
 
-    tier: Tier
-    count: int
+    home: Tier
+    rows: Sequence[CachedRow]
     reach: int
     slots: Tensor | None = None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether each row has one token, of which the next one's logits are asked."""
+        return self.slots is None
 
     def places(self, positions: Tensor, kv_heads: int) -> Tensor:
         """Where keys of tokens at `positions` (count, tokens) are, (count x tokens x kv_heads,) int64, in the
         tier's keys of a layer as (slots x kv_heads x capacity, head_dim).
         """
-        slots = torch.arange(self.count, device=positions.device) if self.slots is None else self.slots
+        slots = torch.arange(len(self.rows), device=positions.device) if self.slots is None else self.slots
         heads = slots[:, None] * kv_heads + torch.arange(kv_heads, device=positions.device)
-        return (heads[:, None] * self.tier.capacity + positions[..., None]).flatten()
+        return (heads[:, None] * self.home.capacity + positions[..., None]).flatten()
 
-    def read(self, stored: Tensor) -> Tensor:
-        """The rows' part of what `Tier.store` gives, (2, count, kv_heads, reach, head_dim)."""
-        rows = slice(self.count) if self.slots is None else self.slots
-        return stored[:, rows, :, : self.reach]
+    def read(self, layer: int) -> Tensor:
+        """The rows' keys and values of a layer, (2, count, kv_heads, reach, head_dim)."""
+        rows = slice(len(self.rows)) if self.slots is None else self.slots
+        return self.home.layers[layer][:, rows, :, : self.reach]
+
+    def attention(self, positions: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> Attention:
+        """Attention of tokens at `positions` (count, tokens) to these rows."""
+        return Attention(self, positions, heads, kv_heads, dtype)
 
 
 class RowCache:
     """Keys and values of every layer, of at most `positions` positions in all tiers (None: no bound).
 
-    `longest` bounds the positions of a row. With `static_shapes` numbers of slots are powers of two or
-    halfway between two.
+    `longest` bounds the positions of a row.
     """
 
-    def __init__(
-        self, longest: int | None = None, positions: int | None = None, static_shapes: bool = False
-    ) -> None:
+    def __init__(self, longest: int | None = None, positions: int | None = None) -> None:
         self.longest = longest
         self.positions = positions
-        self.static_shapes = static_shapes
         self.tiers: dict[int, Tier] = {}  # by capacity, ascending
 
     @property
@@ -114,12 +125,9 @@ class RowCache:
         """Positions of all slots."""
         return sum(tier.slots * tier.capacity for tier in self.tiers.values())
 
-    def capacity(self, need: int) -> int:
-        """Positions of the tier for rows of `need` positions."""
-        if self.static_shapes:
-            wide = STATIC_LOWEST_TIER << max(0, (max(need, 1) - 1) // STATIC_LOWEST_TIER).bit_length()
-        else:
-            wide = TIER_STEP * max(1, -(-need // TIER_STEP))
+    def room(self, need: int) -> int:
+        """Positions that a row of `need` positions takes."""
+        wide = TIER_STEP * max(1, -(-need // TIER_STEP))
         return max(need, min(wide, self.longest or wide))
 
     def admit(self, row: CachedRow, need: int) -> bool:
@@ -146,9 +154,9 @@ class RowCache:
         """Free the slots of rows, and move the last rows of a tier into the gaps that they leave."""
         gone: dict[Tier, set[int]] = {}
         for row in rows:
-            if row.tier is not None:
+            if row.room:
                 gone.setdefault(row.tier, set()).add(row.slot)
-                row.tier, row.slot, row.length = None, 0, 0
+                row.room, row.length, row.tier, row.slot = 0, 0, None, 0
         for tier, slots in gone.items():
             self._close_gaps(tier, slots)
 
@@ -161,21 +169,20 @@ class RowCache:
         for tier, slots in targets.items():
             self._copy(origin.tier, origin.slot, tier, slots, length)
 
-    def decode_pieces(self) -> list[Piece]:
-        """The pieces of a forward pass of one token for every row, tier by tier."""
-        pieces = []
-        for tier in self.tiers.values():
-            count, reach = len(tier.rows), tier.capacity
-            if count and self.static_shapes:  # some slots more than rows, so that few shapes occur
-                step = max(STATIC_LOWEST_TIER // 2, -(-tier.capacity // STATIC_REACHES))
-                longest = max(row.length + 1 for row in tier.rows)
-                count, reach = few_shapes(count), min(tier.capacity, -(-longest // step) * step)
-            if count:
-                pieces.append(Piece(tier, count, reach))
-        return pieces
+    def decode_pieces(self, decoding: Sequence[CachedRow]) -> list[Piece]:
+        """The pieces of a forward pass of one token for each `decoding` row, tier by tier.
+
+        Rows that wait for an observation go along: this writes their last token in place.
+        """
+        return [Piece(tier, tier.rows, tier.capacity) for tier in self.tiers.values() if tier.rows]
+
+    def writing_piece(self, rows: Sequence[CachedRow], reach: int) -> Piece:
+        """The piece of a forward pass that writes tokens of these rows of one tier, at most to `reach`."""
+        slots = torch.tensor([row.slot for row in rows])
+        return Piece(rows[0].tier, rows, min(reach, rows[0].room), slots)
 
     def _tier(self, need: int) -> Tier:
-        capacity = self.capacity(need)
+        capacity = self.room(need)
         if capacity not in self.tiers:
             self.tiers[capacity] = Tier(capacity)
             self.tiers = dict(sorted(self.tiers.items()))
@@ -183,29 +190,26 @@ class RowCache:
 
     def _widen(self, tier: Tier, spare: int) -> bool:
         """See to it that `tier` has a free slot and `spare` positions stay free; False if they cannot."""
-        least = self._slots(len(tier.rows) + 1)
+        least = len(tier.rows) + 1
         if self.positions is not None:
-            others = sum(self._slots(len(t.rows)) * t.capacity for t in self.tiers.values() if t is not tier)
+            others = sum(len(t.rows) * t.capacity for t in self.tiers.values() if t is not tier)
             if others + least * tier.capacity + spare > self.positions:
                 return False
         if len(tier.rows) < tier.slots and least <= tier.slots:
             return True
-        for slots in (self._slots(len(tier.rows) * 5 // 4 + 1), least):
+        for slots in (len(tier.rows) * 5 // 4 + 1, least):
             more = (slots - tier.slots) * tier.capacity
             if self.positions is None or self.reserved + more + spare <= self.positions:
                 tier.resize(slots)
                 return True
         for other in self.tiers.values():  # what other tiers do not use
-            if other is not tier and other.slots > self._slots(len(other.rows)):
-                other.resize(self._slots(len(other.rows)))
+            if other is not tier and other.slots > len(other.rows):
+                other.resize(len(other.rows))
         tier.resize(least)
         return True
 
-    def _slots(self, rows: int) -> int:
-        return few_shapes(rows) if self.static_shapes else rows
-
     def _enter(self, row: CachedRow, tier: Tier) -> None:
-        row.tier, row.slot, row.length = tier, len(tier.rows), 0
+        row.room, row.length, row.tier, row.slot = tier.capacity, 0, tier, len(tier.rows)
         tier.rows.append(row)
 
     def _close_gaps(self, tier: Tier, gone: set[int]) -> None:
@@ -220,15 +224,9 @@ class RowCache:
     def _copy(self, origin: Tier, source: int, tier: Tier, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of a slot into slots of a tier."""
         for i, old in enumerate(origin.layers if length else ()):
-            new = tier.store(i, old)
+            new = tier.store(i, old[0, 0].transpose(0, 1))
             for target in targets:
                 new[:, target, :, :length] = old[:, source, :, :length]
-
-
-def few_shapes(number: int) -> int:
-    """The next power of two, or three quarters of it."""
-    power = 1 << max(0, number - 1).bit_length()
-    return 0 if number == 0 else power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 
 
 def cache_positions(model: PreTrainedModel, longest: int | None) -> int | None:
@@ -292,14 +290,14 @@ class Attention:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put the tokens' keys and values of a layer, (rows x tokens, kv_heads, head_dim), into the cache."""
-        stored = self.piece.tier.store(layer, keys[:, :, None])
+        stored = self.piece.home.store(layer, keys)
         for part, new in zip(stored, (keys, values), strict=True):
             part.view(-1, new.shape[-1]).index_copy_(0, self.places, new.flatten(0, 1))
 
     def attend(self, layer: int, queries: Tensor) -> Tensor:
         """(rows x tokens, heads, head_dim) to (rows x tokens, heads x head_dim)."""
         rows, tokens, kv_heads, shared = self.shape
-        keys, values = self.piece.read(self.piece.tier.layers[layer])  # (rows, kv_heads, reach, head_dim)
+        keys, values = self.piece.read(layer)  # (rows, kv_heads, reach, head_dim)
         queries = queries.reshape(*self.shape, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
         if self.as_products:
             seen = self._products(queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1))

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from mtsql.agent.cache import Attention, Piece
+from mtsql.agent.cache import Piece
 from mtsql.agent.head import factors_in_bfloat16, float32_logits, plain_head
+from mtsql.agent.pages import PagedPiece
 from mtsql.errors import UserError
 from mtsql.model_folder import Policy
 
@@ -55,15 +56,15 @@ class Decoder:
         if self.head.device.type == "cpu":  # `float32_logits` would convert it in every step
             self.head = packed(self.head.float())
 
-    def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
+    def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece | PagedPiece]) -> Tensor | None:
         """Write the tokens `ids` at `positions`, (rows, tokens) int64 both, into the cache; `pieces` have
         these rows in order. Gives the next token's logits, (rows, vocabulary) float32, in a decode step, else
         None.
         """
-        decoding, tokens = pieces[0].slots is None, ids.shape[1]
-        counts = [piece.count for piece in pieces]
+        decoding, tokens = pieces[0].decoding, ids.shape[1]
+        counts = [len(piece.rows) for piece in pieces]
         parts = [
-            Attention(piece, own, self.heads, self.kv_heads, self.embedding.dtype)
+            piece.attention(own, self.heads, self.kv_heads, self.embedding.dtype)
             for piece, own in zip(pieces, positions.split(counts), strict=True)
         ]
         sizes = [count * tokens for count in counts]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
@@ -23,9 +23,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from mtsql.agent.cache import CachedRow, Piece, RowCache, Tier, cache_bytes_per_token, cache_positions
+from mtsql.agent.cache import CachedRow, Piece, RowCache, cache_bytes_per_token, cache_positions
 from mtsql.agent.decoder import Decoder
 from mtsql.agent.graphs import DecodeGraphs
+from mtsql.agent.pages import PAGE, PagedPiece, Pages, decode_kernel
 from mtsql.agent.tokens import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
@@ -36,7 +37,7 @@ TOKENS_PER_FORWARD = {"cpu": 1024}
 TOKENS_PER_FORWARD_ELSEWHERE = 8192
 WIDEST = 1024  # tokens of one row in a forward pass,
 MASK_ELEMENTS = 2**25  # and elements of its attention mask
-STATIC_WIDTH = 64  # With static shapes a chunk is as wide as a multiple of this.
+UNIFORMS = 32  # drawn for a row at once
 BLOCK = 256  # at most so many tokens' probabilities are added up before one of them is sampled
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 TOO_SMALL = (
@@ -69,6 +70,7 @@ class Row(CachedRow):
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
+    uniforms: list[float] = field(default_factory=list)  # drawn, and not used yet
 
     def begin(self, limit: int) -> None:
         """Start a message of at most `limit` tokens."""
@@ -76,8 +78,14 @@ class Row(CachedRow):
             raise ValueError(f"A message needs room for at least one token, not {limit}.")
         self.limit, self.ids, self.logprobs, self.stop = limit, [], [], None
 
+    def uniform(self) -> float:
+        """The random number of the next token, the same until one is taken."""
+        self.uniforms = self.uniforms or self.rng.random(UNIFORMS).tolist()[::-1]
+        return self.uniforms[-1]
+
     def take(self, token: int, logprob: float) -> None:
         """Append a sampled token, which is pending then: the one before it is in the cache."""
+        self.uniforms.pop()
         self.length += 1
         self.history.append(token)
         self.ids.append(token)
@@ -102,12 +110,10 @@ class Generator:
     temperature 0 decoding is greedy. Log-probabilities are those of softmax(logits / temperature), of
     softmax(logits) when greedy; `top_p` (see `Sampling`) changes what is drawn and not them.
 
-    `stops(ids)` says whether a message with the ids `ids` ends with a stop string. With `static_shapes`
-    (the default on a GPU) the decode step has one of few shapes, and on a GPU each of them is captured
-    as a CUDA graph. `longest` bounds the positions of a row. The cache has most of what the device has free
-    beside a ready copy of the weights (`Decoder`), which are those of this moment; if memory runs out it goes
-    on with half of what rows had taken, at least with room for the longest. Raises UserError if that is no
-    less than before, for a cache that does not hold one row, and for a model that `Decoder` does not know.
+    `stops(ids)` says whether a message with the ids `ids` ends with a stop string. The weights are those of
+    this moment, a ready copy (`Decoder`). Without a `cache` it is `new_cache(model)`; if memory runs out it
+    goes on with half of what rows had taken, at least with room for the longest. Raises UserError if that is
+    no less than before, for a cache that does not hold one row, and for a model that `Decoder` does not know.
     """
 
     def __init__(
@@ -116,24 +122,19 @@ class Generator:
         end_of_turn_ids: Sequence[int],
         sampling: Sampling,
         stops: Callable[[list[int]], bool] | None = None,
-        longest: int | None = None,
-        static_shapes: bool | None = None,
+        cache: RowCache | Pages | None = None,
     ) -> None:
         self.model = model
         self.decoder = Decoder(model)
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature, self.top_p = sampling.temperature, sampling.top_p
         self.stops = stops
-        on_gpu = model.device.type == "cuda"
-        self.static_shapes = on_gpu if static_shapes is None else static_shapes
-        self.graphs = DecodeGraphs() if on_gpu and self.static_shapes else None
-        self.longest = longest
         self.rows: list[Row] = []  # from the oldest to the youngest
-        self._clear_cache(cache_positions(model, longest))
+        self._begin_cache(cache or new_cache(model))
 
-    def _clear_cache(self, positions: int | None) -> None:
-        self.cache = RowCache(self.longest, positions, self.static_shapes)
-        self.graphs = DecodeGraphs() if self.graphs else None
+    def _begin_cache(self, empty: RowCache | Pages) -> None:
+        self.cache = empty
+        self.graphs = DecodeGraphs(self.model.device) if decode_kernel(self.model.device) else None
         self.room_again = True  # rows have left the cache since others were last let in
 
     def __enter__(self) -> Generator:
@@ -141,13 +142,12 @@ class Generator:
 
     def __exit__(self, *_: object) -> None:
         self.rows = []
-        self._clear_cache(None)
-        del self.decoder
+        del self.cache, self.graphs, self.decoder
 
     @property
     def in_cache(self) -> list[Row]:
         """The rows that a step extends."""
-        return [row for row in self.rows if row.tier is not None]
+        return [row for row in self.rows if row.room]
 
     @torch.inference_mode()
     def start(
@@ -175,8 +175,8 @@ class Generator:
         for row, new, limit in zip(rows, ids, limits, strict=True):
             row.history += new
             row.begin(limit)
-        self._or_halve_the_cache(self._catch_up, [row for row in rows if row.tier is not None])
-        self.room_again |= any(row.tier is None for row in rows)
+        self._or_halve_the_cache(self._catch_up, [row for row in rows if row.room])
+        self.room_again |= not all(row.room for row in rows)
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
@@ -186,41 +186,33 @@ class Generator:
     def _step(self) -> list[Row]:
         if not self._make_room():
             return []
-        rows, logits = self._next_logits()
-        ids, logprobs = self._sample(logits, [row.rng for row in rows])
-        for row, token, logprob in zip(rows, ids, logprobs, strict=True):
-            row.take(token, logprob)
+        pieces = self.cache.decode_pieces([row for row in self.in_cache if row.decoding])
+        placed = [row for piece in pieces for row in piece.rows]  # None is padding
+        pending = torch.tensor([[row.history[-1] if row else 0] for row in placed])  # (rows, 1)
+        positions = torch.tensor([[row.length if row else 0] for row in placed])  # (rows, 1)
+        uniforms = torch.tensor([[row.uniform() if row else 0.0] for row in placed], dtype=torch.float64)
+        sampled = self._sample(pending, positions, uniforms, pieces).tolist()
+        pairs = [(row, drawn) for row, drawn in zip(placed, sampled, strict=True) if row and row.decoding]
+        for row, (token, logprob) in pairs:
+            if logprob != logprob:
+                raise FloatingPointError("The model's logits hold NaN.")
+            row.take(int(token), logprob)
             row.stop = self._stop(row)
-        return [row for row in rows if not row.decoding]
+        return [row for row, _ in pairs if not row.decoding]
 
     def _make_room(self) -> bool:
-        """Let rows come in again and those that outgrew their tier move up; whether a row is decoding."""
+        """Let rows come in again and those that outgrew their room have more; whether a row is decoding."""
         stuck = not any(row.decoding for row in self.in_cache)
         if stuck and any(row.decoding for row in self.rows):
             self.cache.drop(self.rows)  # those that wait for an observation give way
         if self.room_again or stuck:
             self.room_again = False
-            self._admit([row for row in self.rows if row.tier is None and row.decoding])
-        self._catch_up([row for row in self.in_cache if len(row.history) > row.tier.capacity])
+            self._admit([row for row in self.rows if not row.room and row.decoding])
+        self._catch_up([row for row in self.in_cache if len(row.history) > row.room])
         decoding = any(row.decoding for row in self.in_cache)
         if stuck and not decoding and any(row.decoding for row in self.rows):
             raise UserError(TOO_SMALL)
         return decoding
-
-    def _next_logits(self) -> tuple[list[Row], Tensor]:
-        """The decoding rows, and the logits (rows, vocabulary) of the next token of each."""
-        # Rows that wait for an observation go along: this writes their pending token in place.
-        pieces = self.cache.decode_pieces()
-        placed: list[Row | None] = []  # None in a spare slot
-        for piece in pieces:
-            placed += piece.tier.rows + [None] * (piece.count - len(piece.tier.rows))
-        pending = torch.tensor([row.history[-1] if row else 0 for row in placed])[:, None]  # (slots, 1)
-        positions = torch.tensor([row.length if row else 0 for row in placed])[:, None]  # (slots, 1)
-        logits = self._forward(pending, positions, pieces)  # (slots, vocabulary)
-        decoding = [i for i, row in enumerate(placed) if row and row.decoding]
-        if len(decoding) < len(placed):
-            logits = logits[decoding]  # (decoding rows, vocabulary)
-        return [placed[i] for i in decoding], logits
 
     def _stop(self, row: Row) -> Stop | None:
         """Why a row's message is complete, None if it is not."""
@@ -242,10 +234,10 @@ class Generator:
         """Write what the cache lacks of rows in it, given from the oldest on, as far as there is room."""
         for row in rows:
             need = len(row.history)
-            while row.tier is not None and need > row.tier.capacity and not self.cache.lift(row, need):
+            while 0 < row.room < need and not self.cache.lift(row, need):
                 self.cache.drop(self.in_cache[-1:])  # the youngest gives its place back, maybe this one
-        self._admit([row for row in rows if row.tier is None])
-        self._write([(row, row.unwritten) for row in rows if row.tier is not None])
+        self._admit([row for row in rows if not row.room])
+        self._write([(row, row.unwritten) for row in rows if row.room])
 
     def _admit(self, rows: Sequence[Row]) -> None:
         """Write rows that the cache lacks, given from the oldest on, as far as there is room."""
@@ -262,12 +254,12 @@ class Generator:
         try:
             return act(*given)
         except OUT_OF_MEMORY:
-            longest = self.cache.capacity(self.longest or max(len(row.history) for row in self.rows))
+            longest = self.cache.room(self.cache.longest or max(len(row.history) for row in self.rows))
             half = max(self.cache.reserved // 2, longest)
         if self.cache.positions is not None and half >= self.cache.positions:
             raise UserError(TOO_SMALL)
         self.cache.drop(self.rows)
-        self._clear_cache(half)
+        self._begin_cache(type(self.cache)(self.cache.longest, half))
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         gib = half * cache_bytes_per_token(self.model) / 2**30
@@ -292,54 +284,76 @@ class Generator:
         """Extend rows by ids, at most WIDEST at once, in chunks of rows of one tier with similar lengths."""
         new = [(row, ids) for row, ids in new if ids]
         now = [(row, ids[:WIDEST]) for row, ids in new]
-        order = sorted(now, key=lambda pair: (pair[0].tier.capacity, len(pair[1])))
+        order = sorted(now, key=lambda pair: (pair[0].tier.capacity if pair[0].tier else 0, len(pair[1])))
         size = TOKENS_PER_FORWARD.get(self.model.device.type, TOKENS_PER_FORWARD_ELSEWHERE)
         while order:
             tier, width = order[-1][0].tier, len(order[-1][1])
-            most = min(size, MASK_ELEMENTS // tier.capacity) // width
-            chunk = [p for p in order[-max(most, 1) :] if p[0].tier is tier]
+            most = min(size, MASK_ELEMENTS // max(row.room for row, _ in order)) // width
+            chunk = [pair for pair in order[-max(most, 1) :] if pair[0].tier is tier]
             del order[-len(chunk) :]
-            self._write_chunk(tier, *zip(*chunk, strict=True))
+            self._write_chunk(*zip(*chunk, strict=True))
         if any(len(ids) > WIDEST for _, ids in new):
             self._write([(row, ids[WIDEST:]) for row, ids in new])
 
-    def _write_chunk(self, tier: Tier, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
-        """Padding is written to the cache after the end of its row, at most to the last position of the tier,
-        and nothing attends to it before it is overwritten.
+    def _write_chunk(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> None:
+        """Padding is written to the cache after the end of its row, at most to the last position there, and
+        nothing attends to it before it is overwritten.
         """
         width = max(map(len, ids))
-        if self.static_shapes:
-            width = -(-width // STATIC_WIDTH) * STATIC_WIDTH
         input_ids = torch.tensor([[*own, *[0] * (width - len(own))] for own in ids])  # (rows, width)
         lengths = torch.tensor([row.length for row in rows])  # (rows,)
-        positions = (lengths[:, None] + torch.arange(width)).clamp(max=tier.capacity - 1)  # (rows, width)
-        slots = torch.tensor([row.slot for row in rows], device=self.model.device)  # (rows,)
-        self._forward(input_ids, positions, [Piece(tier, len(rows), int(positions.max()) + 1, slots)])
+        piece = self.cache.writing_piece(rows, int(lengths.max()) + width)
+        positions = (lengths[:, None] + torch.arange(width)).clamp(max=piece.reach - 1)  # (rows, width)
+        self._forward(input_ids, positions, [piece])
         for row, own in zip(rows, ids, strict=True):
             row.length += len(own)
 
-    def _forward(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
-        """What `Decoder.forward` gives, for tensors on the CPU."""
-        input_ids, positions = input_ids.to(self.model.device), positions.to(self.model.device)
-        if self.graphs is not None and pieces[0].slots is None:
-            return self.graphs.run(self.decoder.forward, input_ids, positions, pieces)
-        return self.decoder.forward(input_ids, positions, pieces)
+    def _sample(
+        self, pending: Tensor, positions: Tensor, uniforms: Tensor, pieces: Sequence[Piece | PagedPiece]
+    ) -> Tensor:
+        """The next token of each row and its log-probability, (rows, 2) float64, from `pending` tokens at
+        `positions` and from `uniforms`, (rows, 1) all, on the CPU.
+        """
+        if self.graphs is None:
+            return self._draw(self._forward(pending, positions, pieces), uniforms)
 
-    def _sample(self, logits: Tensor, rngs: Sequence[np.random.Generator]) -> tuple[list[int], list[float]]:
-        """One token per row of `logits` (rows, vocabulary), with its log-probability."""
+        def compute(ids: Tensor, places: Tensor, numbers: Tensor, table: Tensor) -> Tensor:
+            return self._draw(self._forward(ids, places, [replace(pieces[0], table=table)]), numbers)
+
+        return self.graphs.run(compute, pending, positions, uniforms, pieces[0].table)
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece | PagedPiece]
+    ) -> Tensor | None:
+        """What `Decoder.forward` gives."""
+        device = self.model.device
+        return self.decoder.forward(input_ids.to(device), positions.to(device), pieces)
+
+    def _draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """A token for each row of `logits` (rows, vocabulary) by a uniform number, (rows, 1) float64, and its
+        log-probability: (rows, 2) float64.
+        """
         scores = logits if self.temperature in (0, 1) else logits / self.temperature  # (rows, vocabulary)
         probabilities = scores.softmax(-1)  # (rows, vocabulary)
         if self.temperature > 0:
-            # Drawn once the softmax is there: a step that runs out of memory before has drawn nothing.
-            uniforms = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)  # (rows, 1)
             nucleus = probabilities if self.top_p >= 1 else _nucleus(probabilities, self.top_p)
             chosen = _inverse_cdf(nucleus, uniforms.to(logits.device))  # (rows, 1)
         else:
             chosen = scores.argmax(-1, keepdim=True)  # (rows, 1)
-        picked = probabilities.gather(-1, chosen)[:, 0].log().tolist()
-        if any(p != p for p in picked):
-            raise FloatingPointError("The model's logits hold NaN.")
-        return chosen[:, 0].tolist(), picked
+        return torch.cat([chosen.double(), probabilities.gather(-1, chosen).log().double()], -1)
+
+
+def new_cache(
+    model: PreTrainedModel, longest: int | None = None, rows: int | None = None
+) -> RowCache | Pages:
+    """A cache in most of what the model's device has free; on a GPU pages, at most what `rows` need.
+
+    `longest` bounds the positions of a row. Raises UserError if the memory does not hold one such row.
+    """
+    positions = cache_positions(model, longest)
+    if model.device.type != "cuda":
+        return RowCache(longest, positions)
+    return Pages(longest, min(positions, rows * (longest + PAGE)) if rows and longest else positions)
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

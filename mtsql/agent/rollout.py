@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from mtsql.agent.env import Episode
-from mtsql.agent.generator import Generator, Row, Sampling
+from mtsql.agent.generator import Generator, Row, Sampling, new_cache
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 
@@ -53,7 +53,11 @@ def rollout(
     with (
         ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool,
         Generator(
-            model, tokens.end_of_turn_ids, sampling, stop_string_test(tokens, sampling.stop_strings), longest
+            model,
+            tokens.end_of_turn_ids,
+            sampling,
+            stop_string_test(tokens, sampling.stop_strings),
+            new_cache(model, longest, max_rows),
         ) as generator,
         tqdm(total=len(episodes), desc=title, unit="trajectory", disable=not title) as bar,
     ):

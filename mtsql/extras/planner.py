@@ -41,6 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtsql.agent import cache
 from mtsql.agent.decoder import Decoder
 from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generator, Sampling
+from mtsql.agent.pages import PAGE, Pages, few_shapes
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import Training, from_toml, read_options, user_errors
 from mtsql.errors import UserError, loading
@@ -230,13 +231,13 @@ def prefill_bytes(model: nn.Module, config: Training) -> int:
     """Bytes that a forward pass of the rollout adds to its cache, or the sampling if that takes more."""
     prompt, rows, longest = config.max_prompt_tokens, config.rows, longest_trajectory(config)
     together = min(rows, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(WIDEST, prompt)))
-    with in_shapes(model, 1) as live, Generator(model, [0], Sampling(), None, longest, True) as generator:
+    pages = Pages(longest, together * (longest + PAGE))
+    with in_shapes(model, 1) as live, Generator(model, [0], Sampling(), None, pages) as generator:
         kept = live.peak = live.live()
         generator.start([[i] * prompt for i in range(together)], range(together), [1] * together)
         kept += generator.cache.reserved * cache.cache_bytes_per_token(model)
-    # Logits three times (the graph's, all, those of rows that decode), log-probabilities and probabilities
-    # in float32, their cumulative sum in float64.
-    return max(live.peak - kept, cache.few_shapes(rows) * model.config.vocab_size * (3 * 4 + 2 * 4 + 8))
+    # Logits, scores and probabilities in float32; what is added up in float64 are blocks of tokens.
+    return max(live.peak - kept, few_shapes(rows) * model.config.vocab_size * 3 * 4)
 
 
 def make_plan(model: nn.Module, config: Training, limit: int) -> dict[str, dict[str, int]]:

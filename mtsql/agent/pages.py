@@ -1,0 +1,179 @@
+"""The key/value cache on a GPU: pages of 64 positions, from one pool.
+
+A row has a list of pages. Samples of one prompt have its full pages in common; a page that no row has is free
+for others. Nothing ever moves, so a decode step has few shapes, each of which graphs.py captures once.
+Attention of a decode step is split over the pages (decode_kernel.py, where Triton is installed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtsql.agent.cache import WATERMARK, Attention, CachedRow, zeros
+
+PAGE = 64
+FEWEST_COLUMNS = 16  # A decode step may read so many pages of a row, or four or 16 times as many,
+NOWHERE = 0  # and this is the page for what nobody reads: padding.
+
+
+@dataclass(frozen=True)
+class PagedPiece:
+    """Rows in a forward pass (None is padding) and their pages, `table` (rows, columns) int64."""
+
+    home: Pages
+    rows: Sequence[CachedRow | None]
+    table: Tensor
+    decoding: bool
+
+    @property
+    def reach(self) -> int:
+        """Positions that attention reads."""
+        return self.table.shape[1] * PAGE
+
+    def places(self, positions: Tensor, kv_heads: int) -> Tensor:
+        """Where keys of tokens at `positions` (rows, tokens) are, (rows x tokens x kv_heads,) int64, in a
+        layer's keys as (pages x kv_heads x PAGE, head_dim).
+        """
+        pages = self.table.gather(1, positions // PAGE)[..., None]  # (rows, tokens, 1)
+        heads = pages * kv_heads + torch.arange(kv_heads, device=pages.device)
+        return (heads * PAGE + positions[..., None] % PAGE).flatten()
+
+    def read(self, layer: int) -> Tensor:
+        """A copy of the rows' keys and values of a layer, (2, rows, kv_heads, reach, head_dim)."""
+        return self.home.layers[layer][:, self.table].transpose(2, 3).flatten(3, 4)
+
+    def attention(self, positions: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> Attention:
+        """Attention of tokens at `positions` (rows, tokens) to these rows."""
+        here = replace(self, table=self.table.to(positions.device))
+        kernel = decode_kernel(positions.device) if self.decoding else None
+        if kernel is None:
+            return Attention(here, positions, heads, kv_heads, dtype)
+        return SplitAttention(here, positions, kv_heads, kernel)
+
+
+class SplitAttention(Attention):
+    """Attention of one token a row, read from the pages where they are."""
+
+    def __init__(self, piece: PagedPiece, positions: Tensor, kv_heads: int, kernel: Callable[..., Tensor]):
+        """`positions` (rows, 1) of the tokens."""
+        self.piece, self.kernel = piece, kernel
+        self.places, self.lengths = piece.places(positions, kv_heads), positions[:, 0] + 1
+
+    def attend(self, layer: int, queries: Tensor) -> Tensor:
+        """(rows, heads, head_dim) to (rows, heads x head_dim)."""
+        return self.kernel(queries, self.piece.home.layers[layer], self.piece.table, self.lengths).flatten(1)
+
+
+def decode_kernel(device: torch.device) -> Callable[..., Tensor] | None:
+    """`attend_pages` on a GPU with Triton."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from mtsql.agent.decode_kernel import attend_pages
+
+    return attend_pages
+
+
+class Pages:
+    """Keys and values of every layer, of `positions` positions; `longest` bounds those of a row.
+
+    The methods are those of `RowCache`.
+    """
+
+    def __init__(self, longest: int | None, positions: int) -> None:
+        self.longest, self.positions = longest, positions
+        self.owners = [0] * (self.room(positions) // PAGE + 1)  # how many rows have each page
+        self.free = list(range(len(self.owners) - 1, NOWHERE, -1))
+        self.layers: list[Tensor] = []
+
+    @property
+    def reserved(self) -> int:
+        """Positions of all pages."""
+        return (len(self.owners) - 1) * PAGE
+
+    def room(self, need: int) -> int:
+        """Positions that a row of `need` positions takes."""
+        return -(-need // PAGE) * PAGE
+
+    def store(self, layer: int, like: Tensor) -> Tensor:
+        """Keys and values of a layer, (2, pages, kv_heads, PAGE, head_dim); `like` (tokens, kv_heads,
+        head_dim) gives two sizes.
+        """
+        if layer == len(self.layers):
+            self.layers.append(zeros((2, len(self.owners), like.shape[1], PAGE, like.shape[2]), like))
+        return self.layers[layer]
+
+    def admit(self, row: CachedRow, need: int) -> bool:
+        """Give a row pages for `need` positions; False if there is no room."""
+        taken = len(self.owners) - 1 - len(self.free)
+        spare = self.reserved // WATERMARK if taken else 0
+        return len(self.free) * PAGE >= self.room(need) + spare and self.lift(row, need)
+
+    def lift(self, row: CachedRow, need: int) -> bool:
+        """Give a row further pages, for `need` positions together; False if there is no room."""
+        more = self.room(need) // PAGE - len(row.pages)
+        if more > len(self.free):
+            return False
+        row.pages += [self.free.pop() for _ in range(more)]
+        for page in row.pages[len(row.pages) - more :]:
+            self.owners[page] = 1
+        row.room = len(row.pages) * PAGE
+        return True
+
+    def drop(self, rows: Sequence[CachedRow]) -> None:
+        """Take the pages of rows back."""
+        for row in rows:
+            self._give_back(row.pages)
+            row.room, row.length, row.pages = 0, 0, []
+
+    def share(self, origin: CachedRow, rows: Sequence[CachedRow], length: int) -> None:
+        """Let rows have the first `length` tokens of `origin`: its full pages, and a copy of the last one."""
+        full = length // PAGE
+        for row in rows:
+            for page in origin.pages[:full]:
+                self.owners[page] += 1
+            self._give_back(row.pages[:full])
+            row.pages[:full] = origin.pages[:full]
+            row.length = length
+        if rows and length % PAGE:
+            copies = [row.pages[full] for row in rows]
+            for stored in self.layers:
+                stored[:, copies] = stored[:, origin.pages[full], None]
+
+    def decode_pieces(self, decoding: Sequence[CachedRow]) -> list[PagedPiece]:
+        """The piece of a forward pass of one token for each `decoding` row, padded to one of few numbers of
+        rows and of pages, so that few graphs are captured.
+        """
+        padding = [None] * (few_shapes(len(decoding)) - len(decoding))
+        columns = FEWEST_COLUMNS
+        while columns < max(len(row.pages) for row in decoding):
+            columns *= 4
+        return [self._piece([*decoding, *padding], columns, decoding=True)]
+
+    def writing_piece(self, rows: Sequence[CachedRow], reach: int) -> PagedPiece:
+        """The piece of a forward pass that writes tokens of these rows, at most to `reach`."""
+        return self._piece(rows, self.room(reach) // PAGE, decoding=False)
+
+    def _piece(self, rows: Sequence[CachedRow | None], columns: int, decoding: bool) -> PagedPiece:
+        table = np.full((len(rows), columns), NOWHERE)
+        for own, row in zip(table, rows, strict=True):
+            if row is not None:
+                own[: len(row.pages)] = row.pages[:columns]
+        return PagedPiece(self, rows, torch.from_numpy(table), decoding)
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.owners[page] -= 1
+            if not self.owners[page]:
+                self.free.append(page)
+
+
+def few_shapes(number: int) -> int:
+    """The next power of two, or three quarters of it."""
+    power = 1 << max(0, number - 1).bit_length()
+    return 0 if number == 0 else power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
