@@ -61,18 +61,16 @@ def main() -> None:
     )
     figures: dict[str, float] = {"memory_bandwidth_gb_per_second": bandwidth(device) / 1e9}
 
-    def measure(name: str, prompts: list[list[int]], graphs: bool = True) -> None:
+    def measure(name: str, prompts: list[list[int]], graphs: bool) -> None:
         found = decode_speed(model, prompts, options.steps, graphs)
         figures.update({f"{name}_{what}": value for what, value in found.items()})
 
-    measure("equal", equal)
-    measure("mixed", mixed)
-    if cuda:
-        measure("equal_without_graphs", equal, graphs=False)
+    for name, prompts, graphs in (("equal", equal, True), ("mixed", mixed, True), ("eager", equal, False)):
+        measure(name, prompts, graphs)
     figures["hf_generate_tokens_per_second"] = generate_speed(model, equal, options.steps)
     lora = LoraConfig(r=16, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora).eval()
-    measure("mixed_lora", mixed)
+    measure("mixed_lora", mixed, graphs=True)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {dtype}, {vars(options)}")
     for name, value in figures.items():
         print(f"{name:40}{value:>14,.2f}")

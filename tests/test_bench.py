@@ -70,7 +70,7 @@ def test_decode(tmp_path):
     sizes = ["--layers", 1, "--vocabulary", 200, "--slots", 3, "--context", 32, "--steps", 2]
     run("bench/decode.py", *sizes, "--json", tmp_path / "json")
     figures = json.loads((tmp_path / "json").read_text())
-    assert len(figures) == 1 + 3 * 3 + 1 and min(figures.values()) > 0
+    assert len(figures) == 1 + 4 * 3 + 1 and min(figures.values()) > 0
 
 
 def test_gpu_queue(script, monkeypatch, capsys, real, work, tmp_path):
