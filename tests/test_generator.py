@@ -23,11 +23,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mtsql.agent import cache, graphs, pages
+from mtsql.agent import cache, pages
 from mtsql.agent import rollout as rollout_module
 from mtsql.agent.cache import RowCache, cache_bytes_per_token
 from mtsql.agent.generator import Generator, Row, _inverse_cdf, _nucleus, new_cache
-from mtsql.agent.pages import Pages
+from mtsql.agent.pages import DecodeGraphs, Pages
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.errors import UserError
@@ -296,7 +296,7 @@ def test_other_architectures_are_refused():
 
 
 def greedy(
-    model: PreTrainedModel, own: Pages | None = None, graphs: graphs.DecodeGraphs | None = None
+    model: PreTrainedModel, own: Pages | None = None, graphs: DecodeGraphs | None = None
 ) -> list[list[int]]:
     """First and second messages of seven rows."""
     with Generator(model, (END,), Sampling(0), cache=own) as generator:
@@ -471,9 +471,9 @@ def test_a_row_takes_the_positions_that_it_uses(model):
 def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
     """With a stand-in for CUDA, whose graphs replay by computing anew from their own inputs."""
     cuda = mock.MagicMock(CUDAGraph=lambda: SimpleNamespace())
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(graphs, "capture_stream", mock.MagicMock())
-    capture, captured = graphs.DecodeGraphs._capture, []
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(pages, "capture_stream", mock.MagicMock())
+    capture, captured = DecodeGraphs._capture, []
 
     def with_replay(self, compute, own):
         graph, own, result = capture(self, compute, own)
@@ -481,8 +481,8 @@ def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
         captured.append(own[0].shape)
         return graph, own, result
 
-    monkeypatch.setattr(graphs.DecodeGraphs, "_capture", with_replay)
-    own = graphs.DecodeGraphs(model.device)
+    monkeypatch.setattr(DecodeGraphs, "_capture", with_replay)
+    own = DecodeGraphs(model.device)
     assert greedy(model, Pages(None, 1000), own) == greedy(model)
     assert 1 < len(captured) == len(set(captured)) <= 6
 

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 
 from mtsql.agent.cache import CachedRow, Piece, RowCache, cache_bytes_per_token, cache_positions
 from mtsql.agent.decoder import Decoder
-from mtsql.agent.graphs import DecodeGraphs
-from mtsql.agent.pages import PAGE, PagedPiece, Pages, decode_kernel
+from mtsql.agent.pages import PAGE, DecodeGraphs, PagedPiece, Pages, decode_kernel
 from mtsql.agent.tokens import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
