@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import GOLD, ROOT, make_episode, say
@@ -10,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mtsql.agent.env import Environment, Limits
+from mtsql.agent.rollout import stop_string_test
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Status, Stop
@@ -154,6 +156,21 @@ def test_ends_of_turn(qwen3):
     tokens, end = ChatTokens(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert (tokens.end_of_turn_ids, tokens.pad_id) == ((end, tokenizer.eos_token_id), end)
     assert tokens.prompt_ids(blanks, None) == rendered_ids(tokenizer, blanks)  # no control text
+
+
+@pytest.mark.parametrize("string", ["</answer_sql>", "</ä", "x</é>"])
+def test_a_stop_string_is_looked_for_only_where_it_can_end(tiny, string):
+    tokens, looked = tiny.tokens, []
+
+    def decode(ids: list[int]) -> str:
+        looked.append(len(ids))
+        return tokens.decode(ids)
+
+    stops = stop_string_test(SimpleNamespace(decode=decode), (string,))
+    ids = tokens.message_ids(f"<answer_sql>SELECT 'é' > 1 {string}")
+    ends = [n for n in range(1, len(ids) + 1) if string in tokens.decode(ids[:n])]
+    assert [n for n in range(1, len(ids) + 1) if stops(ids[:n])][:1] == ends[:1] != []
+    assert sum(count > 1 for count in looked) < len(ids) / 2
 
 
 def test_template_without_the_role_tool_answers_as_user():

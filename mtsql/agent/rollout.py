@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cache
 
 import numpy as np
 from tqdm import tqdm
@@ -108,15 +109,23 @@ def trajectory_seed(*numbers: int) -> int:
 
 
 def stop_string_test(tokens: ChatTokens, strings: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
-    """The function that says whether the end of a message holds one of `strings`, None without any.
+    """The function that says whether a message ends with the first end of one of `strings`, None without any.
 
-    It decodes as many tokens as the longest string has bytes, since a token is at least one byte of text.
+    It decodes as many tokens as the longest string has bytes, since a token is at least one byte of text; and
+    only after a token with the last character of a string, or with a part of some character.
     """
     if not strings:
         return None
     reach = max(len(string.encode()) for string in strings)
+    ends = {string[-1] for string in strings} | {"\N{REPLACEMENT CHARACTER}"}
+
+    @cache
+    def may_end(token: int) -> bool:
+        return not ends.isdisjoint(tokens.decode([token]))
 
     def stops(ids: list[int]) -> bool:
+        if not may_end(ids[-1]):
+            return False
         tail = tokens.decode(ids[-reach:])
         return any(string in tail for string in strings)
 
