@@ -70,7 +70,8 @@ def test_decode(tmp_path):
     sizes = ["--layers", 1, "--vocabulary", 200, "--slots", 3, "--context", 32, "--steps", 2]
     run("bench/decode.py", *sizes, "--json", tmp_path / "json")
     figures = json.loads((tmp_path / "json").read_text())
-    assert len(figures) == 1 + 4 * 3 + 1 and min(figures.values()) > 0
+    figures.pop("hf_generate_tokens_per_second")  # of a few milliseconds, less the prefill's: may be negative
+    assert len(figures) == 1 + 4 * 3 and min(figures.values()) > 0
 
 
 def test_gpu_queue(script, monkeypatch, capsys, real, work, tmp_path):

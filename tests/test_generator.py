@@ -386,10 +386,13 @@ def test_rows_give_way_in_a_cache_of_a_third_of_the_need(model, monkeypatch):
         play(model, 1.0, [1])
 
 
-@pytest.mark.parametrize("size", [16, 64])
-def test_rows_give_way_where_pages_are_few(model, monkeypatch, size):
+@pytest.mark.parametrize(("size", "late"), [(16, False), (64, False), (16, True)])
+def test_rows_give_way_where_pages_are_few(model, monkeypatch, size, late):
+    """Also where the next step is under way before the last one's tokens are looked at."""
     monkeypatch.setattr(pages, "PAGE", size)
-    free, again = play_ids(model), []
+    free, again, begun = play_ids(model), [], []
+    watch(monkeypatch, Generator, "start", lambda generator, *_: setattr(generator, "late", late))
+    watch(monkeypatch, Generator, "_begin_step", lambda *given: begun.append(len(given) == 3))
 
     def dropped(own, rows):
         again.extend(row for row in rows if row.room and row.decoding and row.ids)
@@ -399,6 +402,7 @@ def test_rows_give_way_where_pages_are_few(model, monkeypatch, size):
         monkeypatch.setattr(rollout_module, "new_cache", lambda *_, most=positions: Pages(160, most))
         assert play_ids(model) == free
         assert bool(again) == (positions < 1000)  # in the middle of a message
+        assert (sum(begun) > len(begun) / 3) == late
 
 
 def run_short(monkeypatch: pytest.MonkeyPatch, *fails: int) -> list[tuple[int, int]]:
@@ -425,6 +429,16 @@ def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, 
     monkeypatch.setattr(Generator, "_forward", lambda *_: np.zeros(1 << 50))
     with pytest.raises(ValueError, match="the device's memory does not hold one trajectory"):
         play(model, 1.0, [0])
+
+
+@pytest.mark.parametrize("fails", [10, 11, 12])
+def test_out_of_memory_while_the_next_step_is_under_way_changes_nothing(model, monkeypatch, fails):
+    free = play_ids(model)
+    watch(monkeypatch, Generator, "start", lambda generator, *_: setattr(generator, "late", True))
+    monkeypatch.setattr(rollout_module, "new_cache", lambda *_: Pages(160, 5000))
+    passes = run_short(monkeypatch, fails)
+    assert play_ids(model) == free
+    assert passes[-1][0] < 5000
 
 
 def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch):

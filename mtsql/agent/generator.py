@@ -77,10 +77,11 @@ class Row(CachedRow):
             raise ValueError(f"A message needs room for at least one token, not {limit}.")
         self.limit, self.ids, self.logprobs, self.stop = limit, [], [], None
 
-    def uniform(self) -> float:
-        """The random number of the next token, the same until one is taken."""
-        self.uniforms = self.uniforms or self.rng.random(UNIFORMS).tolist()[::-1]
-        return self.uniforms[-1]
+    def uniform(self, place: int) -> float:
+        """The random number of the next token (`place` 0) or the one after it, until one is taken."""
+        if place >= len(self.uniforms):
+            self.uniforms = self.rng.random(UNIFORMS).tolist()[::-1] + self.uniforms
+        return self.uniforms[-1 - place]
 
     def take(self, token: int, logprob: float) -> None:
         """Append a sampled token, which is pending then: the one before it is in the cache."""
@@ -101,6 +102,16 @@ class Row(CachedRow):
         return self.history[self.length : -1]
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What a step sampled for each of some rows (None is padding)."""
+
+    rows: Sequence[Row | None]
+    pairs: Tensor  # (rows, 2) float64, on the device: token, log-probability
+    copied: Tensor  # the same on the CPU,
+    ready: torch.cuda.Event | None  # from this moment
+
+
 class Generator:
     """Samples model messages for many trajectories at once. Use as a context manager.
 
@@ -113,6 +124,7 @@ class Generator:
     this moment, a ready copy (`Decoder`). Without a `cache` it is `new_cache(model)`; if memory runs out it
     goes on with half of what rows had taken, at least with room for the longest. Raises UserError if that is
     no less than before, for a cache that does not hold one row, and for a model that `Decoder` does not know.
+    On a GPU results are `late`: while the host looks at what one step sampled the next is under way.
     """
 
     def __init__(
@@ -129,6 +141,9 @@ class Generator:
         self.temperature, self.top_p = sampling.temperature, sampling.top_p
         self.stops = stops
         self.rows: list[Row] = []  # from the oldest to the youngest
+        self.late = decode_kernel(model.device) is not None
+        self.ahead: Drawn | None = None  # sampled and not looked at yet
+        self.stopped: list[Row] = []  # complete and not returned yet
         self._begin_cache(cache or new_cache(model))
 
     def _begin_cache(self, empty: RowCache | Pages) -> None:
@@ -141,7 +156,7 @@ class Generator:
 
     def __exit__(self, *_: object) -> None:
         self.rows = []
-        del self.cache, self.graphs, self.decoder
+        del self.cache, self.graphs, self.decoder, self.ahead
 
     @property
     def in_cache(self) -> list[Row]:
@@ -164,6 +179,7 @@ class Generator:
             row = Row(list(prompt), np.random.Generator(np.random.PCG64(seed)))
             row.begin(limit)
             started.append(row)
+        self._take_ahead()
         self.rows += started
         self._or_halve_the_cache(self._admit, started)
         return started
@@ -171,6 +187,7 @@ class Generator:
     @torch.inference_mode()
     def append(self, rows: Sequence[Row], ids: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Put the observations `ids` after the rows' last messages and begin messages of at most `limits`."""
+        self._take_ahead()
         for row, new, limit in zip(rows, ids, limits, strict=True):
             row.history += new
             row.begin(limit)
@@ -180,24 +197,56 @@ class Generator:
     @torch.inference_mode()
     def step(self) -> list[Row]:
         """Sample a token in every decoding row of the cache; return the rows whose messages are complete."""
-        return self._or_halve_the_cache(self._step) or []
+        self._or_halve_the_cache(self._step)
+        stopped, self.stopped = self.stopped, []
+        return stopped
 
-    def _step(self) -> list[Row]:
-        if not self._make_room():
-            return []
-        pieces = self.cache.decode_pieces([row for row in self.in_cache if row.decoding])
-        placed = [row for piece in pieces for row in piece.rows]  # None is padding
-        pending = torch.tensor([[row.history[-1] if row else 0] for row in placed])  # (rows, 1)
-        positions = torch.tensor([[row.length if row else 0] for row in placed])  # (rows, 1)
-        uniforms = torch.tensor([[row.uniform() if row else 0.0] for row in placed], dtype=torch.float64)
-        sampled = self._sample(pending, positions, uniforms, pieces).tolist()
-        pairs = [(row, drawn) for row, drawn in zip(placed, sampled, strict=True) if row and row.decoding]
-        for row, (token, logprob) in pairs:
+    def _step(self) -> None:
+        if self.ahead is None and self._make_room():
+            self.ahead = self._begin_step([row for row in self.in_cache if row.decoding])
+        following = None  # It has a token too many for rows that stop now: nobody takes it.
+        if self.late and self.ahead is not None:
+            going_on = [row for row in self.ahead.rows if row is not None and row.decoding]
+            if going_on and all(len(row.history) < row.room for row in going_on):
+                following = self._begin_step(going_on, self.ahead)
+        self._take_ahead()
+        self.ahead = following
+
+    def _begin_step(self, rows: Sequence[Row], before: Drawn | None = None) -> Drawn:
+        """Sample a token in each of these rows, after those sampled `before`, if they were not taken yet."""
+        pieces = self.cache.decode_pieces(rows)
+        placed = [row for piece in pieces for row in piece.rows]
+        untaken = int(before is not None)
+        if before is None:
+            pending = torch.tensor([[row.history[-1] if row else 0] for row in placed])  # (rows, 1)
+        else:
+            places = {row: place for place, row in enumerate(before.rows)}
+            pending = before.pairs[[places.get(row, 0) for row in placed], :1].long()  # (rows, 1)
+        positions = torch.tensor([[row.length + untaken if row else 0] for row in placed])  # (rows, 1)
+        uniforms = [[row.uniform(untaken) if row else 0.0] for row in placed]
+        pairs = self._sample(pending, positions, torch.tensor(uniforms, dtype=torch.float64), pieces)
+        copied = pairs.to("cpu", non_blocking=True)
+        ready = torch.cuda.Event() if pairs.is_cuda else None
+        if ready is not None:
+            ready.record()
+        return Drawn(placed, pairs, copied, ready)
+
+    def _take_ahead(self) -> None:
+        """Look at what was sampled, and give it to the rows whose messages were not complete before."""
+        drawn, self.ahead = self.ahead, None
+        if drawn is None:
+            return
+        if drawn.ready is not None:
+            drawn.ready.synchronize()
+        for row, (token, logprob) in zip(drawn.rows, drawn.copied.tolist(), strict=True):
+            if row is None or not row.decoding:
+                continue
             if logprob != logprob:
                 raise FloatingPointError("The model's logits hold NaN.")
             row.take(int(token), logprob)
             row.stop = self._stop(row)
-        return [row for row, _ in pairs if not row.decoding]
+            if row.stop is not None:
+                self.stopped.append(row)
 
     def _make_room(self) -> bool:
         """Let rows come in again and those that outgrew their room have more; whether a row is decoding."""
@@ -224,6 +273,7 @@ class Generator:
     @torch.inference_mode()
     def release(self, rows: Sequence[Row]) -> None:
         """Forget finished rows."""
+        self._take_ahead()
         gone = set(rows)
         self.rows = [row for row in self.rows if row not in gone]
         self.cache.drop(rows)
@@ -248,22 +298,23 @@ class Generator:
         for prefix, (head, *others) in samples.items():
             self.cache.share(head, others, len(prefix))
 
-    def _or_halve_the_cache(self, act: Callable[..., list[Row] | None], *given: object) -> list[Row] | None:
+    def _or_halve_the_cache(self, act: Callable[..., None], *given: object) -> None:
         """Do something; if memory runs out, empty the cache, whose rows come again into one half as large."""
         try:
-            return act(*given)
+            act(*given)
+            return
         except OUT_OF_MEMORY:
             longest = self.cache.room(self.cache.longest or max(len(row.history) for row in self.rows))
             half = max(self.cache.reserved // 2, longest)
         if self.cache.positions is not None and half >= self.cache.positions:
             raise UserError(TOO_SMALL)
+        self.ahead = None  # what was not taken yet is sampled again
         self.cache.drop(self.rows)
         self._begin_cache(type(self.cache)(self.cache.longest, half))
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         gib = half * cache_bytes_per_token(self.model) / 2**30
         tqdm.write(f"out of memory: the rollout goes on with {gib:.3g} GiB of key/value cache", sys.stderr)
-        return None
 
     def _prefill(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]]) -> None:
         """Write different prompts into new rows, what several begin with once, from the outermost on."""
@@ -311,7 +362,7 @@ class Generator:
         self, pending: Tensor, positions: Tensor, uniforms: Tensor, pieces: Sequence[Piece | PagedPiece]
     ) -> Tensor:
         """The next token of each row and its log-probability, (rows, 2) float64, from `pending` tokens at
-        `positions` and from `uniforms`, (rows, 1) all, on the CPU.
+        `positions` and from `uniforms`, (rows, 1) all.
         """
         if self.graphs is None:
             return self._draw(self._forward(pending, positions, pieces), uniforms)
