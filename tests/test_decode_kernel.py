@@ -69,7 +69,7 @@ def test_it_samples_what_attention_samples(monkeypatch):
     model, messages = make_decoder("qwen3"), []
     for kernel in (None, attend_pages):
         monkeypatch.setattr(pages, "decode_kernel", lambda _, kernel=kernel: kernel)
-        with Generator(model, (END,), Sampling(), cache=Pages(None, 2000)) as generator:
+        with Generator(model, (END,), Sampling(), make_cache=lambda _: Pages(None, 2000)) as generator:
             generator.graphs = None
             rows = generator.start([[5] * 130, [6] * 3, [5] * 130], range(3), [9] * 3)
             while any(row.decoding for row in rows):

@@ -295,11 +295,10 @@ def test_other_architectures_are_refused():
         Generator(get_peft_model(make_decoder("qwen3"), dora), (END,), Sampling())
 
 
-def greedy(
-    model: PreTrainedModel, own: Pages | None = None, graphs: DecodeGraphs | None = None
-) -> list[list[int]]:
-    """First and second messages of seven rows."""
-    with Generator(model, (END,), Sampling(0), cache=own) as generator:
+def greedy(model: PreTrainedModel, positions: int = 0, graphs: DecodeGraphs | None = None) -> list[list[int]]:
+    """First and second messages of seven rows, in pages of so many positions or in tiers."""
+    in_pages = (lambda _: Pages(None, positions)) if positions else None
+    with Generator(model, (END,), Sampling(0), make_cache=in_pages) as generator:
         generator.graphs = graphs
         rows = generator.start(prompts(7), range(7), [9] * 7)
         first = finish(generator, rows)
@@ -311,12 +310,12 @@ def greedy(
 
 def test_pages_change_nothing(any_model, monkeypatch):
     monkeypatch.setattr(pages, "PAGE", 16)
-    assert greedy(any_model, Pages(None, 1000)) == greedy(any_model)
+    assert greedy(any_model, 1000) == greedy(any_model)
 
 
 def test_samples_of_a_prompt_have_its_full_pages_in_common(model, monkeypatch):
     own = Pages(None, 20 * 64)
-    with Generator(model, (), Sampling(0), cache=own) as generator:
+    with Generator(model, (), Sampling(0), make_cache=lambda _: own) as generator:
         rows = generator.start([[5] * 150] * 4 + [[6] * 10], range(5), [90] * 5)
         first, *others = rows[:4]
         assert len(first.pages) == 3 and all(row.pages[:2] == first.pages[:2] for row in others)
@@ -340,7 +339,7 @@ def test_with_pages_the_decode_step_has_few_shapes(model, monkeypatch):
         "_sample",
         lambda _, pending, *rest: shapes.add((len(pending), rest[2][0].reach)),
     )
-    with Generator(model, (), Sampling(0), cache=Pages(None, 20_000)) as generator:
+    with Generator(model, (), Sampling(0), make_cache=lambda _: Pages(None, 20_000)) as generator:
         generator.start([[5] * 900] * 13, range(13), [600] * 13)
         for count in range(390):
             generator.step()
@@ -399,7 +398,7 @@ def test_rows_give_way_where_pages_are_few(model, monkeypatch, size, late):
 
     watch(monkeypatch, Pages, "drop", dropped)
     for positions in (100_000, 3 * 160):
-        monkeypatch.setattr(rollout_module, "new_cache", lambda *_, most=positions: Pages(160, most))
+        monkeypatch.setattr(rollout_module, "new_cache", lambda _, most=positions, **how: Pages(160, most))
         assert play_ids(model) == free
         assert bool(again) == (positions < 1000)  # in the middle of a message
         assert (sum(begun) > len(begun) / 3) == late
@@ -435,7 +434,7 @@ def test_out_of_memory_halves_the_cache_and_changes_nothing(model, monkeypatch, 
 def test_out_of_memory_while_the_next_step_is_under_way_changes_nothing(model, monkeypatch, fails):
     free = play_ids(model)
     watch(monkeypatch, Generator, "start", lambda generator, *_: setattr(generator, "late", True))
-    monkeypatch.setattr(rollout_module, "new_cache", lambda *_: Pages(160, 5000))
+    monkeypatch.setattr(rollout_module, "new_cache", lambda *_, **how: Pages(160, 5000))
     passes = run_short(monkeypatch, fails)
     assert play_ids(model) == free
     assert passes[-1][0] < 5000
@@ -446,7 +445,7 @@ def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch):
     monkeypatch.setattr(cache, "TIER_STEP", 16)
 
     def messages() -> list[list[int]]:
-        with Generator(model, (), Sampling(), cache=new_cache(model, 100)) as generator:
+        with Generator(model, (), Sampling(), make_cache=lambda model: new_cache(model, 100)) as generator:
             rows = generator.start([[5, 6, 7], [8, 9]], [0, 1], [90, 90])
             for _ in range(400):
                 generator.step()
@@ -469,7 +468,7 @@ def test_what_torch_keeps_for_itself_is_free(monkeypatch):
 
 
 def test_a_row_takes_the_positions_that_it_uses(model):
-    with Generator(model, (), Sampling(), cache=new_cache(model, 12_000)) as generator:
+    with Generator(model, (), Sampling(), make_cache=lambda model: new_cache(model, 12_000)) as generator:
         rows = generator.start([[5] * 100, [6] * 100, [7] * 1000], range(3), [100] * 3)
         assert generator.cache.reserved == 2 * 128 + 1024
         for _ in range(30):
@@ -487,6 +486,7 @@ def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
     cuda = mock.MagicMock(CUDAGraph=lambda: SimpleNamespace())
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(pages, "capture_stream", mock.MagicMock())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     capture, captured = DecodeGraphs._capture, []
 
     def with_replay(self, compute, own):
@@ -497,7 +497,7 @@ def test_captured_graphs_replay_the_decode_step(model, monkeypatch):
 
     monkeypatch.setattr(DecodeGraphs, "_capture", with_replay)
     own = DecodeGraphs(model.device)
-    assert greedy(model, Pages(None, 1000), own) == greedy(model)
+    assert greedy(model, 1000, own) == greedy(model)
     assert 1 < len(captured) == len(set(captured)) <= 6
 
 

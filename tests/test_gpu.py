@@ -103,7 +103,7 @@ def gradient(model: PreTrainedModel, played: Sequence[Trajectory], layout: str) 
 
 def test_greedy_ids_are_those_of_generate(device):
     model, how = random_model(device), {"do_sample": False, "max_new_tokens": 48, "eos_token_id": 0}
-    for trajectory in sample(model, temperature=0.0, cache=Pages(None, 4096)):
+    for trajectory in sample(model, temperature=0.0, make_cache=lambda _: Pages(None, 4096)):
         prompt = torch.tensor([trajectory.segments[0].ids], device=device)
         full = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **how)
         assert full[0, prompt.shape[1] :].tolist() == list(trajectory.segments[1].ids)
@@ -131,7 +131,9 @@ def test_a_cache_that_is_too_small_changes_no_id(device, monkeypatch):
     plenty, room = ids(sample(model)), 1.3 * need * cache_bytes_per_token(model) / cache.SHARE_OF_FREE
     monkeypatch.setattr(cache, "free_memory", lambda device: room)
     watch = lambda g: waiting.update(r for r in g.rows if not r.room and r.ids)  # noqa: E731
-    assert ids(sample(model, watch=watch, cache=new_cache(model, need))) == plenty and waiting
+    assert (
+        ids(sample(model, watch=watch, make_cache=lambda model: new_cache(model, need))) == plenty and waiting
+    )
 
 
 @pytest.mark.parametrize("dtype", GAP)

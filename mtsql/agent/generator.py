@@ -121,7 +121,7 @@ class Generator:
     softmax(logits) when greedy; `top_p` (see `Sampling`) changes what is drawn and not them.
 
     `stops(ids)` says whether a message with the ids `ids` ends with a stop string. The weights are those of
-    this moment, a ready copy (`Decoder`). Without a `cache` it is `new_cache(model)`; if memory runs out it
+    this moment, a ready copy (`Decoder`). `make_cache` or `new_cache` gives the cache; if memory runs out, it
     goes on with half of what rows had taken, at least with room for the longest. Raises UserError if that is
     no less than before, for a cache that does not hold one row, and for a model that `Decoder` does not know.
     On a GPU results are `late`: while the host looks at what one step sampled the next is under way.
@@ -133,7 +133,7 @@ class Generator:
         end_of_turn_ids: Sequence[int],
         sampling: Sampling,
         stops: Callable[[list[int]], bool] | None = None,
-        cache: RowCache | Pages | None = None,
+        make_cache: Callable[[PreTrainedModel], RowCache | Pages] | None = None,
     ) -> None:
         self.model = model
         self.decoder = Decoder(model)
@@ -144,7 +144,7 @@ class Generator:
         self.late = decode_kernel(model.device) is not None
         self.ahead: Drawn | None = None  # sampled and not looked at yet
         self.stopped: list[Row] = []  # complete and not returned yet
-        self._begin_cache(cache or new_cache(model))
+        self._begin_cache((make_cache or new_cache)(model))  # beside the decoder's copy of the weights
 
     def _begin_cache(self, empty: RowCache | Pages) -> None:
         self.cache = empty

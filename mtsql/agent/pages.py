@@ -205,7 +205,7 @@ class DecodeGraphs:
             self.captured[key] = self._capture(compute, [part.to(self.device) for part in inputs])
         graph, own, result = self.captured[key]
         for part, new in zip(own, inputs, strict=True):
-            part.copy_(new, non_blocking=True)
+            part.copy_(new if new.is_cuda else new.pin_memory(), non_blocking=True)
         graph.replay()
         return result
 

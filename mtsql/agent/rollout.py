@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from tqdm import tqdm
@@ -58,7 +58,7 @@ def rollout(
             tokens.end_of_turn_ids,
             sampling,
             stop_string_test(tokens, sampling.stop_strings),
-            new_cache(model, longest, max_rows),
+            partial(new_cache, longest=longest, rows=max_rows),
         ) as generator,
         tqdm(total=len(episodes), desc=title, unit="trajectory", disable=not title) as bar,
     ):

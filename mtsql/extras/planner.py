@@ -231,8 +231,11 @@ def prefill_bytes(model: nn.Module, config: Training) -> int:
     """Bytes that a forward pass of the rollout adds to its cache, or the sampling if that takes more."""
     prompt, rows, longest = config.max_prompt_tokens, config.rows, longest_trajectory(config)
     together = min(rows, max(1, TOKENS_PER_FORWARD_ELSEWHERE // min(WIDEST, prompt)))
-    pages = Pages(longest, together * (longest + PAGE))
-    with in_shapes(model, 1) as live, Generator(model, [0], Sampling(), None, pages) as generator:
+    size = together * (longest + PAGE)
+    with (
+        in_shapes(model, 1) as live,
+        Generator(model, [0], Sampling(), None, lambda _: Pages(longest, size)) as generator,
+    ):
         kept = live.peak = live.live()
         generator.start([[i] * prompt for i in range(together)], range(together), [1] * together)
         kept += generator.cache.reserved * cache.cache_bytes_per_token(model)
