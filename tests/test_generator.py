@@ -13,6 +13,7 @@ import pytest
 import torch
 from decoders import END, KINDS, SIZES, VOCABULARY, make_decoder
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -313,6 +314,17 @@ def test_pages_change_nothing(any_model, monkeypatch):
     assert greedy(any_model, 1000) == greedy(any_model)
 
 
+def test_room_is_found_for_samples_that_share_their_prompt(model):
+    """32 rows of 900 tokens need 32 pages and two prompts, not 480 pages."""
+    prompts = [[5] * 700 + [token] * 200 for token in (6, 7) for _ in range(16)]
+    with Generator(model, (), Sampling(0), make_cache=lambda _: Pages(None, 64 * 64)) as generator:
+        rows = generator.start(prompts, range(32), [20] * 32)
+        assert all(row.room for row in rows)
+        finish(generator, rows)
+        generator.release(rows)
+        assert len(generator.cache.free) == 64
+
+
 def test_samples_of_a_prompt_have_its_full_pages_in_common(model, monkeypatch):
     own = Pages(None, 20 * 64)
     with Generator(model, (), Sampling(0), make_cache=lambda _: own) as generator:
@@ -331,7 +343,21 @@ def test_samples_of_a_prompt_have_its_full_pages_in_common(model, monkeypatch):
         assert finish(generator, generator.start([[5] * 150], [0], [90])) == messages[:1]
 
 
-def test_with_pages_the_decode_step_has_few_shapes(model, monkeypatch):
+def slow_kernel(queries: Tensor, stored: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    """What the kernel of a GPU computes (mtsql/agent/decode_kernel.py), row by row."""
+    seen = []
+    for row, pages_of_row, length in zip(queries, table, lengths, strict=True):
+        keys, values = stored[:, pages_of_row].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        heads = row.view(len(keys), -1, row.shape[-1])  # (kv_heads, shared, head_dim)
+        weights = (heads @ keys.transpose(1, 2) * row.shape[-1] ** -0.5).softmax(-1)
+        seen.append((weights @ values).view_as(row))
+    return torch.stack(seen)
+
+
+def test_with_a_kernel_the_decode_step_has_few_shapes(model, monkeypatch):
+    plain = greedy(model)
+    monkeypatch.setattr(pages, "decode_kernel", lambda _: slow_kernel)
+    assert greedy(model, 1000) == plain
     shapes = set()
     watch(
         monkeypatch,

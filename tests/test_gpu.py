@@ -118,6 +118,20 @@ def test_graphs_change_no_id(device):
 
 
 @pytest.mark.parametrize("device", [GPU], indirect=True)
+def test_the_next_step_does_not_wait_for_the_last_one(device):
+    with Generator(random_model(device), (0,), Sampling()) as sampler:
+        sampler.start([[5] * 40] * 3, range(3), [48] * 3)
+        for _ in range(3):
+            sampler.step()
+        rows, before = [row for row in sampler.rows if row.decoding], sampler.ahead
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sampler._begin_step(rows, before)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("device", [GPU], indirect=True)
 def test_the_kernel_changes_no_id(device, monkeypatch):
     model = random_model(device)
     with_kernel = ids(sample(model))

@@ -130,8 +130,8 @@ class RowCache:
         wide = TIER_STEP * max(1, -(-need // TIER_STEP))
         return max(need, min(wide, self.longest or wide))
 
-    def admit(self, row: CachedRow, need: int) -> bool:
-        """Give a row a slot of at least `need` positions; False if there is no room."""
+    def admit(self, row: CachedRow, need: int, like: CachedRow | None = None) -> bool:
+        """Give a row a slot of at least `need` positions; False if there is no room. `like`: see pages.py."""
         empty = not any(tier.rows for tier in self.tiers.values())
         if not self._widen(self._tier(need), 0 if empty else (self.positions or 0) // WATERMARK):
             return False

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 import numpy as np
 import torch
@@ -207,7 +206,8 @@ class Generator:
         following = None  # It has a token too many for rows that stop now: nobody takes it.
         if self.late and self.ahead is not None:
             going_on = [row for row in self.ahead.rows if row is not None and row.decoding]
-            if going_on and all(len(row.history) < row.room for row in going_on):
+            needs = [(row, len(row.history) + 1) for row in going_on]
+            if needs and all(need <= row.room or self.cache.lift(row, need) for row, need in needs):
                 following = self._begin_step(going_on, self.ahead)
         self._take_ahead()
         self.ahead = following
@@ -221,7 +221,10 @@ class Generator:
             pending = torch.tensor([[row.history[-1] if row else 0] for row in placed])  # (rows, 1)
         else:
             places = {row: place for place, row in enumerate(before.rows)}
-            pending = before.pairs[[places.get(row, 0) for row in placed], :1].long()  # (rows, 1)
+            index = torch.tensor([places.get(row, 0) for row in placed])  # (rows,)
+            if before.pairs.is_cuda:  # Else it would wait for the step under way.
+                index = index.pin_memory().to(before.pairs.device, non_blocking=True)
+            pending = before.pairs[index, :1].long()  # (rows, 1)
         positions = torch.tensor([[row.length + untaken if row else 0] for row in placed])  # (rows, 1)
         uniforms = [[row.uniform(untaken) if row else 0.0] for row in placed]
         pairs = self._sample(pending, positions, torch.tensor(uniforms, dtype=torch.float64), pieces)
@@ -290,10 +293,12 @@ class Generator:
 
     def _admit(self, rows: Sequence[Row]) -> None:
         """Write rows that the cache lacks, given from the oldest on, as far as there is room."""
-        fresh = list(takewhile(lambda row: self.cache.admit(row, len(row.history)), rows))
         samples: dict[tuple[int, ...], list[Row]] = {}
-        for row in fresh:
-            samples.setdefault(tuple(row.unwritten), []).append(row)
+        for row in rows:
+            alike = samples.get(tuple(row.unwritten), [])
+            if not self.cache.admit(row, len(row.history), *alike[:1]):
+                break
+            samples[tuple(row.unwritten)] = [*alike, row]
         self._prefill([group[0] for group in samples.values()], list(samples))
         for prefix, (head, *others) in samples.items():
             self.cache.share(head, others, len(prefix))

@@ -7,10 +7,12 @@ Attention of a decode step is split over the pages (decode_kernel.py, where Trit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from shutil import which
 
 import numpy as np
 import torch
@@ -47,7 +49,10 @@ class PagedPiece:
 
     def read(self, layer: int) -> Tensor:
         """A copy of the rows' keys and values of a layer, (2, rows, kv_heads, reach, head_dim)."""
-        return self.home.layers[layer][:, self.table].transpose(2, 3).flatten(3, 4)
+        by_head = self.home.layers[layer].transpose(1, 2)[
+            :, :, self.table
+        ]  # a copy of (2, kv_heads, pages, ...)
+        return by_head.flatten(3, 4).transpose(1, 2)
 
     def attention(self, positions: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> Attention:
         """Attention of tokens at `positions` (rows, tokens) to these rows."""
@@ -73,7 +78,8 @@ class SplitAttention(Attention):
 
 def decode_kernel(device: torch.device) -> Callable[..., Tensor] | None:
     """`attend_pages` on a GPU with Triton."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    compiler = os.environ.get("CC") or which("gcc") or which("clang")  # which Triton asks for
+    if device.type != "cuda" or find_spec("triton") is None or not compiler:
         return None
     from mtsql.agent.decode_kernel import attend_pages
 
@@ -109,11 +115,20 @@ class Pages:
             self.layers.append(zeros((2, len(self.owners), like.shape[1], PAGE, like.shape[2]), like))
         return self.layers[layer]
 
-    def admit(self, row: CachedRow, need: int) -> bool:
-        """Give a row pages for `need` positions; False if there is no room."""
+    def admit(self, row: CachedRow, need: int, like: CachedRow | None = None) -> bool:
+        """Give a row pages for `need` positions; False if there is no room.
+
+        `like` is a row that has, or will have, all its tokens but the last: they have full pages in common.
+        """
         taken = len(self.owners) - 1 - len(self.free)
         spare = self.reserved // WATERMARK if taken else 0
-        return len(self.free) * PAGE >= self.room(need) + spare and self.lift(row, need)
+        common = like.pages[: (need - 1) // PAGE] if like else []
+        if len(self.free) < self.room(need + spare) // PAGE - len(common):
+            return False
+        for page in common:
+            self.owners[page] += 1
+        row.pages = [*common]
+        return self.lift(row, need)
 
     def lift(self, row: CachedRow, need: int) -> bool:
         """Give a row further pages, for `need` positions together; False if there is no room."""
@@ -151,8 +166,10 @@ class Pages:
         rows and of pages, so that few graphs are captured.
         """
         padding = [None] * (few_shapes(len(decoding)) - len(decoding))
-        columns = FEWEST_COLUMNS
-        while columns < max(len(row.pages) for row in decoding):
+        columns = most = max(len(row.pages) for row in decoding)
+        if decode_kernel(self.layers[0].device):  # else whatever is read is copied
+            columns = FEWEST_COLUMNS
+        while columns < most:
             columns *= 4
         return [self._piece([*decoding, *padding], columns, decoding=True)]
 

@@ -89,12 +89,11 @@ def rollout(
                 waiting = [(row, future) for row, future in waiting if row not in there]
                 finished = [row for row, ids in answers if ids is None]
                 going_on = [(row, ids) for row, ids in answers if ids is not None]
-                generator.append(
-                    [row for row, _ in going_on],
-                    [ids for _, ids in going_on],
-                    [limit(playing[row]) for row, _ in going_on],
-                )
-                generator.release(finished)
+                if going_on:
+                    rows, observations = zip(*going_on, strict=True)
+                    generator.append(rows, observations, [limit(playing[row]) for row in rows])
+                if finished:
+                    generator.release(finished)
                 for row in finished:
                     del playing[row]
                 rate, used = sampled / (time.perf_counter() - started_at), busy / steps
