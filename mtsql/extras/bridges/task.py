@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from mtsql.agent.env import Environment, Episode
-from mtsql.agent.rollout import Sampling, stop_string_test
+from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Rewarded, option, read_options
@@ -86,10 +86,10 @@ class Task:
         Ids beyond the message's limit are cut off, and the message then ends the episode.
         """
         limit, stop = self.message_limit(episode), Stop.LIMIT
-        stops = stop_string_test(self.tokens, self.sampling.stop_strings)
+        said = self.tokens.decode(ids)
         if 0 < len(ids) <= limit and ids[-1] in self.tokens.end_of_turn_ids:
             stop = Stop.END_OF_TURN
-        elif len(ids) <= limit and stops is not None and stops(ids):
+        elif len(ids) <= limit and any(string in said for string in self.sampling.stop_strings):
             stop = Stop.STOP_STRING
         return episode.step(ids[:limit], logprobs[:limit], stop)
 
