@@ -21,8 +21,8 @@ from torch import Tensor
 from mtsql.agent.cache import WATERMARK, Attention, CachedRow, zeros
 
 PAGE = 64
-FEWEST_COLUMNS = 16  # A decode step may read so many pages of a row, or four or 16 times as many,
-NOWHERE = 0  # and this is the page for what nobody reads: padding.
+FEWEST_COLUMNS = 16  # pages of a row that a decode step may read, or four or 16 times as many
+NOWHERE = 0  # the page where padding is written, which nobody reads
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,9 @@ class PagedPiece:
 
     def read(self, layer: int) -> Tensor:
         """A copy of the rows' keys and values of a layer, (2, rows, kv_heads, reach, head_dim)."""
-        by_head = self.home.layers[layer].transpose(1, 2)[
-            :, :, self.table
-        ]  # a copy of (2, kv_heads, pages, ...)
-        return by_head.flatten(3, 4).transpose(1, 2)
+        of_heads = self.home.layers[layer].transpose(1, 2)  # (2, kv_heads, pages, PAGE, head_dim)
+        copied = of_heads[:, :, self.table]  # (2, kv_heads, rows, columns, PAGE, head_dim)
+        return copied.flatten(3, 4).transpose(1, 2)
 
     def attention(self, positions: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> Attention:
         """Attention of tokens at `positions` (rows, tokens) to these rows."""
