@@ -40,6 +40,7 @@ from mtsql.config import (
     Count,
     NotNegative,
     Positive,
+    Rewarded,
     Training,
     idle_options,
     option,
@@ -50,7 +51,7 @@ from mtsql.config import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Training):
+class Args(Rewarded, Training):
     """The options of GRPO; those of every training are in mtsql/config.py."""
 
     SECTION: ClassVar = "grpo"

@@ -21,8 +21,8 @@ Departures from the paper, and how we read it:
   would be dropped. coverage.json counts what each filter rejects.
 - "Interactions" are answered tool calls. Where no right trajectory of a question has at most (at least)
   two, those that come nearest are kept, so that every solved question has a trajectory.
-- EM is the official exact set match, as in the authors' code; the paper's text says string match (--rewards
-  paper). EX is the official one too: DISTINCT and the order of columns do not count.
+- EM is the official exact set match, as in the authors' code; the paper's text says string match. EX is the
+  official one too: DISTINCT and the order of columns do not count.
 - Clusters are of the policy's own hidden states; the paper's are of Qwen3-Embedding's.
 - Fine-tuning makes --epochs passes a round over everything kept, --trajectories-per-step at a time;
   the paper gives a per-device batch of 2 on 8 GPUs and no number of epochs. The cosine
@@ -123,7 +123,7 @@ def main(config: Args) -> int:
     check(config)
     task = begin_training(config, "train")
     processes, out = task.processes, task.out
-    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
+    reward = reward_function(config, task.tokens, task.scorer)
     optimizer, first, state = resume(config, out, task.policy, processes)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
@@ -203,8 +203,7 @@ def check(config: Args) -> None:
 def idle(config: Args) -> list[str]:
     """A sentence for each option that does nothing, because --targets gold or a file samples nothing."""
     why = config.targets != "self" and f"--targets {config.targets} samples nothing"
-    gold = config.targets == "gold" and "--targets gold takes every answer"
-    return idle_options(config, {"samples_per_question": why, "temperature": why, "rewards": gold})
+    return idle_options(config, {"samples_per_question": why, "temperature": why})
 
 
 def collect(

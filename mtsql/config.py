@@ -110,10 +110,16 @@ class Common(Agent, Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewarded(Common):
-    """The questions of training, and what counts as right."""
+class Sampled(Common):
+    """The questions of training."""
 
     questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewarded:
+    """What a trajectory earns."""
+
     rewards: str = option(
         "",
         "preset of the recipe's rewards (mtsql_r1: outcome, process, paper, formula), with changes: "
@@ -122,7 +128,7 @@ class Rewarded(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Rewarded):
+class Training(Sampled):
     """What warm start and GRPO have in common."""
 
     BETA2: ClassVar = 0.999  # of AdamW

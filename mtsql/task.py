@@ -21,7 +21,7 @@ from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
-from mtsql.config import Agent, Common, Data, Rewarded, Training
+from mtsql.config import Agent, Common, Data, Sampled, Training
 from mtsql.data.datasets import (
     Dataset,
     Dialogue,
@@ -236,7 +236,7 @@ def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: st
     return module.make_reward(given, scorer, tokens.tokenizer.decode, turns)
 
 
-def training_questions(config: Rewarded, task: Task, counted: Sequence[SuccessCount] = ()) -> list[Example]:
+def training_questions(config: Sampled, task: Task, counted: Sequence[SuccessCount] = ()) -> list[Example]:
     """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
     (0: all), less those that cannot be scored. They are drawn first, since the check executes every gold SQL.
 
@@ -253,7 +253,7 @@ def training_questions(config: Rewarded, task: Task, counted: Sequence[SuccessCo
     return [e for e in kept if e.id in everywhere]
 
 
-def fitting_questions(config: Rewarded, task: Task, asked: Sequence[Example]) -> list[Example]:
+def fitting_questions(config: Sampled, task: Task, asked: Sequence[Example]) -> list[Example]:
     """The questions whose prompt is not too long; says how many others there are.
 
     Raises UserError if there is none.
@@ -268,14 +268,14 @@ def fitting_questions(config: Rewarded, task: Task, asked: Sequence[Example]) ->
     return kept
 
 
-def check_samples(config: Rewarded) -> None:
+def check_samples(config: Sampled) -> None:
     """Raise UserError where the samples of a question would all be the same."""
     if config.samples_per_question > 1 and config.temperature <= 0:
         raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
 
 
 def sample_questions(
-    config: Rewarded,
+    config: Sampled,
     task: Task,
     numbered: Sequence[tuple[int, Example]],
     seed: tuple[int, ...],

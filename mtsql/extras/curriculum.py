@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mtsql.config import NotNegative, Positive, Rewarded, option, read_options, save_config, user_errors
+from mtsql.config import NotNegative, Positive, Sampled, option, read_options, save_config, user_errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Rewarded):
+class Args(Sampled):
     """Success counts (mtsql.extras.curriculum)."""
 
     SECTION: ClassVar = "curriculum"
@@ -42,7 +42,7 @@ def main(config: Args) -> None:
     """Count."""
     check_samples(config)
     task = begin_task(config, "rl" if config.for_rl else "train")
-    reward = reward_function(config, task.tokens, task.scorer, config.rewards)
+    reward = reward_function(config, task.tokens, task.scorer)
     asked = training_questions(config, task)
     share = task.processes.share(list(enumerate(asked)))
     counts = []

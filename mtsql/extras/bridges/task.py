@@ -16,7 +16,7 @@ from mtsql.agent.env import Environment, Episode
 from mtsql.agent.rollout import Sampling
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import Rewarded, option, read_options
+from mtsql.config import Rewarded, Sampled, option, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.model_folder import load_tokenizer
@@ -29,7 +29,7 @@ Write = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BridgeConfig(Rewarded):
+class BridgeConfig(Rewarded, Sampled):
     """Questions and rewards for another engine; of `model`, only the tokenizer is read for them."""
 
     SECTION: ClassVar = "bridge"
