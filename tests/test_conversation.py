@@ -22,10 +22,17 @@ from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
-from mtsql.extras.chat.__main__ import ITS_BASE, SHIPPED, chat_options
+from mtsql.extras.chat.__main__ import (
+    ITS_BASE,
+    SHIPPED,
+    chat_options,
+    converse,
+    format_result,
+    run_command,
+    show_event,
+)
 from mtsql.extras.chat.conversation import Conversation, Event, Show, read_schema
 from mtsql.extras.chat.server import Handler, Server
-from mtsql.extras.chat.terminal import converse, format_result, run_command, show_event
 from mtsql.model_folder import PACKAGED
 from mtsql.pretrained import MODELS
 from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, tool_call, verdict
