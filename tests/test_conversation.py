@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, run
@@ -24,10 +26,12 @@ from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
 from mtsql.extras.chat.__main__ import (
     ITS_BASE,
+    ITS_CONFIG,
     SHIPPED,
     chat_options,
     converse,
     format_result,
+    main,
     run_command,
     show_event,
 )
@@ -259,3 +263,16 @@ def test_the_base_of_the_shipped_agent_is_fetched_only_if_the_user_agrees(tmp_pa
         assert outcome.returncode == 2 and "0.5 GB to download" in outcome.stdout
         assert f"make it: python -m mtsql pretrained {ITS_BASE} models/{ITS_BASE}\n" in outcome.stderr
     assert not (tmp_path / "models" / ITS_BASE).exists()
+
+
+def test_after_the_base_is_fetched_the_dialogue_begins(tmp_path, tiny, work, monkeypatch, capsys):
+    fetched = []
+    shutil.copytree(work / "imitation", tmp_path / SHIPPED)  # a model that needs no base
+    monkeypatch.setattr("mtsql.pretrained.main", lambda *asked: fetched.append(asked))
+    options = chat_options(["--database", str(tiny.schema.path), "--config", str(ROOT / ITS_CONFIG)])
+    monkeypatch.chdir(tmp_path)
+    said = io.BytesIO(b"y\n:schema \xe9\n:quit\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(said, encoding="utf-8"))
+    main(replace(options, model=SHIPPED))
+    assert fetched == [(ITS_BASE, (tmp_path / SHIPPED).with_name(ITS_BASE).relative_to(tmp_path))]
+    assert "create table singer" in capsys.readouterr().out

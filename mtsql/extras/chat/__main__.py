@@ -93,6 +93,8 @@ SHOWN_ROWS, SHOWN_WIDTH = 20, 40  # of a result: rows, and characters of a cell
 
 def main(config: Args) -> None:
     """Load, then talk."""
+    if not config.port:
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 is no reason to end
     check_policy(config)
     schema = read_schema(Path(config.database))
     if config.model == SHIPPED:
@@ -108,7 +110,6 @@ def main(config: Args) -> None:
     if config.port:
         serve(conversation, config.port)
     else:
-        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 is no reason to end
         converse(conversation)
 
 
