@@ -20,6 +20,8 @@ from mtsql.agent.trajectory import Status
 from mtsql.config import Data, read_options
 from mtsql.data import datasets
 from mtsql.data.datasets import Example, load_dataset
+from mtsql.data.schema import load_schemas
+from mtsql.extras.chat.conversation import read_schema
 from mtsql.learn.samples import Sample
 from mtsql.recipes import prompt_options
 from mtsql.recipes.mtsql_r1 import make_recipe
@@ -266,3 +268,20 @@ def test_a_dataset_of_dialogues(tiny, tmp_path):
     run_block("A dataset", 1)["write_sparc"]([("music", turns)], tmp_path / "dev.json")
     dialogue = load_split(Data(data=(str(tmp_path),), out=""), "dev").dialogues[0]
     assert [(turn.question, turn.gold_sql) for turn in dialogue.turns] == turns
+
+
+def test_tables_json_of_databases_of_ones_own(tmp_path):
+    folder = ROOT / "tests" / "data" / "sparc" / "database"
+    files = sorted(folder.glob("*/*.sqlite"))
+    entries = [run_block("A tables.json")["tables_entry"](path) for path in files]
+    (tmp_path / "tables.json").write_text(json.dumps(entries))
+    schemas, linked = load_schemas(tmp_path / "tables.json", folder), 0
+    for path in files:
+        known = read_schema(path)
+        for own, other in zip(schemas[path.stem].tables, known.tables, strict=True):
+            assert (own.name, own.columns, own.example_row) == (other.name, other.columns, other.example_row)
+            assert set(own.primary_keys) == set(other.primary_keys)
+            folded = [{tuple(map(str.lower, key)) for key in t.foreign_keys} for t in (own, other)]
+            assert folded[0] <= folded[1]
+            linked += len(folded[0])
+    assert linked > 10

@@ -1,6 +1,6 @@
 """A grid of trainings, each evaluated, and a page with the differences.
 
-    mtsql ablate --vary divide_by=group,none --vary clip_high=0.2,0.28 --seeds 0 1 --steps 16
+    mtsql ablate --vary divide_by=group,none --vary aggregate=trajectory,token --seeds 0 1 --steps 16
     mtsql ablate --vary branch=main,my-reward
     mtsql ablate --config C --data D --model M --vary lora_rank=8,32 --split dev
 

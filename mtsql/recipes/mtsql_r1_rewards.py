@@ -14,7 +14,7 @@ The preset `formula` is the plain formula instead: every action counts, repeated
 "otherwise" (no pass). "A weighted sum of all ... process-level rewards" says neither sum nor mean over the actions
 of a type; in all presets we read the mean, as the released code does, since a sum pays for each further action.
 
-A result whose rows hold nothing but NULLs is "ok", not "null": the paper does not say which.
+A result whose rows hold nothing but NULLs is "null", not "ok": the paper does not say which.
 
 The paper's formula itself leaves gains that are kept (with the numbers of tests/test_rewards.py):
 - Once the first proposal was wrong, rejecting a right one (or not judging it) and proposing the same in other
