@@ -113,8 +113,12 @@ def task_over(config: Common, tokens: ChatTokens, dataset: Dataset) -> dict[str,
 
 def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> Policy:
     """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
-    options = {"dtype": config.dtype, "quantise": config.quantise, **how}
-    policy = load_policy(config.model, device=pick_device(), **options)
+    options, device = {"dtype": config.dtype, "quantise": config.quantise, **how}, pick_device()
+    can = torch.cpu.get_capabilities()
+    slow = can["architecture"] == "x86_64" and not (can["avx512_bf16"] or can["amx_bf16"])
+    if slow and device.type == "cpu" and config.dtype == "bfloat16":
+        print("this processor has no bfloat16 arithmetic: --dtype float32 is many times as fast on it")
+    policy = load_policy(config.model, device=device, **options)
     ids, rows = len(tokens.tokenizer), policy.get_input_embeddings().weight.shape[0]
     if ids > rows:
         raise UserError(f"the tokenizer in {config.model} has {ids} ids, and its model embeddings for {rows}")

@@ -163,6 +163,21 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(base):
         chosen_policy(config, tokens)
 
 
+def test_bfloat16_on_a_processor_without_it_is_said_to_be_slow(base, monkeypatch, capsys):
+    tokens = SimpleNamespace(tokenizer=load_tokenizer(base))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    there = torch.cpu.get_capabilities() | {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}
+    for of_cpu, dtype, said in (
+        ({}, "bfloat16", True),
+        ({}, "float32", False),
+        ({"amx_bf16": True}, "bfloat16", False),
+        ({"architecture": "aarch64"}, "bfloat16", False),
+    ):
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda now=there | of_cpu: now)
+        chosen_policy(Agent(model=str(base), dtype=dtype), tokens)
+        assert ("--dtype float32" in capsys.readouterr().out) is said
+
+
 def test_an_adapter_of_another_base_is_one_sentence(base, tmp_path, tokenizer):
     save_policy(load_policy(base, lora_rank=2), tokenizer, tmp_path)
     path = tmp_path / "adapter_config.json"
