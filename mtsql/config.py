@@ -9,7 +9,6 @@ are its file, configs/<paper>.toml. Of several files the later overrides the ear
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.metadata
 import json
 import math
@@ -35,7 +34,7 @@ from typing import (
 )
 
 from mtsql.errors import MissingDatabase, UserError, printable
-from mtsql.files import reading_errors, shipped, write_atomically
+from mtsql.files import OF_THE_DISK, reading_errors, shipped, write_atomically
 from mtsql.recipes import RECIPES
 
 Config = TypeVar("Config")
@@ -150,9 +149,6 @@ class Served:
     own_temperature: bool = option(False, "ask --address without a temperature, which some models refuse")
 
 
-OF_THE_DISK = {  # full, read-only, another's; a name too long, links in a circle: no defect of the code
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
 USAGE = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]   (--help lists the options)"
 SECTIONS = (
     "common", "imitation", "sft", "curriculum", "grpo", "evaluate", "chat", "probe", "bridge", "selection",
@@ -176,7 +172,7 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     parser.add_argument("--config", nargs="+", help="TOML files; later ones override, options too")
     values |= _parsed(parser, argv)
     values.pop("config", None)
-    missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
+    missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and not values.get(f.name)]
     if missing:
         parser.error(f"give {', '.join(missing)} (or name them in the --config file)")
     config = cls(**values)
@@ -340,6 +336,9 @@ def user_errors(main: Callable[..., int | None], *arguments: Any) -> None:
             raise  # another pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         sys.exit(1)  # `| head` has read enough
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except (UserError, OSError) as error:
         outside = isinstance(error, OSError) and error.errno in OF_THE_DISK
         if not (outside or isinstance(error, UserError | MissingDatabase)):

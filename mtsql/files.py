@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -20,6 +21,9 @@ from filelock import FileLock, Timeout
 from mtsql.errors import UserError
 
 FULL_DISK = 2**24  # bytes; with less free a library may have failed to write its next piece
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Also read-only, another's; a name too long, links in a circle: no defect of the code
+OF_THE_DISK = NO_ROOM | {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def writing_errors(path: Path) -> Iterator[None]:
     except PermissionError:
         raise UserError(f"{path} cannot be written without permission; name a place that is yours") from None
     except (OSError, RuntimeError) as error:  # RuntimeError is Path.resolve's in a circle of links
-        if isinstance(error, OSError) and error.errno not in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
+        if isinstance(error, OSError) and error.errno not in OF_THE_DISK:
             raise
         why = getattr(error, "strerror", "a circle of links")
         raise UserError(f"{str(path)[:300]} cannot be written ({why}); name another place") from None
@@ -197,7 +201,9 @@ def folder_atomically(folder: Path) -> Iterator[Path]:
             for path in (*temporary.rglob("*"), temporary):
                 sync(path)
         except Exception as error:  # each library has its own for this
-            if shutil.disk_usage(temporary).free > FULL_DISK:
+            in_rust = re.search(r"\(os error (\d+)\)", str(error))
+            number = int(in_rust[1]) if in_rust else getattr(error, "errno", None)
+            if number not in NO_ROOM and shutil.disk_usage(temporary).free > FULL_DISK:
                 raise
             sentence = f"the disk is full: {folder} could not be written; make room and go on with --resume"
             raise UserError(sentence) from error

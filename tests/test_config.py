@@ -94,6 +94,9 @@ def test_missing_options_and_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         read_options(Small, "test", ["--out", "o"])
     assert "give --data" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # a variable of the shell that is not set
+        read_options(Small, "test", ["--data", "d", "--out", ""])
+    assert "give --out" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         load("--config", "nowhere.toml")
     assert "nowhere.toml does not exist" in capsys.readouterr().err
@@ -177,6 +180,9 @@ def test_only_our_own_errors_become_a_sentence(capsys):
     with pytest.raises(SystemExit):
         user_errors(mistake, UserError("HTTP 400, \033[2J"))
     assert capsys.readouterr().err == "error: HTTP 400, \\x1b[2J\n"  # a server's words
+    with pytest.raises(SystemExit) as stop:
+        user_errors(mistake, KeyboardInterrupt())
+    assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
     for error in (ValueError("a student's own"), FileNotFoundError("a defect")):
         with pytest.raises(type(error)):
             user_errors(mistake, error)

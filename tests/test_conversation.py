@@ -146,7 +146,8 @@ def test_commands_and_tables(tiny, tmp_path):
     assert run_command(conversation, ":undo") == "forgotten: And now?"
     assert conversation.answers and run_command(conversation, ":new") == "a new dialogue"
     assert conversation.history == ()
-    for wrong in (":what", ":save", f":save {tmp_path}"):
+    (tmp_path / "my.sqlite").touch()
+    for wrong in (":what", ":save", f":save {tmp_path}", f":save {tmp_path / 'my.sqlite'}"):
         with pytest.raises(UserError):
             run_command(conversation, wrong)
     rows = tuple((n, "x" * 90, b"12", None, "a\033[2J") for n in range(30))

@@ -6,11 +6,14 @@ import errno
 import json
 import multiprocessing
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import GOLD, QUESTION, Tiny
+from safetensors.torch import save_file
 
 from mtsql import files
 from mtsql.data.datasets import load_dataset
@@ -26,6 +29,7 @@ from mtsql.files import (
     write_atomically,
 )
 from mtsql.model_folder import check_exists
+from mtsql.report.metrics import MetricsLog
 from mtsql.report.records import read_records
 
 
@@ -139,6 +143,24 @@ def test_what_stands_in_the_way_of_a_file_or_folder_is_one_sentence(tmp_path, mo
     for write in (hold_folder, write_file, enter_folder):
         with pytest.raises(UserError, match="out cannot be written without permission"):
             write(tmp_path / "out")
+
+
+def test_a_file_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path):
+    small, log = tmp_path / "small", MetricsLog(tmp_path / "metrics.csv")
+    write_atomically(small, "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"small cannot be written \(File too large\)"):
+            write_atomically(small, "new" * 10)
+        with pytest.raises(UserError, match=r"metrics.csv cannot be written \(File too large\)"):
+            log.append({"step": 1, "loss": 0.123456789})
+        full = pytest.raises(UserError, match=r"the disk is full: .*policy could not be written")
+        with full, folder_atomically(tmp_path / "policy") as temporary:
+            save_file({"weight": torch.zeros(9)}, temporary / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert small.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
 
 
 # Files of others

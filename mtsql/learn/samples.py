@@ -15,6 +15,7 @@ from torch import Tensor
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
+from mtsql.files import writing_errors
 from mtsql.recipes.rewards import Decode, Rewards
 from mtsql.report.evaluation import thought_characters
 from mtsql.report.metrics import step_metrics
@@ -68,7 +69,7 @@ def append_trajectories(
 ) -> None:
     """Append groups to the run's trajectories.jsonl."""
     decode = tokens.tokenizer.decode
-    with path.open("a", encoding="utf-8") as file:
+    with writing_errors(path), path.open("a", encoding="utf-8") as file:
         for sample in (s for group in groups for s in group):
             rewards = sample.rewards
             scores = {"ex": rewards.ex, "em": rewards.em, **rewards.parts}

@@ -15,7 +15,7 @@ import numpy as np
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.errors import UserError, loading
-from mtsql.files import write_atomically
+from mtsql.files import write_atomically, writing_errors
 from mtsql.recipes.rewards import Rewards
 from mtsql.report.evaluation import ABILITIES
 from mtsql.sql.score import FURTHER_METRICS
@@ -276,7 +276,7 @@ class MetricsLog:
         first = self.columns is None
         if first:
             self.columns = list(row)
-        with self.path.open("a", newline="", encoding="utf-8") as file:
+        with writing_errors(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(self._lines([row], header=first))
 
     def _lines(self, rows: list[dict], header: bool) -> str:

@@ -174,7 +174,9 @@ def run_command(conversation: Conversation, line: str) -> str:
     if name == ":save":
         if not argument.strip():
             raise UserError("say where: :save FILE.jsonl")
-        path = Path(argument.strip())
+        path = Path(argument.strip()).expanduser()
+        if path.suffix != ".jsonl":  # nor may it be the database
+            raise UserError(f"{path} should end in .jsonl")
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in conversation.records()))
         return f"{len(conversation.answers)} trajectories in {path}"
     raise UserError(f"{name} is no command; :help lists them")
