@@ -161,7 +161,7 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     Exits with code 2 and one sentence on an unknown, missing or ill-typed option.
     """
     early = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
-    early.add_argument("--config", nargs="+", default=())
+    early.add_argument("--config", nargs="+", action="extend", default=[])
     values: dict[str, Any] = {}
     try:
         for path in early.parse_known_args(argv)[0].config:
@@ -169,7 +169,9 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     except UserError as error:
         early.error(str(error))
     parser = _parser(cls, description, values)
-    parser.add_argument("--config", nargs="+", help="TOML files; later ones override, options too")
+    parser.add_argument(
+        "--config", nargs="+", action="extend", help="TOML files; later ones override, options too"
+    )
     values |= _parsed(parser, argv)
     values.pop("config", None)
     missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and not values.get(f.name)]
@@ -207,7 +209,7 @@ def _parser(cls: type, description: str | None, values: dict[str, Any]) -> argpa
         elif kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif kind == Paths:
-            how = {"metavar": "X", "nargs": "+"}
+            how = {"metavar": "X", "nargs": "+", "action": "extend"}
         parser.add_argument(_flag(item.name), help=text.replace("%", "%%"), **how)
     return parser
 
@@ -247,13 +249,14 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
     with reading_errors(path):
         content = path.read_bytes()
     try:
-        tables = tomllib.loads(content.decode())
+        tables = tomllib.loads(content.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML ({error})") from None
     unknown = set(tables) - set(SECTIONS)
     if unknown:
         raise UserError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
     own, of_training = ({item.name for item in fields(it)} for it in (cls, Training))
+    kinds = get_type_hints(cls)
     values: dict[str, Any] = {}
     for table, known in (("common", own | of_training), (cls.SECTION, own)):
         parser = _parser(cls, None, {})
@@ -261,6 +264,9 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
         for name, value in tables.get(table, {}).items():
             if name not in known:
                 raise UserError(f"{path}: [{table}] has an unknown field {name!r}")
+            kind, is_list = kinds.get(name), isinstance(value, list)
+            if name in own and (isinstance(value, bool) != (kind is bool) or (is_list and kind != Paths)):
+                raise UserError(f"{path}: [{table}] {name} cannot be {json.dumps(value)}")
             if name in own:
                 values |= _parsed(parser, _words(name, value))
     return values

@@ -53,7 +53,7 @@ def test_numbers_that_break_training_are_refused_at_once(given, capsys):
 
 def test_command_line_overrides_file_and_defaults(tmp_path):
     path = tmp_path / "c.toml"
-    path.write_text('[common]\nseed = 3\ntools = "none"\n[sft]\nrate = 2\n[grpo]\nanything = 1\n')
+    path.write_text('\ufeff[common]\nseed = 3\ntools = "none"\n[sft]\nrate = 2\n[grpo]\nanything = 1\n')
     config = load("--config", str(path), "--seed", "4")
     assert (config.seed, config.tools, config.rate, config.rows) == (4, "none", 2.0, 256)
 
@@ -78,6 +78,9 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
         ("[sft]\nrat = 1", [], "[sft] has an unknown field 'rat'"),
         ("[stf]\nrate = 1", [], "unknown table [stf]"),
         ("[sft]\nrate = 'x'", [], "c.toml: [sft]: error: argument --rate: invalid float value: 'x'"),
+        ("[sft]\nrate = true", [], "c.toml: [sft] rate cannot be true"),
+        ("[common]\nerror_hints = 'yes'", [], '[common] error_hints cannot be "yes"'),
+        ("[common]\ntools = ['both', 'none']", [], '[common] tools cannot be ["both", "none"]'),
         ("[sft\n", [], "not valid TOML"),
     ],
 )
@@ -128,9 +131,13 @@ def test_shipped_configs_are_valid(path, cls):
 
 
 def test_of_several_files_the_later_overrides():
-    files = ["--config", "configs/sql_trail.toml", "configs/recipes.toml"]
-    config = read_options(GrpoArgs, "", [*files, "--data", "d", "--out", "o", "--model", "m"])
-    assert (config.recipe, config.clip_high, config.prompts_per_step) == ("sql_trail", 0.28, 24)
+    paper, ours = "configs/sql_trail.toml", "configs/recipes.toml"
+    for files in (["--config", paper, ours], ["--config", paper, "--config", ours]):
+        config = read_options(
+            GrpoArgs, "", [*files, "--data", "d", "--out", "o", "--model", "m", "--data", "e"]
+        )
+        assert (config.recipe, config.clip_high, config.prompts_per_step) == ("sql_trail", 0.28, 24)
+        assert config.data == ("d", "e")
 
 
 def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):

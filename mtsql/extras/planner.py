@@ -66,7 +66,7 @@ def read_plan(argv: list[str]) -> tuple[Training, float]:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--stage", choices=("grpo", "sft"), default="grpo")
     early.add_argument("--gpu-memory", type=float, default=24.0)
-    early.add_argument("--config", nargs="+", default=())
+    early.add_argument("--config", nargs="+", action="extend", default=[])
     chosen, given = early.parse_known_args(argv)
     if not 0 < chosen.gpu_memory < math.inf:
         raise UserError("--gpu-memory should be a positive number")
