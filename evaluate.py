@@ -44,7 +44,6 @@ from mtsql.config import (
     NotNegative,
     Positive,
     Served,
-    idle_options,
     option,
     read_options,
     save_config,
@@ -100,6 +99,7 @@ from mtsql.task import (
     answer_split,
     begin_task,
     make_sampling,
+    refuse_other_run,
     reward_function,
 )
 
@@ -108,9 +108,6 @@ def main(config: Args) -> None:
     """The evaluation protocol."""
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p should be above 0 and at most 1, not {config.top_p:g}")
-    greedy = not (config.temperature or config.sampled_runs) and "the answers are greedy"
-    for sentence in idle_options(config, {"top_p": greedy}):
-        print(sentence)
     sampled_at = config.temperature or 1.0
     if config.address or config.api_model or not config.model:
         from mtsql.extras.served import begin_answers
@@ -118,6 +115,7 @@ def main(config: Args) -> None:
         task = begin_answers(config, config.split)
     else:
         task = begin_task(config, config.split)
+    refuse_other_run(config, task.out)
     dialogues = task.dataset.dialogues[: config.dialogues or None]
     options = answer_options(config, task)
 
@@ -144,8 +142,7 @@ def main(config: Args) -> None:
     if len(sampled) > 1 and config.history != "predicted":
         summary |= add_votes(records, sampled, task.scorer)
     if task.costs:
-        counts = {name: count for name, count in vars(task.costs).items() if isinstance(count, int)}
-        summary["served_in_last_session"] = counts
+        summary["served_in_last_session"] = dict(task.costs)
     write_evaluation(config, task, summary, records, answered)
     print(
         f"{config.model or config.api_model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "

@@ -27,15 +27,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mtsql.config import from_toml, user_errors
+from mtsql.config import command_line, from_toml, user_errors
 from mtsql.extras.reproduce.suites import SUITES, parts_of
 
 
 def read_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--suite", choices=SUITES, required=True, help="which experiments")
     parser.add_argument("--data", default="", help="folder of the data, if the suite does not make it")
     parser.add_argument("--other", default="", help="folder of the other of SParC and CoSQL")

@@ -42,7 +42,6 @@ from mtsql.config import (
     Positive,
     Rewarded,
     Training,
-    idle_options,
     option,
     read_options,
     save_config,
@@ -62,8 +61,8 @@ class Args(Rewarded, Training):
     temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
     learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
     curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
-    level_size: Count = option(2000, "questions in a level (paper: 2000); 0: one level in random order")
-    clip_high: NotNegative = option(0.2, "epsilon above 1 (DAPO's clip-higher: 0.28); below it is 0.2")
+    level_size: Count = option(2000, "questions in its levels (paper: 2000); 0: one level in random order")
+    clip_high: NotNegative = option(0.2, "epsilon above 1 after a first update (DAPO: 0.28); below it is 0.2")
     updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
     aggregate: Literal["trajectory", "token", "constant"] = option(
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
@@ -134,8 +133,6 @@ def main(config: Args) -> int:
     dev = dev_task(config, task) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, out)
-        for sentence in idle(config):
-            print(sentence)
         if config.curriculum:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
         log, dev_log = (MetricsLog(out / f"{name}.csv", first) for name in ("metrics", "dev"))
@@ -204,18 +201,6 @@ def curriculum(config: Args, task: Task) -> list[list[Example]]:
     counts = read_counts(Path(config.curriculum)) if config.curriculum else []
     questions = fitting_questions(config, task, training_questions(config, task, counts))
     return curriculum_levels(questions, counts, config.level_size) if counts else [questions]
-
-
-def idle(config: Args) -> list[str]:
-    """A sentence for each option that was set but does nothing, given the others."""
-    ratio = config.updates_per_batch == 1 and "the importance ratio is 1 at one update a batch"
-    return idle_options(
-        config,
-        {
-            "clip_high": ratio,
-            "level_size": not config.curriculum and "there is no --curriculum",
-        },
-    )
 
 
 def sample_groups(

@@ -41,7 +41,6 @@ from mtsql.config import (
     NotNegative,
     Positive,
     Training,
-    idle_options,
     option,
     read_options,
     save_config,
@@ -56,7 +55,9 @@ class Args(Training):
     SECTION: ClassVar = "sft"
     rounds: Positive = option(3, "N of Algorithm 1 (paper: 3)")
     targets: str = option("self", "own right trajectories, gold answers, a teacher's: self, gold, FILE.jsonl")
-    samples_per_question: Positive = option(20, "rollouts of each question in each round (paper: 20)")
+    samples_per_question: Positive = option(
+        20, "rollouts of each question in each round, if self (paper: 20)"
+    )
     temperature: NotNegative = option(0.7, "of these rollouts (paper: 0.7)")
     epochs: NotNegative = option(
         2.0, "passes over the kept trajectories in each round; the last may be a part"
@@ -135,8 +136,6 @@ def main(config: Args) -> int:
     log = None
     if processes.is_main:
         save_config(config, out)
-        for sentence in idle(config):
-            print(sentence)
         log = MetricsLog(out / "metrics.csv", first)
     stop = False
     with finish_step_on_interrupt() as interrupted:
@@ -198,12 +197,6 @@ def check(config: Args) -> None:
             )
         if config.rounds != 1:
             raise UserError(f"--targets {config.targets} needs --rounds 1: another would replay the same")
-
-
-def idle(config: Args) -> list[str]:
-    """A sentence for each option that does nothing, because --targets gold or a file samples nothing."""
-    why = config.targets != "self" and f"--targets {config.targets} samples nothing"
-    return idle_options(config, {"samples_per_question": why, "temperature": why})
 
 
 def collect(

@@ -187,15 +187,16 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     return config
 
 
+def command_line(description: str | None, **how: Any) -> argparse.ArgumentParser:
+    """A parser whose help shows the description as it is written."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False, **how)
+
+
 def _parser(cls: type, description: str | None, values: dict[str, Any]) -> argparse.ArgumentParser:
     """A parser with an option for each field; its help shows `values`, or else the defaults."""
-    parser = argparse.ArgumentParser(
-        usage=USAGE,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,  # what is not given is not there
-    )
+    absent = argparse.SUPPRESS  # what is not given is not there
+    parser = command_line(description, usage=USAGE, argument_default=absent)
     hints = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
         kind, default = hints[item.name], values.get(item.name, item.default)
@@ -277,16 +278,6 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [_flag(name if value else f"no_{name}")]
     return [_flag(name), *map(str, value)] if isinstance(value, list) else [f"{_flag(name)}={value}"]
-
-
-def idle_options(config: Any, reasons: dict[str, str | bool]) -> list[str]:
-    """A sentence for each option that is not its default and, for a reason, does nothing."""
-    defaults = {item.name: item.default for item in fields(config)}
-    return [
-        f"{_flag(name)} (given here or in --config) does nothing: {reason}"
-        for name, reason in reasons.items()
-        if reason and getattr(config, name) != defaults[name]
-    ]
 
 
 def save_config(config: Any, folder: Path) -> None:

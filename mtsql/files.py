@@ -205,8 +205,8 @@ def folder_atomically(folder: Path) -> Iterator[Path]:
             number = int(in_rust[1]) if in_rust else getattr(error, "errno", None)
             if number not in NO_ROOM and shutil.disk_usage(temporary).free > FULL_DISK:
                 raise
-            sentence = f"the disk is full: {folder} could not be written; make room and go on with --resume"
-            raise UserError(sentence) from error
+            what = "make room, and a training goes on with --resume"
+            raise UserError(f"the disk is full: {folder} could not be written; {what}") from error
         retired = _retired(folder)
         while temporary.exists():
             shutil.rmtree(retired, ignore_errors=True)

@@ -36,7 +36,10 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     if (folder / ADAPTER_FILE).is_file() and not (folder / "tokenizer_config.json").is_file():
         name_or_path = base_of_adapter(folder)
     with loading(f"no tokenizer could be loaded from {name_or_path}; {WHAT_TO_GIVE}"):
-        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+        if not tokenizer("a").input_ids:  # made from a chat template alone
+            raise ValueError("it has no vocabulary")
+        return tokenizer
 
 
 def base_of_adapter(folder: Path) -> str:

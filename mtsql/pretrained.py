@@ -12,7 +12,6 @@ a shipped adapter, the other way round. The weights of the two sources differ by
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import socket
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mtsql.config import user_errors
+from mtsql.config import command_line, user_errors
 
 TAGS = ("<tool_call>", "</tool_call>")
 SAME_ROW = 0.999  # cosine of two rows between which no hidden state can tell
@@ -66,9 +65,7 @@ MODELS = {
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
-    PARSER = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    PARSER = command_line(__doc__)
     PARSER.add_argument("model", choices=MODELS, help="which model")
     PARSER.add_argument("out", type=Path, help="folder to write, which must not exist")
     CHOSEN = PARSER.parse_args()

@@ -33,7 +33,7 @@ from mtsql.data.datasets import (
     split_names,
 )  # fmt: skip
 from mtsql.errors import UserError
-from mtsql.files import hold_folder, reading_errors, write_atomically
+from mtsql.files import hold_folder, load_json, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
@@ -366,6 +366,15 @@ def answer_options(config: Common, task: Task) -> dict[str, Any]:
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     questions = hashlib.sha256(repr((dialogues, [schema.tables for schema in asked])).encode()).hexdigest()
     return options | task.about | {"files of --model and --data": versions, "questions": questions}
+
+
+def refuse_other_run(config: Common, out: Path) -> None:
+    """Raise UserError if `out` holds the run of another command, or one with other options."""
+    path, now = out / "run.json", json.loads(json.dumps(asdict(config)))
+    before = load_json(path)["config"] if path.exists() else {}
+    other = [name for name in before if name not in FREE_TO_CHANGE and before[name] != now.get(name)]
+    if other:
+        raise UserError(f"{out} holds a run that differs in {', '.join(other[:5])}; give another --out")
 
 
 def save_result(task: Task, folder: Path) -> None:

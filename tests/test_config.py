@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import pytest
 
-import train_grpo
 from evaluate import Args as EvaluateArgs
 from mtsql.config import Common, from_toml, option, read_options, save_config, user_errors
 from mtsql.data.datasets import load_dataset
@@ -214,17 +213,6 @@ def _closed_pipe():
     reads, writes = os.pipe()
     os.close(reads)
     return writes
-
-
-def test_options_that_do_nothing_say_so():
-    def said(*argv):
-        config = read_options(GrpoArgs, "", ["--data", "d", "--out", "o", "--model", "m", *argv])
-        return [sentence.split()[0] for sentence in train_grpo.idle(config)]
-
-    assert said() == []
-    assert said("--clip-high", "0.3", "--level-size", "3") == ["--clip-high", "--level-size"]
-    assert said("--clip-high", "0.3", "--updates-per-batch", "2") == []
-    assert said("--config", "configs/mtir_sql.toml") == []
 
 
 def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):

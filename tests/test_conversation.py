@@ -87,7 +87,7 @@ def test_each_step_is_shown_and_the_memory_holds_the_agents_own_answers(tiny):
 def test_a_question_that_does_not_fit_is_refused_and_forgotten(tiny):
     conversation = make_conversation(tiny, FIRST, max_prompt_tokens=60)
     shown: list[Event] = []
-    with pytest.raises(UserError, match=":undo"):
+    with pytest.raises(UserError, match="take questions back"):
         conversation.ask(QUESTION * 20, shown.append)
     assert conversation.history == ()
     conversation = make_conversation(tiny, FIRST)

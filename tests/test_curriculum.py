@@ -73,3 +73,6 @@ def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
     path.write_text(json.dumps(vars(counts[0])) + "\n" + json.dumps(vars(counts[0])) + "\n")
     with pytest.raises(ValueError, match="line 2: question 00000/0 is counted twice"):
         read_counts(path)
+    path.write_text("")  # all questions in one level is not what was asked for
+    with pytest.raises(ValueError, match="holds no success count"):
+        read_counts(path)

@@ -138,6 +138,8 @@ def test_what_a_form_cannot_say_is_refused(exported):
     assert "does not exist" in export("none.jsonl", "messages", 2)
     assert "not a conversation" in export("trajectories.jsonl", "messages", 2)
     assert f"{folder} is a folder; name a file" in export("trajectories.jsonl", "ids", 2, ".")
+    said = export("trajectories.jsonl", "ids", 2, "trajectories.jsonl")
+    assert "is the file to read; name another" in said
     record = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
     for segment in record["segments"]:
         segment["loss_mask"] = [0] * len(segment["ids"])

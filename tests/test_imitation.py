@@ -39,7 +39,7 @@ def test_the_tokenizer_has_no_word_of_the_unseen_themes(work):
 
 def test_only_an_unfinished_folder_is_made_again(work, tmp_path):
     config = ImitationConfig(data=(str(tmp_path / "nowhere"),), out=str(tmp_path))
-    (tmp_path / "run.json.minutes").touch()  # as an interrupted part leaves it
+    (tmp_path / "checkpoints").mkdir()  # as an interrupted part leaves it
     for changed, problem in (
         ({"out": str(work / "imitation")}, "exists already; remove it or name another folder"),
         ({}, "nowhere is not there"),

@@ -154,6 +154,15 @@ def test_what_a_library_cannot_load_is_one_sentence_and_runs_no_code(base, tmp_p
     assert not ran.exists()
 
 
+def test_a_folder_whose_tokenizer_is_missing_is_refused(base, tmp_path):
+    for path in base.iterdir():
+        if path.name != "tokenizer.json":
+            shutil.copy(path, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(UserError, match="no tokenizer could be loaded from"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(base):
     tokens, config = SimpleNamespace(tokenizer=load_tokenizer(base)), Agent(model=str(base))
     assert chosen_policy(config, tokens) is not None

@@ -46,7 +46,7 @@ with_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/dat
 def config_of(recipe: str, **options: object) -> EvaluateArgs:
     paper = [] if recipe == "mtsql_r1" else ["--config", f"configs/{recipe}.toml"]
     files = {"data": "spider/dev.json", "tables": "sparc/tables.json", "databases": "database"}
-    given = {name: SHARED / path for name, path in files.items()} | {"model": "", "out": ""} | options
+    given = {name: SHARED / path for name, path in files.items()} | {"model": "", "out": "none"} | options
     return read_options(EvaluateArgs, "", [*paper, *(f"--{name}={value}" for name, value in given.items())])
 
 

@@ -170,7 +170,7 @@ def test_metrics_log_columns_and_resume(tmp_path):
     MetricsLog(path, resume_step=5).append({"step": 5, "other": 2})
     assert path.read_text() == "step,other\n0,1\n5,2\n"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="no column named step"):
+    with pytest.raises(UserError, match="is damaged; put it right"):
         MetricsLog(path, resume_step=1)
     for cut_off in ("1,0.5", "1"):  # 0.5 of 0.5625, and whatever its step
         path.write_text("step,reward\n0,0.25\n" + cut_off)

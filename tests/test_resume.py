@@ -14,12 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import data_of, rows_of, run, start
+from decoders import WIDER
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from evaluate import Args as EvaluateArgs
 from mtsql.config import save_config
 from mtsql.errors import UserError
 from mtsql.files import hold_folder
-from mtsql.learn.checkpoint import changed_options, new_checkpoint, newest_checkpoint
+from mtsql.learn.checkpoint import changed_options, resume, save_checkpoint
+from mtsql.learn.model import make_optimizer
+from mtsql.learn.parallel import Processes
 from mtsql.report.records import AnswerLog
 from mtsql.task import answer_options, load_split
 from train_grpo import Args as GrpoArgs
@@ -128,37 +132,26 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
         changed_options(replace(levels, steps=9), tmp_path / "levels")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("policy/weights", b"cut"),
-        ("training_state.pt", None),
-        ("checksums.json", None),
-        ("checksums.json", bytes(range(256))),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capsys, name, content):
-    def save(step: int) -> Path:
-        with new_checkpoint(tmp_path, step) as folder:
-            (folder / "policy").mkdir()
-            (folder / "policy" / "weights").write_bytes(b"whole weights")
-            (folder / "training_state.pt").write_bytes(b"whole state")
-        return tmp_path / "checkpoints" / f"step_{step:08d}"
+def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(tmp_path):
+    config = GrpoArgs(model="m", data=("d",), out=str(tmp_path), resume=True)
+    model = LlamaForCausalLM(LlamaConfig(**WIDER))
 
-    older, newer = save(20), save(40)
-    assert newest_checkpoint(tmp_path) == newer
-    if content is None:
-        (newer / name).unlink()
-    else:
-        (newer / name).write_bytes(content)
-    assert newest_checkpoint(tmp_path) == older
-    assert f"{newer} is not used: {name} is damaged or missing" in capsys.readouterr().err
-    third = save(30)  # what goes on from the older one leaves the damaged one behind
-    assert sorted((tmp_path / "checkpoints").iterdir()) == [older, third]
-    for folder in (older, third):
-        (folder / "policy" / "weights").write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint in"):
-        newest_checkpoint(tmp_path)
+    def resumed() -> int:
+        return resume(config, tmp_path, model, Processes(0, 1))[1]
+
+    for step in (20, 40, 60):
+        optimizer = make_optimizer(model, 1e-3, 0.95)
+        save_checkpoint(tmp_path, model, SimpleNamespace(save_pretrained=lambda _: None), optimizer, step, {})
+    older, newer = sorted((tmp_path / "checkpoints").iterdir())
+    assert resumed() == 60
+    (newer / "training_state.pt").write_bytes(b"cut")
+    with pytest.raises(UserError, match=f"loaded from {newer}/training_state.pt; remove {newer}"):
+        resumed()
+    shutil.rmtree(newer)
+    assert resumed() == 40
+    (older / "policy" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match=f"could be loaded from {older}/policy"):
+        resumed()
 
 
 def test_a_damaged_run_json_is_said(tmp_path):

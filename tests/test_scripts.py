@@ -90,6 +90,9 @@ def test_recipe_end_to_end(work, base, tmp_path):
         "whole dialogues", "turn 1", "easy", "out_of_interactions", "interactions",
     ):  # fmt: skip
         assert part in out
+    before = (grpo / "run.json").read_bytes()  # of the training, which an evaluation must not replace
+    said = run("evaluate.py", *TOY, *data, "--model", grpo / "policy", "--out", grpo, expect=2)
+    assert "holds a run that differs in model" in said and (grpo / "run.json").read_bytes() == before
     records = lines_of(answers / "predictions.jsonl")
     assert len(records) == json.loads((answers / "summary.json").read_text())["questions"]
     shown = run("-m", "mtsql.extras.viewer", answers / "trajectories.jsonl", "--color", "always")

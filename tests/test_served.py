@@ -134,7 +134,7 @@ def ask_three(tiny, serve) -> Callable[..., None]:
         policy = policy_of(serve(in_turn(*answers), **options)[0], protocol)
         played = play_served(policy, [make_episode(tiny) for _ in range(3)], GREEDY, 1, skip_refused=True)
         assert [t.status for t in played] == [Status.ANSWERED, Status.NO_ACTION, Status.ANSWERED]
-        assert policy.costs.refused == 1
+        assert policy.costs["refused"] == 1
         return played
 
     return play
@@ -154,7 +154,7 @@ def test_chat_echoes_the_servers_message_and_answers_its_call(tiny, serve):
     assert second["messages"][-2:] == [thinking, answered]
     assert "Draft it." in tiny.tokens.decode(trajectory.segments[1].ids)
     costs = policy.costs
-    assert (costs.requests, costs.prompt_tokens, costs.completion_tokens) == (2, 10, 4)
+    assert [costs[n] for n in ("requests", "prompt_tokens", "completion_tokens")] == [2, 10, 4]
     warm = replace(GREEDY, temperature=0.6, top_p=0.95)
     for policy.own_temperature, asked in ((False, (0.6, 0.95)), (True, (None, None))):
         play_served(policy, [make_episode(tiny)], warm, 1)
@@ -238,7 +238,7 @@ def test_an_episode_that_the_server_refuses_does_not_stop_the_others(tiny, serve
     play_served(policy, waiting, GREEDY, 1, skip_refused=True)
     ends = [Status.NO_ACTION, Status.ANSWERED, Status.ANSWERED, Status.NO_ACTION]
     assert [t.status for t in trajectories] == ends
-    assert policy.costs.refused == 2
+    assert policy.costs["refused"] == 2
     assert "question 00000/1 ends without an answer: http" in capsys.readouterr().out
     assert play_unanswered(about(tiny, *mixed), AnswerLog(path, {}))[0] == []
     with pytest.raises(ServerError, match="context length"):  # in a dialogue, whose user is told why

@@ -10,14 +10,12 @@ from dataclasses import replace
 import pytest
 from conftest import GOLD, environment_of, make_episode, say
 
-import train_sft
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward
 from mtsql.recipes.skyrl_sql import SkyrlSql
 from mtsql.sql.score import Scorer
-from train_sft import Args as SftArgs
 
 REWRITTEN = GOLD.replace("SELECT", "select")  # another string, the same clauses
 OTHER_CLAUSES = "SELECT name FROM singer WHERE country IN ('france')"  # the same result
@@ -73,12 +71,3 @@ def test_gold_answers_are_learned_as_they_run(tiny):
     split = replace(make_episode(tiny).example, gold_sql="SELECT name FROM singer WHERE age ! = 30")
     ((trajectory,),) = gold_trajectories(environment_of(tiny, "none"), [split], 0)
     assert trajectory.answer_sql == "SELECT name FROM singer WHERE age != 30"
-
-
-def test_options_that_collect_nothing_say_so():
-    def idle(**given):
-        return train_sft.idle(SftArgs(data="d", out="o", model="m", samples_per_question=4, **given))
-
-    nothing = "(given here or in --config) does nothing:"
-    assert idle() == []
-    assert idle(targets="gold") == [f"--samples-per-question {nothing} --targets gold samples nothing"]

@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 
-from mtsql.config import Common, read_options, user_errors
+from mtsql.config import Common, command_line, read_options, user_errors
 from mtsql.errors import UserError
 from mtsql.extras.reproduce import Part, python, run_part
 
@@ -37,10 +37,8 @@ Cells = Mapping[str, Mapping[str, str]]  # title, which is a folder too: the cel
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The grid, and the options of all its trainings."""
-    parser = argparse.ArgumentParser(
-        usage="mtsql ablate --vary NAME=A,B [--vary ...] [--seeds N ...] [--OPTION-OF-TRAINING VALUE ...]",
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    usage = "mtsql ablate --vary NAME=A,B [--vary ...] [--seeds N ...] [--OPTION-OF-TRAINING VALUE ...]"
+    parser = command_line(__doc__, usage=usage)
     parser.add_argument("--vary", action="append", required=True, help="an option and its values, or branch=")
     parser.add_argument("--script", choices=("grpo", "sft"), default="grpo", help="what is trained [grpo]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of each cell [0]")
@@ -64,7 +62,7 @@ from tqdm import tqdm
 from evaluate import Args as EvaluateArgs
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import BASE, TOY_BENCHMARK, Arm, Suite, Training, parts_of
-from mtsql.files import shipped
+from mtsql.files import shipped, writing_errors
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
@@ -220,7 +218,8 @@ def run_logged(part: Part, slot: int, jobs: int) -> None:
         return
     own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     own |= {"CUDA_VISIBLE_DEVICES": str(slot)} if torch.cuda.device_count() > 1 else {}
-    log.parent.mkdir(parents=True, exist_ok=True)
+    with writing_errors(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         file.write(shown)
         file.flush()

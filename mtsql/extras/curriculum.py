@@ -35,13 +35,21 @@ from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
 from mtsql.recipes.rewards import is_right
-from mtsql.task import begin_task, check_samples, reward_function, sample_questions, training_questions
+from mtsql.task import (
+    begin_task,
+    check_samples,
+    refuse_other_run,
+    reward_function,
+    sample_questions,
+    training_questions,
+)
 
 
 def main(config: Args) -> None:
     """Count."""
     check_samples(config)
     task = begin_task(config, "rl" if config.for_rl else "train")
+    refuse_other_run(config, task.out)
     reward = reward_function(config, task.tokens, task.scorer)
     asked = training_questions(config, task)
     share = task.processes.share(list(enumerate(asked)))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mtsql.config import read_options, user_errors
+from mtsql.config import command_line, read_options, user_errors
 from mtsql.files import shipped, write_atomically
 
 CONFIG, MODEL = "configs/toy.toml", "models/toy/seed0"
@@ -29,10 +29,8 @@ CONFIG, MODEL = "configs/toy.toml", "models/toy/seed0"
 
 def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The question and the page, and all that train_grpo.py is to read; for a shipped model its settings."""
-    parser = argparse.ArgumentParser(
-        usage="mtsql explain [--question ID] [--html FILE] [--OPTION-OF-TRAIN-GRPO VALUE ...]",
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    usage = "mtsql explain [--question ID] [--html FILE] [--OPTION-OF-TRAIN-GRPO VALUE ...]"
+    parser = command_line(__doc__, usage=usage)
     parser.add_argument("--question", default="", help="id of the question, as in trajectories.jsonl")
     parser.add_argument("--html", default="", help="write a page for a browser to this file instead")
     own, rest = parser.parse_known_args(argv)
@@ -72,7 +70,7 @@ from mtsql.recipes.rewards import Decode, chosen_rewards
 from mtsql.task import Task, begin_training, fitting_questions, reward_function, training_questions
 from mtsql.toy.benchmark import MODELS_SEED, write_benchmark
 from mtsql.toy.tiny import CAPITAL, GLUE
-from train_grpo import Args, check, clipped_step, idle, rewards_of, sample_groups, set_advantages
+from train_grpo import Args, check, clipped_step, rewards_of, sample_groups, set_advantages
 
 FEW = {"train": {"known": (12, 4)}}  # databases and dialogues in each
 DRAWS = 20  # of a question, until one has rewards that differ
@@ -220,7 +218,6 @@ def step_sentences(config: Args, step: Step) -> list[str]:
         f"warm-up, entropy {numbers['entropy']:.4f} nats a token",
         f"updates {config.updates_per_batch}: clipped {numbers['clip_fraction']:.4f} of all weight, KL "
         f"{numbers['kl']:.6f}; in the first the ratio is 1 and the KL 0",
-        *idle(config),
     ]
 
 

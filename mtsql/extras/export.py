@@ -11,14 +11,13 @@ part of its text.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mtsql.agent.tokens import message_text
-from mtsql.config import user_errors
+from mtsql.config import command_line, user_errors
 from mtsql.errors import UserError
 from mtsql.files import load_json_lines, write_atomically
 from mtsql.report.records import read_records
@@ -28,13 +27,13 @@ IGNORED = -100  # a label without loss
 
 def main(argv: list[str] | None = None) -> None:
     """The command. Raises UserError for wrong input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("path", type=Path, help="trajectories.jsonl for ids, chat.jsonl for messages")
     parser.add_argument("--format", choices=("ids", "messages"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     chosen = parser.parse_args(argv)
+    if chosen.out.resolve() == chosen.path.resolve():
+        raise UserError(f"--out {chosen.out} is the file to read; name another")
     if chosen.format == "ids":
         rows = [with_ids(record) for record in read_records(chosen.path)]
     else:

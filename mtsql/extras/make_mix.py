@@ -15,14 +15,13 @@ docs/training.md says in what it differs from the mix of the committed results.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 from itertools import takewhile
 from pathlib import Path
 
-from mtsql.config import Data, user_errors
+from mtsql.config import Data, command_line, user_errors
 from mtsql.files import write_atomically
 from mtsql.task import load_split
 
@@ -31,9 +30,7 @@ BROKEN = re.compile(r"\s*(I AM GPT\s*)?\Z|.*\n\s*\w+:", re.DOTALL)  # to match f
 
 def main(argv: list[str] | None = None) -> None:
     """Write the mix. Raises UserError for a folder that is not the data set, or lacks its databases."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--spider", type=Path, required=True, help="folder with train_spider.json")
     parser.add_argument("--sparc", type=Path, required=True, help="folder with train.json")
     parser.add_argument("--cosql", type=Path, required=True, help="folder with sql_state_tracking/")

@@ -9,11 +9,10 @@ saves, without tokenizer, and with its base by this path, seen from the folder. 
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
-from mtsql.config import user_errors
+from mtsql.config import command_line, user_errors
 from mtsql.errors import loading
 from mtsql.files import refuse_filled, write_atomically
 
@@ -22,9 +21,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 def main() -> None:
     """The command. Raises UserError if there is no adapter, or the folder to merge into exists."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("adapter", type=Path, help="folder of the adapter")
     parser.add_argument("out", type=Path, help="folder to write; one that is merged must not exist")
     dtypes = ("float32", "bfloat16", "float16")

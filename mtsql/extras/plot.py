@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mtsql.config import command_line, user_errors
+
 if __name__ == "__main__":  # before matplotlib is imported, so that --help is answered at once
-    PARSER = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    PARSER = command_line(__doc__)
     PARSER.add_argument("runs", type=Path, nargs="+", help="folders of train_grpo.py or train_sft.py")
     PARSER.add_argument("--out", type=Path, default=Path("training.png"), help="[training.png]")
     CHOSEN = PARSER.parse_args()
@@ -25,7 +25,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.files import reading_errors, write_atomically
 
@@ -90,7 +89,9 @@ def save_figure(figure: Figure, path: Path, dpi: int = 100) -> Path:
 
 
 def main(chosen: argparse.Namespace) -> None:
-    """Write it. Raises UserError for a folder without metrics."""
+    """Write it. Raises UserError for a folder without metrics, and for another kind of picture."""
+    if chosen.out.suffix != ".png":
+        raise UserError(f"--out {chosen.out} should end in .png")
     print(plot_training([run / "metrics.csv" for run in chosen.runs], chosen.out))
 
 

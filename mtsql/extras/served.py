@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -35,36 +36,9 @@ CANNOT = (400, 404, 405, 422)  # what a server answers that has no such address 
 # No server, key, account, address or room: no fault of one request. All else is what one question has met.
 FOR_ALL = (0, 401, 402, 403, 404, 429, 503)
 REFUSED_IN_A_ROW = 16  # episodes, with none played to its end in between: then all requests have a fault
+COUNTED = ("requests", "refused", "prompt_tokens", "completion_tokens")
 FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a message, that are sent back
 Message: TypeAlias = tuple[list[int], list[float], Stop, list[int]]  # the arguments of Episode.step
-
-
-@dataclass
-class Costs:
-    """What the server was asked for; tokens are its own count, `refused` counts episodes."""
-
-    requests: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, answer: dict[str, Any]) -> None:
-        """Count one answer of the server, whose own counts may be anything."""
-        usage = answer.get("usage")
-        counts = usage if isinstance(usage, dict) else {}
-        prompt, completion = (counts.get(f"{part}_tokens") for part in ("prompt", "completion"))
-        with self.lock:
-            self.requests += 1
-            self.prompt_tokens += prompt if type(prompt) is int else 0
-            self.completion_tokens += completion if type(completion) is int else 0
-
-    def sentence(self) -> str:
-        """The counts in words."""
-        return (
-            f"{self.requests:,} requests, {self.prompt_tokens:,} tokens of prompts "
-            f"and {self.completion_tokens:,} of messages"
-        )
 
 
 @dataclass
@@ -72,15 +46,17 @@ class ServedPolicy:
     """The model named `model` at `server`; `protocol` is "tokens" or "chat".
 
     With `own_temperature` it is asked without temperature and top_p. `limit_name` becomes the newer one of
-    LIMITS once the server has asked for it.
+    LIMITS once the server has asked for it. Of COUNTED, tokens are the server's own count, `refused` counts
+    episodes.
     """
 
     server: Server
     model: str
     protocol: str
     own_temperature: bool = False
-    costs: Costs = field(default_factory=Costs)
+    costs: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     limit_name: str = LIMITS[0]
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # of the costs
 
     def play(self, episode: Episode, sampling: Sampling) -> None:
         """Play an episode to its end, or until the server is `stopped`.
@@ -104,7 +80,10 @@ class ServedPolicy:
             asked["stop"] = list(sampling.stop_strings)
 
         def read(answer: dict[str, Any]) -> Message:
-            self.costs.add(answer)
+            usage = answer.get("usage")  # which may be anything
+            given = usage if isinstance(usage, dict) else {}
+            with self.lock:
+                self.costs.update({n: given[n] for n in COUNTED[2:] if type(given.get(n)) is int}, requests=1)
             return turns.read(_first_choice(answer), limit)
 
         try:
@@ -287,7 +266,7 @@ def play_served(
     no answer that can be read, while it has for others, ends without an answer (NO_ACTION), which is said.
     """
     policy.server.stopped.clear()
-    answers = policy.costs.requests > 0
+    answers = policy.costs["requests"] > 0
     refused: list[tuple[Episode, ServerError]] = []  # since the server has last given a whole episode
     bar = tqdm(total=len(episodes), desc=title, unit="trajectory", disable=not title)
     with bar, ThreadPoolExecutor(concurrency) as pool:
@@ -318,12 +297,12 @@ def _is_its_own(error: BaseException) -> bool:
     return isinstance(error, ServerError) and error.status not in FOR_ALL
 
 
-def _give_up(refused: list[tuple[Episode, ServerError]], costs: Costs) -> None:
+def _give_up(refused: list[tuple[Episode, ServerError]], costs: Counter[str]) -> None:
     """End the episodes that the server refuses while it answers others, and forget them here."""
     for episode, error in refused:
         episode.give_up()
         tqdm.write(f"question {episode.example.id} ends without an answer: {printable(str(error))}")
-    costs.refused += len(refused)
+    costs["refused"] += len(refused)
     refused.clear()
 
 

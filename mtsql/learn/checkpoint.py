@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,13 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mtsql.config import Training
 from mtsql.errors import UserError, loading
-from mtsql.files import folder_atomically, recover_folder, write_atomically
+from mtsql.files import folder_atomically, recover_folder
 from mtsql.learn.model import make_optimizer, optimizer_state, restore_optimizer, restore_policy, save_policy
 from mtsql.learn.parallel import Processes
 from mtsql.model_folder import Policy
 
 STATE_FILE = "training_state.pt"
-SUMS_FILE = "checksums.json"  # SHA-256 of every other file
 KEPT_CHECKPOINTS = 2
 INTERRUPTED = 130  # the exit code of a training that is not done, as of any command after Ctrl-C
 # What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
@@ -58,7 +56,8 @@ def resume(
     optimizer = make_optimizer(policy, config.learning_rate, config.BETA2)
     if checkpoint is None:
         return optimizer, 0, None
-    with loading(f"no training state could be loaded from {checkpoint / STATE_FILE}"):
+    before = f"remove {checkpoint} to go on from the one before it"
+    with loading(f"no training state could be loaded from {checkpoint / STATE_FILE}; {before}"):
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
     restore_optimizer(optimizer, state["optimizer"])
     torch.set_rng_state(state["torch_rng"])
@@ -93,72 +92,34 @@ def new_checkpoint(out: Path, step: int) -> Iterator[Path]:
     """A folder to fill with the state after `step` steps; then all but the last KEPT_CHECKPOINTS are deleted.
 
     While it is filled it has a temporary name, so that a process that is killed leaves the earlier
-    checkpoints whole. One of more steps, which was damaged where this run comes from an earlier one, is
-    deleted as well.
+    checkpoints whole.
     """
     folder = out / "checkpoints" / f"step_{step:08d}"
     with folder_atomically(folder) as temporary:
         yield temporary
-        files = [path for path in temporary.rglob("*") if path.is_file()]
-        sums = {path.relative_to(temporary).as_posix(): _sum(path) for path in files}
-        write_atomically(temporary / SUMS_FILE, json.dumps(sums, indent=1))
-    found = sorted(folder.parent.glob("step_*"))
-    kept = [path for path in found if path.name <= folder.name][-KEPT_CHECKPOINTS:]
-    for old in set(found) - set(kept):
+    for old in sorted(folder.parent.glob("step_*"))[:-KEPT_CHECKPOINTS]:
         retired = old.with_name(f".{old.name}.pruned")  # half a checkpoint must not bear its name
         old.rename(retired)
         shutil.rmtree(retired, ignore_errors=True)
 
 
 def find_checkpoint(out: Path, resume: bool) -> Path | None:
-    """The newest whole checkpoint of a run to go on from, None to start at the beginning.
+    """The newest checkpoint of a run to go on from, None to start at the beginning.
 
-    Raises UserError if there is one but --resume is not given.
-    """
-    newest = newest_checkpoint(out)
-    if newest is not None and not resume:
-        raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
-    if newest is None and resume:
-        print(f"{out} holds no checkpoint; starting at the beginning")
-    return newest
-
-
-def newest_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint of a run, None if there is none; says which newer ones are damaged.
-
-    Whatever a killed process left is put back or removed first. Raises UserError if all are damaged.
+    Whatever a killed process left is put back or removed first. Raises UserError if there is one but --resume
+    is not given.
     """
     folder = out / "checkpoints"
     for replaced in folder.glob(".step_*.old"):
         recover_folder(replaced.with_name(replaced.name[1 : -len(".old")]))
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    found = sorted(folder.glob("step_*"), reverse=True)
-    for checkpoint in found:
-        damaged = damaged_file(checkpoint)
-        if damaged is None:
-            return checkpoint
-        print(f"{checkpoint} is not used: {damaged} is damaged or missing", file=sys.stderr)
-    if found:
-        raise UserError(f"no checkpoint in {folder} is whole; remove them to start anew")
-    return None
-
-
-def damaged_file(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that is not as it was written, None if all are."""
-    try:
-        sums = dict(json.loads((checkpoint / SUMS_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return SUMS_FILE
-    return next((name for name, value in sums.items() if _sum(checkpoint / name) != value), None)
-
-
-def _sum(path: Path) -> str:
-    """SHA-256 of a file, "" if it is not there."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    newest = max(folder.glob("step_*"), default=None)
+    if newest is not None and not resume:
+        raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
+    if newest is None and resume:
+        print(f"{out} holds no checkpoint; starting at the beginning")
+    return newest
 
 
 def changed_options(config: Training, out: Path) -> list[str]:

@@ -32,8 +32,8 @@ class SuccessCount:
 def read_counts(path: Path) -> list[SuccessCount]:
     """The counts that `mtsql.extras.curriculum` wrote.
 
-    Raises UserError if there is no such file, and for a line that is no count, or of a question that was
-    counted before, with its number.
+    Raises UserError if there is no such file, or no count in it, and for a line that is none, or of a
+    question that was counted before, with its number.
     """
     if not path.is_file():
         raise UserError(f"{path} is not there; make it with python -m mtsql curriculum")
@@ -50,6 +50,8 @@ def read_counts(path: Path) -> list[SuccessCount]:
         if count.example_id in counts:
             raise UserError(f"{path}, line {number}: question {count.example_id} is counted twice")
         counts[count.example_id] = count
+    if not counts:
+        raise UserError(f"{path} holds no success count; make the file with python -m mtsql curriculum")
     return list(counts.values())
 
 

@@ -166,7 +166,8 @@ def restore_policy(model: Policy, folder: Path, dtype: str) -> None:
     Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
     """
     adapter = folder / "adapter_model.safetensors"
-    problem = f"{folder} holds no weights for this model; resume with the first run's --model"
+    what = "resume with the first run's --model, or remove a checkpoint that is damaged"
+    problem = f"{folder} holds no weights for this model; {what}"
     if adapter.is_file() != has_adapter(model):
         article = "a" if adapter.is_file() else "no"
         raise UserError(f"{folder} holds {article} LoRA adapter; resume with the first run's --lora-rank")

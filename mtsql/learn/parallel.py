@@ -8,7 +8,7 @@ is already divided by a denominator of the whole optimizer step.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -56,20 +56,11 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up the gradients of all processes; one that a process lacks counts as zeros."""
-        parameters = list(parameters)
-        if self.count == 1:
-            return
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        for dtype in sorted({p.grad.dtype for p in parameters}, key=str):
-            gradients = [p.grad for p in parameters if p.grad.dtype == dtype]
-            flat = torch.cat([g.flatten() for g in gradients])  # (trainable parameters,)
-            dist.all_reduce(flat)
-            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+        for p in parameters if self.count > 1 else ():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
 
 
 def join_processes() -> Processes:

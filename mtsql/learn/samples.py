@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.trajectory import Trajectory
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.files import writing_errors
 from mtsql.recipes.rewards import Decode, Rewards
 from mtsql.report.evaluation import thought_characters
-from mtsql.report.metrics import step_metrics
 from mtsql.report.records import question_record
 from mtsql.sql.score import Scorer
 
@@ -40,14 +41,26 @@ def group_metrics(
     `informative` is (questions,) bool, `seconds` the time that the rollouts took.
     """
     samples = [sample for group in groups for sample in group]
+    rewards, trajectories = [s.rewards for s in samples], [s.trajectory for s in samples]
+    statuses = Counter(t.status for t in trajectories)
+    calls = Counter(o.tool for t in trajectories for o in t.observations)
     return {
-        **step_metrics([s.trajectory for s in samples], [s.rewards for s in samples]),
-        "thought_characters": fmean(thought_characters(s.trajectory, decode) for s in samples),
+        "reward": fmean(r.total for r in rewards),
+        "ex": fmean(r.ex for r in rewards),
+        "em": fmean(r.em for r in rewards),
+        **{f"reward_{part}": fmean(r.parts[part] for r in rewards) for part in rewards[0].parts},
+        "response_tokens": fmean(t.response_length for t in trajectories),
+        "sampled_tokens": fmean(t.sampled_length for t in trajectories),
+        "interactions": fmean(t.interactions for t in trajectories),
+        "off_protocol": fmean(t.off_protocol for t in trajectories),
+        **{f"calls_{tool}": calls[tool] / len(samples) for tool in (EXEC_SQL, MEMORY_RETRIEVE)},
+        **{f"status_{status}": statuses[status] / len(samples) for status in Status},
+        "thought_characters": fmean(thought_characters(t, decode) for t in trajectories),
         "pass_at_group": fmean(any(s.rewards.ex for s in group) for group in groups),
         "informative_groups": informative.float().mean().item(),
-        "left_out": fmean(not s.rewards.kept for s in samples),
+        "left_out": fmean(not r.kept for r in rewards),
         "rollout_seconds": round(seconds, 2),
-        "sampled_tokens_per_second": round(sum(s.trajectory.sampled_length for s in samples) / seconds),
+        "sampled_tokens_per_second": round(sum(t.sampled_length for t in trajectories) / seconds),
     }
 
 

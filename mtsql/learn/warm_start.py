@@ -13,7 +13,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ import torch
 from mtsql.agent.env import Recipe
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.learn.logprobs import row_batch
+from mtsql.learn.model import base_of
 from mtsql.model_folder import Policy
 from mtsql.recipes.rewards import Rewards, is_right
 
@@ -32,7 +32,6 @@ LONG = 2  # fewest of one that is kept for a hard question
 KEPT_SHORT = 2  # trajectories kept of a simple question
 CLUSTERS = 3  # of a hard question's trajectories; one of each is kept
 LLOYD_STEPS = 100  # far more than a few dozen vectors need
-MICRO_BATCH_POSITIONS = 8192  # embedded in one forward pass, padding counted
 Embedder: TypeAlias = Callable[[Sequence[Trajectory]], np.ndarray]  # n trajectories to (n, d) float32
 
 
@@ -186,27 +185,13 @@ def _distances(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
 def embed_with_policy(policy: Policy, trajectories: Sequence[Trajectory]) -> np.ndarray:
     """The policy's last hidden states, averaged over the tokens that it wrote, (n, d) float32.
 
-    Each trajectory needs at least one, and has its embedding whatever the others are.
+    Each trajectory needs at least one.
     """
-    was_training = policy.training
+    was_training, vectors = policy.training, []
     policy.eval()
-    vectors = np.empty((len(trajectories), policy.config.hidden_size), np.float32)
-    for part in micro_batches_of([len(t.ids) for t in trajectories]):
-        batch = row_batch([trajectories[i] for i in part], policy.device)
-        outputs = policy(input_ids=batch.ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        hidden = outputs.hidden_states[-1].flatten(0, 1)  # (micro-batch x positions, d)
-        written = hidden[batch.source + 1].float()  # (tokens, d); `source` is the position before
-        sums = written.new_zeros(len(part), written.shape[1])  # (micro-batch, d)
-        sums.index_add_(0, batch.trajectory_index, written)
-        counts = torch.bincount(batch.trajectory_index, minlength=len(part))  # (micro-batch,)
-        vectors[part] = (sums / counts[:, None]).cpu().numpy()
+    for trajectory in trajectories:
+        ids = torch.tensor([trajectory.ids], device=policy.device)  # (1, positions)
+        hidden = base_of(policy).base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        vectors.append(hidden[torch.tensor(trajectory.loss_mask).bool()].float().mean(0))  # (d,)
     policy.train(was_training)
-    return vectors
-
-
-def micro_batches_of(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of sequences of similar length, the same number at a time."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    size = max(1, MICRO_BATCH_POSITIONS // max(lengths))
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
+    return torch.stack(vectors).cpu().numpy()

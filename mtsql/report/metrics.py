@@ -5,18 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import pstdev
 
 import numpy as np
 
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
-from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.errors import UserError, loading
+from mtsql.agent.trajectory import Status
+from mtsql.errors import loading
 from mtsql.files import write_atomically, writing_errors
-from mtsql.recipes.rewards import Rewards
 from mtsql.report.evaluation import ABILITIES
 from mtsql.sql.score import FURTHER_METRICS
 
@@ -26,26 +23,6 @@ RESAMPLES = 10_000  # of a bootstrap interval
 MANY_GROUPS = 100  # beyond, those with equal sums and sizes are drawn as one, which is faster
 # Means of a record's numbers; fractions are ABILITIES, other kinds of EX and EM FURTHER_METRICS.
 COUNTS = ("interactions", "sampled_tokens", "response_tokens", "turns", "thought_characters")
-
-
-def step_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rewards]) -> dict[str, float]:
-    """Means over the trajectories of a training step and their rewards."""
-    statuses = Counter(t.status for t in trajectories)
-    calls = Counter(o.tool for t in trajectories for o in t.observations)
-    count = len(trajectories)
-    return {
-        "reward": fmean(r.total for r in rewards),
-        "ex": fmean(r.ex for r in rewards),
-        "em": fmean(r.em for r in rewards),
-        **{f"reward_{part}": fmean(r.parts[part] for r in rewards) for part in rewards[0].parts},
-        "response_tokens": fmean(t.response_length for t in trajectories),
-        "sampled_tokens": fmean(t.sampled_length for t in trajectories),
-        "interactions": fmean(t.interactions for t in trajectories),
-        "off_protocol": fmean(t.off_protocol for t in trajectories),
-        "calls_exec_sql": calls[EXEC_SQL] / count,
-        "calls_memory_retrieve": calls[MEMORY_RETRIEVE] / count,
-        **{f"status_{status}": statuses[status] / count for status in Status},
-    }
 
 
 def bootstrap_means(
@@ -253,20 +230,15 @@ class MetricsLog:
 
         Raises UserError if the file is something else than such a log.
         """
-        self.path = path
-        self.columns: list[str] | None = None
+        self.path, self.columns = path, None
         kept: list[dict[str, str]] = []
         if path.is_file() and resume_step > 0:
             with loading(f"{path} is damaged; put it right, or remove it to go on without its rows"):
-                with path.open(newline="", encoding="utf-8") as file:
-                    ended = file.read().rpartition("\n")[0]  # a number that was cut off looks like another
+                # A number that was cut off looks like another.
+                ended = path.read_text("utf-8").rpartition("\n")[0]
                 reader = csv.DictReader(io.StringIO(ended, newline=""))
-                names = list(reader.fieldnames or [])
-                whole = [row for row in reader if None not in row and None not in row.values()]
-                if names and "step" not in names:
-                    raise UserError(f"{path} is not a metrics log: it has no column named step")
-                kept = [row for row in whole if int(row["step"]) < resume_step]
-            self.columns = names if kept else None
+                kept = [row for row in reader if int(row["step"]) < resume_step]
+                self.columns = list(reader.fieldnames) if kept else None
         write_atomically(path, self._lines(kept, header=True) if kept else "")
 
     def append(self, row: dict) -> None:

@@ -264,7 +264,7 @@ def main(config: ImitationConfig) -> None:
     out = Path(config.out)
     if config.hidden < 1 or config.hidden % 96 or config.layers < 2:
         raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
-    refuse_filled(out, ["run.json.minutes", "checkpoints"])
+    refuse_filled(out, ["checkpoints"])
     with hold_folder(out):
         imitate(config, find_checkpoint(out, config.resume))
 

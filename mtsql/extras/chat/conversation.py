@@ -221,7 +221,7 @@ class Conversation:
         if episode is None:
             raise UserError(
                 f"the question is too long with the dialogue so far and table {schema.tables[0].name} alone; "
-                "take questions back with :undo, or raise --max-prompt-tokens"
+                "take questions back, or raise --max-prompt-tokens"
             )
         if schema is not self.schema:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"

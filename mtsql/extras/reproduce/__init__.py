@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mtsql.files import write_atomically
-
 
 class Part(NamedTuple):
     """One command, and the path that exists once it is done."""
@@ -33,9 +31,8 @@ def python(command: list[str]) -> list[str]:
 
 
 def run_part(title: str, command: list[str], done: Path) -> None:
-    """Run one Python command unless `done` exists; its minutes go to a file beside `done`.
+    """Run one Python command unless `done` exists; exits with the command's code if it fails.
 
-    A part that was interrupted adds the minutes of its attempts. Exits with the command's code if it fails.
     Ctrl-C reaches the command as well, which saves what it has done before it ends; then this exits.
     SIGTERM is passed on, so that no command is left alone.
     """
@@ -43,7 +40,6 @@ def run_part(title: str, command: list[str], done: Path) -> None:
     if done.exists():
         print(f"   {done} is there already")
         return
-    before = minutes_of(done)  # a part that replaces its folder takes the file along
     started, code, interrupted = time.perf_counter(), None, False
     process = subprocess.Popen(python(command))
     previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -53,23 +49,10 @@ def run_part(title: str, command: list[str], done: Path) -> None:
         except KeyboardInterrupt:
             interrupted = True
     signal.signal(signal.SIGTERM, previous)
-    minutes = before + (time.perf_counter() - started) / 60
-    done.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(_minutes_file(done), f"{minutes:.2f}\n")
     if interrupted:
         print("interrupted; the same command again goes on from here", file=sys.stderr)
         sys.exit(130)
     if code or not done.exists():
         print(f"error: this part failed (exit code {code})", file=sys.stderr)
         sys.exit(128 - code if code < 0 else code or 1)
-    print(f"   {minutes:.1f} minutes", flush=True)
-
-
-def minutes_of(done: Path) -> float:
-    """The minutes that a part took, 0 if it has not run."""
-    path = _minutes_file(done)
-    return float(path.read_text()) if path.exists() else 0.0
-
-
-def _minutes_file(done: Path) -> Path:
-    return done.parent / f"{done.name}.minutes"
+    print(f"   {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
