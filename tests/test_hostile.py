@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtsql.extras.authors_rewards import whole_clause_f1
+from mtsql.extras.prediction_files import with_gold_values
 from mtsql.sql.execute import Executor, as_scored, execution_match, results_equal, set_match
 from mtsql.sql.grammar import SqlParseError, SqlSchema, parse_sql
 from mtsql.sql.match import exact_set_match, partial_match
 from mtsql.sql.score import clause_f1
-from mtsql.sql.text import with_gold_values
 
 SECONDS = 0.2
 GOLD = "SELECT name FROM singer WHERE age > 20 ORDER BY name LIMIT 3"

@@ -13,9 +13,8 @@ import pytest
 from mtsql.config import user_errors
 from mtsql.errors import UserError
 from mtsql.extras.authors_rewards import whole_clause_f1
-from mtsql.extras.prediction_files import compare, main, read_pairs
+from mtsql.extras.prediction_files import compare, main, read_pairs, with_gold_values
 from mtsql.sql.grammar import SqlSchema
-from mtsql.sql.text import with_gold_values
 
 GOLD = """SELECT name FROM singer\tmusic
 SELECT name FROM singer WHERE age > 20 AND country = 'france'\tmusic

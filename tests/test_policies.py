@@ -22,8 +22,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.config import Agent
 from mtsql.errors import UserError
+from mtsql.extras.merge import merge
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
-from mtsql.learn.model import Reference, load_policy, merge_adapter, restore_policy, save_policy
+from mtsql.learn.model import Reference, load_policy, restore_policy, save_policy
 from mtsql.model_folder import PACKAGED, load_tokenizer
 from mtsql.task import chosen_policy
 
@@ -234,7 +235,8 @@ def test_the_policy_at_the_start_is_its_reference(base, tmp_path, tokenizer):
 def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, tokenizer, quantise):
     policy = with_random(load_policy(base, quantise=quantise, lora_rank=4), "lora_B", 0.1)
     save_policy(policy, tokenizer, tmp_path / "adapter")
-    merged = merge_adapter(tmp_path / "adapter", "float32")
+    merge(tmp_path / "adapter", tmp_path / "merged", "float32")
+    merged = load_policy(tmp_path / "merged")
     assert not isinstance(merged, PeftModel)
     batch = shared_prompt_batch(make_groups())
     unquantised = load_policy(tmp_path / "adapter")  # the merged copy stands on the unquantised base
@@ -242,14 +244,14 @@ def test_merged_copy_is_an_ordinary_folder_with_the_same_policy(base, tmp_path, 
         found, expected = (token_logprobs(policy, batch)[0] for policy in (merged, unquantised))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match="nothing to merge"):
-        merge_adapter(base, "float32")
+        merge(base, tmp_path / "again", "float32")
 
 
 def test_an_adapter_on_a_base_that_was_saved_in_nf4_is_not_merged(base, tmp_path):
     load_policy(base, quantise="nf4").save_pretrained(tmp_path / "base")
     load_policy(tmp_path / "base", lora_rank=2).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match="a base that is not quantised"):
-        merge_adapter(tmp_path / "adapter", "float32")
+        merge(tmp_path / "adapter", tmp_path / "merged", "float32")
 
 
 def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(

@@ -11,6 +11,7 @@ from matplotlib.image import imread
 from mtsql.agent.trajectory import Status
 from mtsql.errors import UserError
 from mtsql.extras.plot import plot_training
+from mtsql.extras.prediction_files import paired_difference
 from mtsql.report.evaluation import ABILITIES
 from mtsql.report.metrics import (
     MetricsLog,
@@ -18,7 +19,6 @@ from mtsql.report.metrics import (
     excludes_zero,
     format_coverage,
     format_summary,
-    paired_difference,
     summarise,
 )
 from mtsql.report.records import AnswerLog, drop_later_records

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mtsql.extras.prediction_files import official_prediction
 from mtsql.sql.execute import Executor, execution_match
 from mtsql.sql.grammar import SqlParseError, SqlSchema, foreign_key_map, parse_sql
 from mtsql.sql.match import exact_set_match, hardness, partial_match
-from mtsql.sql.text import official_prediction
 
 HERE = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared"

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
+from mtsql.extras.prediction_files import official_prediction
 from mtsql.sql.grammar import SqlParseError, SqlSchema, foreign_key_map, parse_sql
 from mtsql.sql.match import exact_set_match, partial_match, string_match
 from mtsql.sql.score import clause_f1
-from mtsql.sql.text import official_prediction
 
 TABLES = {
     "Singer": ("Singer_ID", "Name", "Country", "Age"),

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from mtsql.config import command_line, user_errors
-from mtsql.errors import loading
+from mtsql.errors import UserError, loading
 from mtsql.files import refuse_filled, write_atomically
 
 WEIGHTS = "adapter_model.safetensors"
@@ -35,12 +35,20 @@ def main() -> None:
 
 
 def merge(adapter: Path, out: Path, dtype: str) -> None:
-    """Merge. The base is loaded unquantised, on the CPU."""
-    from mtsql.learn.model import merge_adapter, save_policy  # so late that --help needs no torch
+    """Merge. The base is loaded as it was saved, on the CPU.
+
+    Raises UserError if `adapter` holds no adapter, or one of a base that was saved quantised.
+    """
+    from mtsql.learn.model import has_adapter, load_policy, save_policy  # so late that --help needs no torch
     from mtsql.model_folder import load_tokenizer
 
     refuse_filled(out)
-    save_policy(merge_adapter(adapter, dtype), load_tokenizer(adapter), out)
+    policy = load_policy(adapter, dtype)
+    if not has_adapter(policy):
+        raise UserError(f"{adapter} holds no LoRA adapter, so there is nothing to merge")
+    if getattr(policy.base_model.model, "is_quantized", False):
+        raise UserError("mtsql.extras.merge needs a base that is not quantised; this one is in nf4")
+    save_policy(policy.merge_and_unload(), load_tokenizer(adapter), out)
     print(f"merged policy: {out}")
 
 

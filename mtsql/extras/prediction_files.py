@@ -11,27 +11,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, takewhile, zip_longest
+from itertools import groupby, islice, product, takewhile, zip_longest
 from pathlib import Path
 
 from mtsql.config import Seconds, reader_of
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError, loading
 from mtsql.files import load_json, load_json_lines, reading_errors, write_atomically
-from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, paired_difference, turn_name
+from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
 from mtsql.sql.grammar import SqlParseError
 from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_match, string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
-from mtsql.sql.text import official_prediction, with_gold_values
+from mtsql.sql.text import first_statement
 
 THREADS = 2  # that score pairs
 NO_FOREIGN_KEYS = {"foreign_keys": [], "table_names_original": [], "column_names_original": []}
+VALUE = re.compile(
+    r"""'(?:''|[^'])*' | "(?:""|[^"])*" | (?<![\w\].)])-?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.])""", re.VERBOSE
+)
+MAX_ALTERNATIVES = 10_000
 PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
 MEASURED = {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}  # by etype
 ROWS = {"ex": "execution", "em": "exact match"}
@@ -130,6 +136,25 @@ def score_pairs(pairs: Sequence[dict], scorer: Scorer, rules: Rules) -> list[dic
     """
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(lambda pair: _score(pair, scorer, rules), pairs))
+
+
+def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
+    """The prediction, then every assignment of the gold query's values to its values.
+
+    The official evaluation tries all assignments (exec_eval.py, plug_value), here the first
+    MAX_ALTERNATIVES are. A value is a number or a quoted text, wherever it stands, LIMIT included.
+    """
+    yield pred_sql
+    pred = "".join(first_statement(pred_sql))
+    values = sorted(set(VALUE.findall(gold_sql)))
+    between = VALUE.split(pred)
+    for chosen in islice(product(values, repeat=len(between) - 1), MAX_ALTERNATIVES):
+        yield "".join(text + value for text, value in zip(between, (*chosen, ""), strict=True))
+
+
+def official_prediction(sql: str) -> str:
+    """A prediction as the official evaluation rewrites it first: "value" becomes "1" everywhere."""
+    return sql.replace("value", "1")
 
 
 def _score(pair: dict, scorer: Scorer, rules: Rules) -> dict:
@@ -287,6 +312,26 @@ def read_items(path: Path) -> list[dict]:
         if not items or not all({"interaction", "turn", "gold"} <= item.keys() for item in items):
             raise ValueError("no item, or one that lacks a field")
     return items
+
+
+def paired_difference(
+    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]
+) -> tuple[float, float, float, float]:
+    """(mean of a - mean of b, low, high, p) of two systems' 0/1 scores on the same questions.
+
+    `low` and `high` bound the difference as in `bootstrap_interval`; `p` is McNemar's exact
+    two-sided test on the questions that only one of the two gets right. Raises ValueError unless
+    both have the same questions.
+    """
+    if [len(values) for values in a] != [len(values) for values in b]:
+        raise ValueError("a paired comparison needs the same questions on both sides")
+    differences = [[x - y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
+    low, high = bootstrap_interval(differences)
+    flat = [d for values in differences for d in values]
+    only_a, only_b = sum(d > 0 for d in flat), sum(d < 0 for d in flat)
+    discordant = only_a + only_b
+    tail = sum(math.comb(discordant, k) for k in range(min(only_a, only_b) + 1))
+    return sum(flat) / len(flat), low, high, min(1.0, 2 * tail / 2**discordant)
 
 
 def compare(a: Path, b: Path) -> str:

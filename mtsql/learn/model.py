@@ -147,19 +147,6 @@ def save_policy(model: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path)
         tokenizer.save_pretrained(temporary)
 
 
-def merge_adapter(policy: Path, dtype: str) -> PreTrainedModel:
-    """The adapter folder `policy` merged into its base, which is loaded as it was saved, on the CPU.
-
-    Raises UserError if `policy` holds no adapter, or one of a base that was saved quantised.
-    """
-    model = load_policy(policy, dtype)
-    if not has_adapter(model):
-        raise UserError(f"{policy} holds no LoRA adapter, so there is nothing to merge")
-    if getattr(model.base_model.model, "is_quantized", False):
-        raise UserError("mtsql.extras.merge needs a base that is not quantised; this one is in nf4")
-    return model.merge_and_unload()
-
-
 def restore_policy(model: Policy, folder: Path, dtype: str) -> None:
     """Put the weights that `save_policy` wrote to `folder` into a model of the same kind.
 

@@ -68,26 +68,6 @@ def excludes_zero(means: np.ndarray, comparisons: int = 1) -> bool:
     return bool(beyond + 1.96 * math.sqrt(beyond * (1 - beyond) / draws) < 0.025 / comparisons)
 
 
-def paired_difference(
-    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]
-) -> tuple[float, float, float, float]:
-    """(mean of a - mean of b, low, high, p) of two systems' 0/1 scores on the same questions.
-
-    `low` and `high` bound the difference as in `bootstrap_interval`; `p` is McNemar's exact
-    two-sided test on the questions that only one of the two gets right. Raises ValueError unless
-    both have the same questions.
-    """
-    if [len(values) for values in a] != [len(values) for values in b]:
-        raise ValueError("a paired comparison needs the same questions on both sides")
-    differences = [[x - y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
-    low, high = bootstrap_interval(differences)
-    flat = [d for values in differences for d in values]
-    only_a, only_b = sum(d > 0 for d in flat), sum(d < 0 for d in flat)
-    discordant = only_a + only_b
-    tail = sum(math.comb(discordant, k) for k in range(min(only_a, only_b) + 1))
-    return sum(flat) / len(flat), low, high, min(1.0, 2 * tail / 2**discordant)
-
-
 def summarise(records: Sequence[dict]) -> dict:
     """All numbers of an evaluation.
 

@@ -9,9 +9,7 @@ they are: no score depends on this form.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
 
 from mtsql.data.datasets import Example
 from mtsql.data.schema import RESERVED, Schema, folded
@@ -20,11 +18,7 @@ from mtsql.data.sql_worker import MAX_SQL_BYTES
 QUOTED = r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)"""
 PIECE = re.compile(rf"{QUOTED} | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .", re.VERBOSE | re.DOTALL)
 SPLIT_OPERATOR = re.compile(rf"({QUOTED}) | ([<>!])[ ]=", re.VERBOSE)
-VALUE = re.compile(
-    r"""'(?:''|[^'])*' | "(?:""|[^"])*" | (?<![\w\].)])-?(?:\d+(?:\.\d+)?|\.\d+)(?![\w.])""", re.VERBOSE
-)
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one
-MAX_ALTERNATIVES = 10_000
 KEYWORDS = RESERVED | set(
     "asc by cross desc end full glob inner left like natural offset outer right with".split()
 )
@@ -95,25 +89,6 @@ def as_executed(sql: str, keep_distinct: bool) -> str:
 def is_blank(piece: str) -> bool:
     """Whether a piece is white space or a comment."""
     return piece.isspace() or piece.startswith(("--", "/*"))
-
-
-def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
-    """The prediction, then every assignment of the gold query's values to its values.
-
-    The official evaluation tries all assignments (exec_eval.py, plug_value), here the first
-    MAX_ALTERNATIVES are. A value is a number or a quoted text, wherever it stands, LIMIT included.
-    """
-    yield pred_sql
-    pred = "".join(first_statement(pred_sql))
-    values = sorted(set(VALUE.findall(gold_sql)))
-    between = VALUE.split(pred)
-    for chosen in islice(product(values, repeat=len(between) - 1), MAX_ALTERNATIVES):
-        yield "".join(text + value for text, value in zip(between, (*chosen, ""), strict=True))
-
-
-def official_prediction(sql: str) -> str:
-    """A prediction as the official evaluation rewrites it first: "value" becomes "1" everywhere."""
-    return sql.replace("value", "1")
 
 
 def in_normal_form(example: Example, schema: Schema) -> Example:
