@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import GOLD, TOY, Tiny, environment_of, make_episode, run, say
+from conftest import GOLD, ROOT, TOY, Tiny, environment_of, make_episode, run, say
 from tqdm import tqdm
 
 from evaluate import Args as EvaluateArgs
@@ -32,6 +32,7 @@ from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.mtsql_r1 import final_answer, verdict
 from mtsql.report.evaluation import answer_dialogues
 from mtsql.report.records import AnswerLog, play_unanswered
+from mtsql.toy.tiny import MODELS
 
 GREEDY = Sampling(0.0, max_turn_tokens=120)
 CALL = {
@@ -377,9 +378,9 @@ class ModelServer:
         return 200, {"choices": [answer]}
 
 
-def test_a_served_policy_is_the_one_in_process(tiny, work, serve):
+def test_a_served_policy_is_the_one_in_process(tiny, serve):
     """By token ids with its log-probabilities, by chat with the same ids."""
-    folder = str(work / "imitation")
+    folder = str(ROOT / MODELS / "seed0")
     stub = ModelServer(folder)
     server, _ = serve(stub)
     assert find_protocol(server, "tiny", stub.tokens) == "tokens"

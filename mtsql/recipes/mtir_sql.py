@@ -69,7 +69,7 @@ from mtsql.sql.score import Scorer
 
 TOOL = "sql-execute_sql_query"
 MAX_RECORDS = 10  # of a result (section 4.1)
-MAX_CHARACTERS = 20_000  # of an observation: more than --max-tool-tokens lets through
+MAX_CHARACTERS = 20_000  # of an observation: more than `Limits.max_tool_tokens` lets through
 RETHINK = "My action is not correct. Let me rethink."
 
 TOOL_SCHEMA = {

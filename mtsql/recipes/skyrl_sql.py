@@ -15,7 +15,7 @@ Choices that hold for both:
   each observation says how many messages are left.
 - A message without a usable action is answered, and the episode goes on; it is not in the format.
 - A cell is cut to 100 characters, a table to 20,000, and an observation loses its middle beyond
-  --max-tool-tokens, mostly before its 50th row, so that one long text does not fill the context.
+  2,000 tokens (`Limits`), mostly before its 50th row, so that one long text does not fill the context.
 - The limits of prompt, response and tool response are MTSQL-R1's: the papers give none. Nine long observations
   do not fit into its 8,000 tokens of response; --max-response-tokens raises that.
 - The schema is MTSQL-R1's CREATE TABLE with an example row; descriptions stand there where the data has them.
