@@ -157,6 +157,8 @@ def main() -> None:
         save_config(config, Path(config.out))
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model(f"{config.out}/policy")
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # which takes the processes apart
 
 
 if __name__ == "__main__":
