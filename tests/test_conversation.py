@@ -277,3 +277,16 @@ def test_after_the_base_is_fetched_the_dialogue_begins(tmp_path, tiny, work, mon
     main(replace(options, model=SHIPPED))
     assert fetched == [(ITS_BASE, (tmp_path / SHIPPED).with_name(ITS_BASE).relative_to(tmp_path))]
     assert "create table singer" in capsys.readouterr().out
+
+
+def test_an_installed_agent_is_found_with_its_base_beside_it(tmp_path, tiny, work, monkeypatch, capsys):
+    """As `pip install` leaves it, from a folder that holds nothing."""
+    shutil.copytree(work / "imitation", tmp_path / "share" / "mtsql" / SHIPPED)
+    (tmp_path / "share" / "mtsql" / SHIPPED).with_name(ITS_BASE).mkdir()  # fetched before
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b":quit\n"), encoding="utf-8"))
+    shutil.copytree(ROOT / "configs", tmp_path / "share" / "mtsql" / "configs")
+    main(chat_options(["--database", str(tiny.schema.path)]))
+    assert "Ask a question" in capsys.readouterr().out

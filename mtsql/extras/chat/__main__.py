@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtsql.config import Agent, Count, NotNegative, Served, option, read_options, user_errors
+from mtsql.files import shipped, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def chat_options(argv: list[str]) -> Args:
     """The options; without --model and --config those of the agent that comes with the project."""
     names = {argument.partition("=")[0] for argument in argv}
     if not names & {"--model", "--address", "--config", "--help", "-h"}:
-        argv = ["--config", ITS_CONFIG, "--model", SHIPPED, *argv]
+        argv = ["--config", ITS_CONFIG, "--model", str(shipped(SHIPPED)), *argv]
     return read_options(Args, __doc__, argv)
 
 
@@ -65,7 +66,6 @@ from mtsql.errors import UserError, printable
 from mtsql.extras.chat.conversation import Answer, Conversation, Event, read_schema
 from mtsql.extras.chat.server import serve
 from mtsql.extras.served import check_policy, play_served, served_policy
-from mtsql.files import write_atomically
 from mtsql.model_folder import load_tokenizer
 from mtsql.sql.execute import ExecutionResult
 from mtsql.task import chosen_policy, make_environment, make_sampling
@@ -97,8 +97,8 @@ def main(config: Args) -> None:
         sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 is no reason to end
     check_policy(config)
     schema = read_schema(Path(config.database))
-    if config.model == SHIPPED:
-        fetch_base(Path(SHIPPED).with_name(ITS_BASE), config.yes)
+    if Path(config.model) == shipped(SHIPPED):
+        fetch_base(Path(config.model).with_name(ITS_BASE), config.yes)
     tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
     sampling = make_sampling(config, environment, config.temperature)
