@@ -117,7 +117,7 @@ def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> Policy:
     can = torch.cpu.get_capabilities()
     slow = can["architecture"] == "x86_64" and not (can["avx512_bf16"] or can["amx_bf16"])
     if slow and device.type == "cpu" and config.dtype == "bfloat16":
-        print("this processor has no bfloat16 arithmetic: --dtype float32 is faster on it, in training many times")
+        print("this processor has no bfloat16 arithmetic: --dtype float32 is faster, many times in training")
     policy = load_policy(config.model, device=device, **options)
     ids, rows = len(tokens.tokenizer), policy.get_input_embeddings().weight.shape[0]
     if ids > rows:
