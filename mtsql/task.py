@@ -32,7 +32,7 @@ from mtsql.data.datasets import (
     load_dataset,
     split_names,
 )  # fmt: skip
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import hold_folder, load_json, reading_errors, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
@@ -371,7 +371,8 @@ def answer_options(config: Common, task: Task) -> dict[str, Any]:
 def refuse_other_run(config: Common, out: Path) -> None:
     """Raise UserError if `out` holds the run of another command, or one with other options."""
     path, now = out / "run.json", json.loads(json.dumps(asdict(config)))
-    before = load_json(path)["config"] if path.exists() else {}
+    with loading(f"{path} is damaged; remove it, or give another --out"):
+        before = dict(load_json(path)["config"]) if path.exists() else {}
     other = [name for name in before if name not in FREE_TO_CHANGE and before[name] != now.get(name)]
     if other:
         raise UserError(f"{out} holds a run that differs in {', '.join(other[:5])}; give another --out")

@@ -93,6 +93,10 @@ def test_recipe_end_to_end(work, base, tmp_path):
     before = (grpo / "run.json").read_bytes()  # of the training, which an evaluation must not replace
     said = run("evaluate.py", *TOY, *data, "--model", grpo / "policy", "--out", grpo, expect=2)
     assert "holds a run that differs in model" in said and (grpo / "run.json").read_bytes() == before
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text("[1]")
+    said = run("evaluate.py", *TOY, *data, "--model", grpo / "policy", "--out", tmp_path / "odd", expect=2)
+    assert "run.json is damaged; remove it" in said
     records = lines_of(answers / "predictions.jsonl")
     assert len(records) == json.loads((answers / "summary.json").read_text())["questions"]
     shown = run("-m", "mtsql.extras.viewer", answers / "trajectories.jsonl", "--color", "always")

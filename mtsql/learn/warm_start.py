@@ -191,7 +191,8 @@ def embed_with_policy(policy: Policy, trajectories: Sequence[Trajectory]) -> np.
     policy.eval()
     for trajectory in trajectories:
         ids = torch.tensor([trajectory.ids], device=policy.device)  # (1, positions)
-        hidden = base_of(policy).base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        outputs = base_of(policy).base_model(input_ids=ids, use_cache=False)
+        hidden = outputs.last_hidden_state[0]  # (positions, d)
         vectors.append(hidden[torch.tensor(trajectory.loss_mask).bool()].float().mean(0))  # (d,)
     policy.train(was_training)
     return torch.stack(vectors).cpu().numpy()
