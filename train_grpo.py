@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mtsql.config import (
+    Above0,
     AtLeast,
     Count,
     NotNegative,
@@ -58,7 +59,7 @@ class Args(Rewarded, Training):
     steps: Positive = option(100, "batches of questions")
     prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
     samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
-    temperature: NotNegative = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
+    temperature: Above0 = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
     learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
     curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
     level_size: Count = option(2000, "questions in its levels (paper: 2000); 0: one level in random order")
@@ -94,7 +95,6 @@ from tqdm import tqdm
 
 from mtsql.agent.rollout import trajectory_seed
 from mtsql.data.datasets import Example
-from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
@@ -123,7 +123,6 @@ from mtsql.task import (
 
 def main(config: Args) -> int:
     """The GRPO loop; returns the exit code."""
-    check(config)
     task = begin_training(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)  # mtsql_r1_rewards.py: reward
@@ -188,12 +187,6 @@ def main(config: Args) -> int:
         print(f"its curves: python -m mtsql plot {out}")
     leave_processes(processes)
     return INTERRUPTED if stop else 0
-
-
-def check(config: Args) -> None:
-    """Raise UserError for what the types of the options cannot say."""
-    if config.temperature <= 0:
-        raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
 
 
 def curriculum(config: Args, task: Task) -> list[list[Example]]:

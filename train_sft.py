@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtsql.config import (
+    Above0,
     Count,
     NotNegative,
     Positive,
@@ -58,10 +59,8 @@ class Args(Training):
     samples_per_question: Positive = option(
         20, "rollouts of each question in each round, if self (paper: 20)"
     )
-    temperature: NotNegative = option(0.7, "of these rollouts (paper: 0.7)")
-    epochs: NotNegative = option(
-        2.0, "passes over the kept trajectories in each round; the last may be a part"
-    )
+    temperature: Above0 = option(0.7, "of these rollouts (paper: 0.7)")
+    epochs: Above0 = option(2.0, "passes over the kept trajectories in each round; the last may be a part")
     trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
     databases_per_step: Count = option(
         0, "databases they are over, whose schemas they then share in a batch; 0: whatever comes"
@@ -109,7 +108,6 @@ from mtsql.report.records import chat_record, question_record
 from mtsql.task import (
     Task,
     begin_training,
-    check_samples,
     fitting_questions,
     raise_not_finite,
     reward_function,
@@ -182,21 +180,12 @@ def main(config: Args) -> int:
 
 def check(config: Args) -> None:
     """Raise UserError for what the types of the options cannot say."""
-    if config.targets == "gold" and config.rounds != 1:
-        raise UserError("--targets gold needs --rounds 1: another would learn the same SQL")
+    if config.targets != "self" and config.rounds != 1:
+        raise UserError(f"--targets {config.targets} needs --rounds 1: another would learn the same")
     if config.targets == "gold" and config.tools != "none" and config.recipe != "mtsql_r1":
         raise UserError("--targets gold needs --tools none or --recipe mtsql_r1, whose protocol is shown")
-    if config.targets == "self":
-        check_samples(config)
-    if config.epochs <= 0:
-        raise UserError(f"--epochs should be above 0, not {config.epochs:g}")
-    if config.targets not in ("self", "gold"):
-        if not Path(config.targets).is_file():
-            raise UserError(
-                f"--targets {config.targets} should be self, gold or a JSONL file of chat messages"
-            )
-        if config.rounds != 1:
-            raise UserError(f"--targets {config.targets} needs --rounds 1: another would replay the same")
+    if config.targets not in ("self", "gold") and not Path(config.targets).is_file():
+        raise UserError(f"--targets {config.targets} should be self, gold or a JSONL file of chat messages")
 
 
 def collect(
@@ -213,7 +202,7 @@ def collect(
     if config.targets != "self":
         from mtsql.extras.teacher import read_teacher, taught_answers
 
-        return taught_answers(config, task, reward, read_teacher(Path(config.targets)), pool)
+        return taught_answers(task, reward, read_teacher(Path(config.targets)), pool)
     embed: Embedder = partial(embed_with_policy, task.policy)
     found, round_index = [], progress.round
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.

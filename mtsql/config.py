@@ -49,7 +49,7 @@ class AtLeast(NamedTuple):
 Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
 NotNegative = Annotated[float, AtLeast(0)]
-Seconds = Annotated[float, AtLeast(0.01)]
+Above0 = Annotated[float, AtLeast(0.01)]
 Paths = tuple[str, ...]
 
 
@@ -81,7 +81,7 @@ class Agent:
         "float32", "to compute in; training steps float32 copies; float16 without training"
     )
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
-    sql_timeout: Seconds = option(5.0, "seconds before a query is stopped")
+    sql_timeout: Above0 = option(5.0, "seconds before a query is stopped")
     seed: Count = option(0, "seed of every random choice")
 
 

@@ -272,12 +272,6 @@ def fitting_questions(config: Sampled, task: Task, asked: Sequence[Example]) -> 
     return kept
 
 
-def check_samples(config: Sampled) -> None:
-    """Raise UserError where the samples of a question would all be the same."""
-    if config.samples_per_question > 1 and config.temperature <= 0:
-        raise UserError("--temperature should be above 0: greedy samples of a question are all the same")
-
-
 def sample_questions(
     config: Sampled,
     task: Task,

@@ -16,7 +16,6 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop, trajectory_record
 from mtsql.config import user_errors
 from mtsql.extras.export import main
-from mtsql.extras.teacher import read_teacher
 from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.report.records import chat_record
 
@@ -103,9 +102,9 @@ def exported(tiny: Tiny, tmp_path, capsys):
     write(tmp_path / "trajectories.jsonl", *(trajectory_record(t, decode) for t in played))
     write(tmp_path / "chat.jsonl", *(chat_record(t, example, environment) for t in played))
 
-    def export(name: str, form: str, expect: int = 0, out: str = "out.jsonl"):
+    def export(name: str, expect: int = 0, out: str = "out.jsonl"):
         """The rows that are written, or what is said instead."""
-        arguments = [str(tmp_path / name), "--format", form, "--out", str(tmp_path / out)]
+        arguments = [str(tmp_path / name), "--out", str(tmp_path / out)]
         if not expect:
             main(arguments)
             assert "conversations in" in capsys.readouterr().out
@@ -124,7 +123,7 @@ def write(path: Path, *records: dict) -> None:
 
 def test_ids_and_labels_are_ours_to_the_last_token(exported):
     played, export, _ = exported
-    rows = export("trajectories.jsonl", "ids")
+    rows = export("trajectories.jsonl")
     for row, trajectory in zip(rows, played, strict=True):
         assert row["input_ids"] == trajectory.ids
         expected = [i if m else -100 for i, m in zip(trajectory.ids, trajectory.loss_mask, strict=True)]
@@ -132,42 +131,18 @@ def test_ids_and_labels_are_ours_to_the_last_token(exported):
     assert rows[0]["labels"] != rows[1]["labels"]
 
 
-def test_what_a_form_cannot_say_is_refused(exported):
+def test_what_cannot_be_learned_from_is_refused(exported):
     _, export, folder = exported
-    assert "line 2: not all of it is to be learned" in export("chat.jsonl", "messages", 2)
-    assert "does not exist" in export("none.jsonl", "messages", 2)
-    assert "not a conversation" in export("trajectories.jsonl", "messages", 2)
-    assert f"{folder} is a folder; name a file" in export("trajectories.jsonl", "ids", 2, ".")
-    said = export("trajectories.jsonl", "ids", 2, "trajectories.jsonl")
-    assert "is the file to read; name another" in said
+    assert "does not exist" in export("none.jsonl", 2)
+    assert "not a trajectory" in export("chat.jsonl", 2)
+    assert f"{folder} is a folder; name a file" in export("trajectories.jsonl", 2, ".")
+    assert "is the file to read; name another" in export("trajectories.jsonl", 2, "trajectories.jsonl")
     record = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
     for segment in record["segments"]:
         segment["loss_mask"] = [0] * len(segment["ids"])
     write(folder / "trajectories.jsonl", record)
-    assert "has loss mask 1" in export("trajectories.jsonl", "ids", 2)
+    assert "has loss mask 1" in export("trajectories.jsonl", 2)
     for segment in record["segments"]:
         del segment["loss_mask"]
     write(folder / "trajectories.jsonl", record)
-    assert "write trajectories.jsonl anew" in export("trajectories.jsonl", "ids", 2)
-
-
-def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(exported):
-    _, export, folder = exported
-    call = {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})}
-    asked, seen = {"role": "user", "content": "Who?"}, {"role": "tool", "content": "Bruno"}
-    pieces = [{"type": "thinking", "thinking": "Done."}, {"type": "text", "text": final_answer(GOLD)}]
-    for wrong in ({"role": "assistant"}, {"role": "assistant", "content": [{"type": "image"}]}):
-        write(folder / "chat.jsonl", {"messages": [asked, wrong]})
-        assert "line 1: not a conversation" in export("chat.jsonl", "messages", 2)
-    for one in ({"tool_calls": [{"id": "1", "type": "function", "function": call}]}, {"function_call": call}):
-        said = {"role": "assistant", "content": None, "reasoning_content": "Draft.", **one}
-        answer = {"role": "assistant", "content": pieces}
-        tools = [{"type": "function"}]
-        write(folder / "chat.jsonl", {"messages": [asked, said, seen, answer], "tools": tools})
-        (row,) = export("chat.jsonl", "messages")
-        texts = [m["content"] for m in row["messages"]]
-        assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
-        assert row["tools"] == tools
-        assert texts[1] == f"<think>\nDraft.\n</think>\n\n{tool_call(EXEC_SQL, GOLD)}"
-        assert texts[3] == f"<think>\nDone.\n</think>\n\n{final_answer(GOLD)}"
-        assert read_teacher(folder / "chat.jsonl")[0].messages == [(texts[1], True), (texts[3], True)]
+    assert "write trajectories.jsonl anew" in export("trajectories.jsonl", 2)

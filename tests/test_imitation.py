@@ -6,8 +6,6 @@ import random
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from mtsql.errors import UserError
 from mtsql.learn.model import set_learning_rate
 from mtsql.recipes.mtsql_r1 import tool_call
 from mtsql.task import load_split
-from mtsql.toy import imitation
 from mtsql.toy.imitation import ImitationConfig, Muon, main
 from mtsql.toy.scripted_agent import ATTENTIVE, copying_exercise, demonstrate, repair_exercise, repair_lesson
 from mtsql.toy.tiny import tiny_qwen3
@@ -37,9 +34,8 @@ def test_the_tokenizer_has_no_word_of_the_unseen_themes(work):
     assert len(tokenizer.tokenize(" name")) == 1  # as words of train's schemas are
 
 
-def test_only_an_unfinished_folder_is_made_again(work, tmp_path):
+def test_wrong_options_are_refused(work, tmp_path):
     config = ImitationConfig(data=(str(tmp_path / "nowhere"),), out=str(tmp_path))
-    (tmp_path / "checkpoints").mkdir()  # as an interrupted part leaves it
     for changed, problem in (
         ({"out": str(work / "imitation")}, "exists already; remove it or name another folder"),
         ({}, "nowhere is not there"),
@@ -48,30 +44,6 @@ def test_only_an_unfinished_folder_is_made_again(work, tmp_path):
     ):
         with pytest.raises(UserError, match=problem):
             main(replace(config, **changed))
-
-
-def test_an_interrupted_imitation_goes_on_to_the_same_weights(work, tmp_path, monkeypatch):
-    config = ImitationConfig(
-        data=(str(work / "benchmark"),), out=str(tmp_path / "whole"), wording="compact", copying_steps=2,
-        answer_steps=3, agent_steps=2, hidden=96, layers=2,
-    )  # fmt: skip
-    monkeypatch.setattr(imitation, "SAVE_EVERY", 3)
-    main(config)
-    assert not (tmp_path / "whole" / "checkpoints").exists()
-    broken = replace(config, out=str(tmp_path / "broken"))
-    fifth_fails = [DEFAULT] * 4 + [KeyboardInterrupt] + [DEFAULT] * 4
-    steps = Mock(wraps=imitation.take_step, side_effect=fifth_fails)
-    monkeypatch.setattr(imitation, "take_step", steps)
-    with pytest.raises(KeyboardInterrupt):
-        main(broken)
-    with pytest.raises(UserError, match="holds a run's checkpoints; go on with --resume"):
-        main(broken)
-    with pytest.raises(UserError, match="the same options only: --hidden was 96, is now 192"):
-        main(replace(broken, resume=True, hidden=192))
-    main(replace(broken, resume=True))
-    assert steps.call_count == 5 + 4  # the fourth and the fifth once more
-    weights = [Path(c.out, "model.safetensors").read_bytes() for c in (config, broken)]
-    assert weights[0] == weights[1]
 
 
 def test_copying_exercise_marks_what_its_context_foretells():

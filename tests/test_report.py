@@ -30,9 +30,6 @@ def test_interval_of_hand_cases():
     assert bootstrap_interval([[1, 0, 1]]) == pytest.approx((2 / 3, 2 / 3))  # one dialogue
     assert bootstrap_interval([[0], [1]]) == (0.0, 1.0)  # 0, 1/2, 1 at 25, 50, 25 %
     assert bootstrap_interval([[0, 0, 0], [1]]) == (0.0, 1.0)  # a mean over questions: 0, 1/4 or 1
-    for nothing in ([], [[1], []]):
-        with pytest.raises(ValueError, match="at least one group, and a question in each"):
-            bootstrap_interval(nothing)
 
 
 @pytest.mark.parametrize(("dialogues", "error"), [(100, 0.05), (400, 0.025)])
@@ -158,8 +155,6 @@ def test_metrics_log_columns_and_resume(tmp_path):
         log.append({"step": step, "reward": step / 2, "note": 'a "b", c'} if step != 1 else {"step": 1})
     with pytest.raises(ValueError, match="not in fieldnames: 'late'"):
         log.append({"step": 9, "late": 1})
-    with pytest.raises(ValueError, match="needs a step"):
-        log.append({"reward": 1})
     text = path.read_text()
     assert text.splitlines()[:3] == ["step,reward,note", '0,0.0,"a ""b"", c"', "1,,"]
     path.write_text(text + "4,2.")  # cut off by a crash

@@ -214,23 +214,6 @@ def test_a_page_is_made_of_what_is_finished_and_again_of_its_rows(tmp_path):
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
 
 
-def test_the_mean_of_two_sets_is_of_the_arms_that_both_have(tmp_path):
-    for arm, test, themes in (("warm", "10000", "110"), ("rl", "11000", "111")):
-        lay_out(tmp_path, arm, test)
-        lay_out(tmp_path, arm, themes, dataset="themes")
-    lay_out(tmp_path, "cut", "11111")
-    lay_out(tmp_path, "rl", "11111", seed=1)
-    suite = SMALL._replace(joint=("test", "themes"))
-    text = write_page(suite, PAGE_OF, tmp_path / "small.md").read_text()
-    mean = text.split("## Mean of test and themes: 8 questions")[1]
-    # EX: (20 + 66.7) / 2 and (40 + 100) / 2; EM of either arm: (20 + 33.3) / 2. No interval.
-    assert cells(mean, "`warm`", "warm start") == ["43.3", "26.7", "0: 43.3"]
-    assert cells(mean, "`rl`", "after RL") == ["70.0", "26.7", "0: 70.0"]
-    assert cells(mean, "what RL is worth") == ["`rl` - `warm`", "+26.7", "0: +26.7", "+0.0"]
-    assert "`cut`" not in mean and "Mean of" not in (tmp_path / "small.json").read_text()
-    assert SUITES["sparc"].joint == SUITES["cosql"].joint == ("sparc", "cosql")
-
-
 def test_rows_of_other_machines_stay_and_other_questions_are_refused(tmp_path):
     lay_out(tmp_path, "warm", "10000")
     old = {"dataset": "test", "arm": "old", "seed": 2, "ex": 50.0, "em": 25.0, "curve": []}

@@ -13,8 +13,8 @@ from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, ru
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.data.datasets import Example, HistoryTurn, examples, load_dataset
-from mtsql.extras.teacher import make_matcher, message_of, read_teacher, taught
+from mtsql.data.datasets import Example, examples, load_dataset
+from mtsql.extras.teacher import message_of, read_teacher, taught
 from mtsql.learn.warm_start import Collected
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, tool_call, verdict
@@ -27,8 +27,8 @@ from mtsql.toy import benchmark as toy
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
 CHECKED = verdict(EXEC_SQL, True) + "\n"
 MADE_UP = "<tool_response>\nthe teacher made this up\n</tool_response>\n"
+NAMED = {"example_id": "00000/1"}
 ASKED = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, ())
-NOT_IN_PLAY = replace(ASKED, id="00000/2", question="Who is not from Italy?")
 
 
 class StoppingRecipe(MtsqlR1):
@@ -52,9 +52,8 @@ def found_in(
     path, scorer = folder / "teacher.jsonl", Scorer({"music": tiny.schema}, tiny.executor)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     reward = make_reward("", scorer, tiny.tokens.decode, 5)
-    match, environment = make_matcher([ASKED, NOT_IN_PLAY]), environment or environment_of(tiny)
-    read = [(line, line and match(line)) for line in read_teacher(path)]
-    return [taught(line, q if q is ASKED else None, environment, reward) for line, q in read]
+    environment = environment or environment_of(tiny)
+    return [taught(line, {ASKED.id: ASKED}, environment, reward) for line in read_teacher(path)]
 
 
 def trajectory_in(*given, **how) -> Trajectory:
@@ -74,7 +73,7 @@ def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
 
 def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp_path):
     made_up = [CALL + "\n" + MADE_UP + CHECKED + final_answer("SELECT 1"), CHECKED + final_answer(GOLD)]
-    trajectory = trajectory_in(tiny, tmp_path, line_of(*made_up, example_id="00000/1"))
+    trajectory = trajectory_in(tiny, tmp_path, line_of(*made_up, **NAMED))
     seen = tiny.tokens.tokenizer.decode(trajectory.ids)
     assert "made this up" not in seen and "Please help" not in seen
     assert "<tool_response>\nBruno\n</tool_response>" in seen
@@ -86,7 +85,9 @@ def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp
 def test_a_message_of_weight_0_is_played_but_not_learned(tiny, tmp_path):
     mistake = {"role": "assistant", "content": "Draft it.\n" + tool_call(EXEC_SQL, "SELECT nme FROM singer")}
     repaired = verdict(EXEC_SQL, False) + "\n" + tool_call(EXEC_SQL, GOLD)
-    lines = [line_of(mistake | how, repaired, CHECKED + final_answer(GOLD)) for how in ({}, {"weight": 0})]
+    lines = [
+        line_of(mistake | how, repaired, CHECKED + final_answer(GOLD), **NAMED) for how in ({}, {"weight": 0})
+    ]
     plain, marked = (trajectory_in(tiny, tmp_path, line) for line in lines)
     assert marked.ids == plain.ids and len(marked.observations) == 2
     first = plain.segments[1]
@@ -125,7 +126,7 @@ def test_a_message_of_many_tags_takes_no_square_time(name, piece):
 
 def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path):
     environment = replace(environment_of(tiny), recipe=StoppingRecipe(PromptOptions(True, 40)))
-    line = line_of(CALL + MADE_UP, CHECKED + final_answer(GOLD), example_id="00000/1")
+    line = line_of(CALL + MADE_UP, CHECKED + final_answer(GOLD), **NAMED)
     call, observation, answer = trajectory_in(tiny, tmp_path, line, environment=environment).segments[1:]
     ends = tiny.tokens.end_of_turn_ids
     assert call.ids[-1] not in ends and answer.ids[-1] in ends and all(call.loss_mask + answer.loss_mask)
@@ -134,7 +135,7 @@ def test_after_a_stop_string_the_end_of_turn_is_the_environments(tiny, tmp_path)
 
 
 def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
-    right, name = (CALL, CHECKED + final_answer(GOLD)), {"example_id": "00000/1"}
+    right, name = (CALL, CHECKED + final_answer(GOLD)), NAMED
     wrong = (tool_call(EXEC_SQL, "SELECT 1"), CHECKED + final_answer("SELECT 1"))
     given = [{"name": EXEC_SQL, "arguments": code} for code in ({"code": GOLD}, json.dumps({"code": GOLD}))]
     calls = [{"role": "assistant", "tool_calls": [call]} for call in (given[0], {"function": given[1]})]
@@ -156,14 +157,14 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
         "out_of_tokens": [line_of("Hm. " * 500 + CALL, right[1], **name)],
         "unknown_question": [
             {"messages": [{"role": "user", "content": "Who?"}, *line_of(*right)["messages"]]},
-            line_of(*right, db_id="concerts"),
-            line_of(*right, example_id=NOT_IN_PLAY.id, db_id=NOT_IN_PLAY.db_id),
+            line_of(*right, db_id="music"),
+            line_of(*right, example_id="00000/1", db_id="concerts"),  # of another file
+            line_of(*right, example_id="00000/2", db_id="music"),  # not in play
         ],
         "unreadable": [
             "no JSON",
             "[]",
             '{"messages": 3}',
-            '{"messages": [{"role": "assistant", "content": "Without a question."}]}',
             '{"messages": [{"role": "user", "content": "Without an answer."}]}',
             json.dumps(line_of({"role": "assistant", "content": 3})),
             json.dumps(line_of({"role": "assistant", "tool_calls": [{"name": EXEC_SQL, "arguments": "{"}]})),
@@ -176,33 +177,16 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
             assert (bool(found.kept), [*found.rejected]) == (reason is None, [reason] if reason else [])
 
 
-def test_a_question_is_found_by_its_id_or_by_database_and_text(tmp_path):
-    def question(name: str, db_id: str, *texts: str) -> Example:
-        history = tuple(HistoryTurn(text, None) for text in texts[:-1])
-        return Example(name, name[:5], db_id, len(history), texts[-1], GOLD, history)
-
-    first = question("00000/0", "music", "Show singers.")
-    second = question("00000/1", "music", "Show singers.", "How many?")
-    longer = question("00001/0", "music", "Show singers. And labels")
-    other = question("00002/0", "concerts", "Show singers.")
-    match = make_matcher([first, second, longer, other])
-
-    def found(asked: str, **names: str) -> Example | None:
-        told = [{"role": "user", "content": asked}, {"role": "assistant", "content": "?"}]
-        (tmp_path / "line.jsonl").write_text(json.dumps({"messages": told, **names}))
-        return match(*read_teacher(tmp_path / "line.jsonl"))
-
-    assert found("anything", db_id="concerts", example_id="00002/0") is other
-    assert found("Please show singers. Show singers.", example_id="00002/0") is other
-    assert found("anything", example_id="00002/0") is None  # the place in another file
-    assert found("Show singers.", db_id="music", example_id="00002/0") is first
-    assert found("Show\n  singers.", db_id="concerts") is other
-    assert found("Show singers.") is None  # over which database?
-    assert found("1. Show singers. 2. How many?") is second
-    assert found("Show singers. And labels, please") is longer
-    assert found("How many?") is None  # its dialogue is not there
-    assert found("Show singers.", db_id=["music"], example_id=7) is None
-    assert found("Nobody asked this.", db_id="music") is None
+def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(tmp_path):
+    call = {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})}
+    pieces = [{"type": "thinking", "thinking": "Done."}, {"type": "text", "text": final_answer(GOLD)}]
+    for one in ({"tool_calls": [{"id": "1", "type": "function", "function": call}]}, {"function_call": call}):
+        said = {"role": "assistant", "content": None, "reasoning_content": "Draft.", **one}
+        line = line_of(said, {"role": "assistant", "content": pieces})
+        (tmp_path / "line.jsonl").write_text(json.dumps(line))
+        (read,) = read_teacher(tmp_path / "line.jsonl")
+        both = ("Draft.", tool_call(EXEC_SQL, GOLD)), ("Done.", final_answer(GOLD))
+        assert read.messages == [(f"<think>\n{thought}\n</think>\n\n{text}", True) for thought, text in both]
 
 
 def test_train_sft_learns_from_a_teachers_file(tmp_path):

@@ -72,8 +72,6 @@ class Row(CachedRow):
 
     def begin(self, limit: int) -> None:
         """Start a message of at most `limit` tokens."""
-        if limit < 1:
-            raise ValueError(f"A message needs room for at least one token, not {limit}.")
         self.limit, self.ids, self.logprobs, self.stop = limit, [], [], None
 
     def uniform(self, place: int) -> float:
@@ -169,10 +167,8 @@ class Generator:
         """New rows for these prompts; what several of them begin with is computed once and copied.
 
         `limits` are the most tokens of each row's first message. Rows for which the cache has no room come
-        in later. Raises ValueError for an empty prompt.
+        in later.
         """
-        if not all(prompts):
-            raise ValueError("A prompt needs at least one token.")
         started = []
         for prompt, seed, limit in zip(prompts, seeds, limits, strict=True):
             row = Row(list(prompt), np.random.Generator(np.random.PCG64(seed)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mtsql.config import NotNegative, Positive, Sampled, option, read_options, save_config, user_errors
+from mtsql.config import Above0, Positive, Sampled, option, read_options, save_config, user_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Args(Sampled):
 
     SECTION: ClassVar = "curriculum"
     samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
-    temperature: NotNegative = option(1.0, "of these trajectories")
+    temperature: Above0 = option(1.0, "of these trajectories")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
@@ -37,7 +37,6 @@ from mtsql.learn.parallel import leave_processes
 from mtsql.recipes.rewards import is_right
 from mtsql.task import (
     begin_task,
-    check_samples,
     refuse_other_run,
     reward_function,
     sample_questions,
@@ -47,7 +46,6 @@ from mtsql.task import (
 
 def main(config: Args) -> None:
     """Count."""
-    check_samples(config)
     task = begin_task(config, "rl" if config.for_rl else "train")
     refuse_other_run(config, task.out)
     reward = reward_function(config, task.tokens, task.scorer)

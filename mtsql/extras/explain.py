@@ -70,7 +70,7 @@ from mtsql.recipes.rewards import Decode, chosen_rewards
 from mtsql.task import Task, begin_training, fitting_questions, reward_function, training_questions
 from mtsql.toy.benchmark import MODELS_SEED, write_benchmark
 from mtsql.toy.tiny import CAPITAL, GLUE
-from train_grpo import Args, check, clipped_step, rewards_of, sample_groups, set_advantages
+from train_grpo import Args, clipped_step, rewards_of, sample_groups, set_advantages
 
 FEW = {"train": {"known": (12, 4)}}  # databases and dialogues in each
 DRAWS = 20  # of a question, until one has rewards that differ
@@ -280,7 +280,6 @@ def main(own: argparse.Namespace, rest: list[str]) -> None:
             rest = [*rest, "--data", f"{folder}/benchmark"]
             write_benchmark(Path(folder, "benchmark"), MODELS_SEED, splits=FEW)
         config = read_options(Args, None, [*rest, "--out", f"{folder}/run"])
-        check(config)
         task = begin_training(config, "train")
         if own.question:
             asked = [e for e in examples(task.dataset.dialogues) if e.id == own.question]

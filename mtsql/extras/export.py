@@ -1,25 +1,21 @@
-"""Trajectories in the forms that other fine-tuning programs read.
+"""Trajectories as the token ids that other fine-tuning programs read.
 
-    python -m mtsql export runs/sft/trajectories.jsonl --format ids --out DATA.jsonl
-    python -m mtsql export runs/sft/chat.jsonl --format messages --out DATA.jsonl
+    python -m mtsql export runs/sft/trajectories.jsonl --out DATA.jsonl
 
-ids: `input_ids` and `labels` of each trajectory, -100 where the loss mask is 0; TRL's SFTTrainer keeps them
-as they are. messages: `messages` and `tools` alone; the other program's chat template makes the ids, which
-are ours only if it keeps thoughts and adds none. Calls and thoughts that stand apart in a message become a
-part of its text.
+`input_ids` and `labels` of each trajectory, -100 where the loss mask is 0; TRL's SFTTrainer keeps them as
+they are. As messages a run's chat.jsonl has them already; there the other program's chat template makes the
+ids, which are ours only if it keeps thoughts and adds none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mtsql.agent.tokens import message_text
 from mtsql.config import command_line, user_errors
 from mtsql.errors import UserError
-from mtsql.files import load_json_lines, write_atomically
+from mtsql.files import write_atomically
 from mtsql.report.records import read_records
 
 IGNORED = -100  # a label without loss
@@ -28,17 +24,13 @@ IGNORED = -100  # a label without loss
 def main(argv: list[str] | None = None) -> None:
     """The command. Raises UserError for wrong input."""
     parser = command_line(__doc__)
-    parser.add_argument("path", type=Path, help="trajectories.jsonl for ids, chat.jsonl for messages")
-    parser.add_argument("--format", choices=("ids", "messages"), required=True)
+    parser.add_argument("path", type=Path, help="trajectories.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     chosen = parser.parse_args(argv)
     if chosen.out.resolve() == chosen.path.resolve():
         raise UserError(f"--out {chosen.out} is the file to read; name another")
-    if chosen.format == "ids":
-        rows = [with_ids(record) for record in read_records(chosen.path)]
-    else:
-        rows = list(read_conversations(chosen.path))
-    write_atomically(chosen.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    rows = [with_ids(record) for record in read_records(chosen.path)]
+    write_atomically(chosen.out, "".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows):,} conversations in {chosen.out}")
 
 
@@ -53,27 +45,10 @@ def with_ids(record: dict[str, Any]) -> dict[str, list[int]]:
         labels += [i if bit else IGNORED for i, bit in zip(segment["ids"], loss_mask, strict=True)]
     if set(labels) <= {IGNORED}:
         raise UserError(
-            f"nothing in {record['example_id']} has loss mask 1 (a server's messages by chat have not); "
-            "give chat.jsonl and --format messages"
+            f"nothing in {record['example_id']} has loss mask 1 (a server's messages by chat have not): "
+            "chat.jsonl has them as messages"
         )
     return {"input_ids": ids, "labels": labels}
-
-
-def read_conversations(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a chat.jsonl. Raises UserError for a missing file or a line that is no conversation."""
-    for number, record in load_json_lines(path):
-        try:
-            messages = [{"role": m["role"], "content": message_text(m)} for m in record["messages"]]
-            if any(not {"content", "tool_calls"} & m.keys() for m in record["messages"]):
-                raise KeyError("content")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path}, line {number}: not a conversation with messages") from None
-        if any(m.get("weight") == 0 for m in record["messages"]):
-            raise UserError(
-                f"{path}, line {number}: not all of it is to be learned, which only --format ids can say; "
-                "give trajectories.jsonl"
-            )
-        yield {"messages": messages} | ({"tools": record["tools"]} if record.get("tools") else {})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from mtsql.agent.env import Environment, Recipe
 from mtsql.agent.tokens import message_text
 from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.config import Training
-from mtsql.data.datasets import Example, examples
+from mtsql.data.datasets import Example
 from mtsql.extras.demonstrations import say
 from mtsql.files import load_json_lines
 from mtsql.learn.warm_start import Collected, rejection
@@ -41,7 +40,6 @@ class TeacherLine:
     example_id: str | None
     db_id: str | None
     tool_set: str | None  # of TOOL_SETS, where it is another than the run's
-    asked: str  # the first message of the user
     messages: list[tuple[str, bool]]
 
 
@@ -52,54 +50,18 @@ def read_teacher(path: Path) -> list[TeacherLine | None]:
 
 def _read_line(item: Any) -> TeacherLine | None:
     try:
-        asked = next(message_text(m) for m in item["messages"] if m["role"] == "user")
         messages = []
         for message in item["messages"]:
             text = message_text(message)
             if message["role"] == "assistant":
                 messages.append((text, message.get("weight") != 0))
-        "".join((asked, *(text for text, _ in messages))).encode()  # arguments may hold half of a character
-    except (ValueError, TypeError, KeyError, AttributeError, StopIteration, RecursionError):
+        "".join(text for text, _ in messages).encode()  # arguments may hold half of a character
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     names = (item.get(name) for name in ("example_id", "db_id", "tool_set"))
     example_id, db_id, tool_set = (name if isinstance(name, str) else None for name in names)
     tool_set = tool_set if tool_set in TOOL_SETS else None
-    return TeacherLine(example_id, db_id, tool_set, asked, messages) if messages else None
-
-
-def make_matcher(questions: Sequence[Example]) -> Callable[[TeacherLine], Example | None]:
-    """The function from a line to its question, None if there is none.
-
-    A line's `example_id` counts if its `db_id` agrees, or without `db_id` if its text does: the ids of
-    different datasets may be equal. Otherwise the question is looked for by text, in the line's database
-    if it names one: the first message of the user has to hold the question and all earlier ones of its
-    dialogue. Of several such questions the one with the most text counts, and none if equally long ones are
-    over different databases.
-    """
-    by_id = {question.id: question for question in questions}
-    known = [
-        (question, [_flat(asked.question) for asked in (question, *question.history)])
-        for question in questions
-    ]
-
-    def match(line: TeacherLine) -> Example | None:
-        asked, named = _flat(line.asked), by_id.get(line.example_id)
-        if named and (line.db_id == named.db_id or (not line.db_id and _flat(named.question) in asked)):
-            return named
-        found = [
-            (sum(map(len, texts)), question)
-            for question, texts in known
-            if line.db_id in (None, question.db_id) and all(text and text in asked for text in texts)
-        ]
-        most = max((length for length, _ in found), default=0)
-        best = [question for length, question in found if length == most]
-        return best[0] if len({question.db_id for question in best}) == 1 else None
-
-    return match
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())
+    return TeacherLine(example_id, db_id, tool_set, messages) if messages else None
 
 
 def replay(line: TeacherLine, question: Example, environment: Environment) -> Trajectory:
@@ -142,10 +104,14 @@ def message_of(text: str, recipe: Recipe) -> tuple[str, Stop]:
 
 
 def taught(
-    line: TeacherLine | None, question: Example | None, environment: Environment, reward: RewardFunction
+    line: TeacherLine | None, in_play: Mapping[str, Example], environment: Environment, reward: RewardFunction
 ) -> Collected:
-    """What one line gives: a trajectory if it is right and follows the recipe throughout, else why not."""
-    if line is None or question is None:
+    """What one line gives: a trajectory if it is right and follows the recipe throughout, else why not.
+
+    Its `example_id` names the question of `in_play` (by id), if its `db_id`, where it has one, agrees.
+    """
+    question = in_play.get(line.example_id) if line else None
+    if question is None or line.db_id not in (None, question.db_id):
         return Collected("", 1, 0, [], Counter(["unreadable" if line is None else "unknown_question"]))
     trajectory = replay(line, question, environment)
     reason = rejection(trajectory, reward(trajectory, question), environment.recipe)
@@ -156,22 +122,9 @@ def taught(
 
 
 def taught_answers(
-    config: Training,
-    task: Task,
-    reward: RewardFunction,
-    lines: Sequence[TeacherLine | None],
-    pool: Sequence[Example],
+    task: Task, reward: RewardFunction, lines: Sequence[TeacherLine | None], pool: Sequence[Example]
 ) -> list[Collected]:
-    """What a process finds in its share of a teacher's lines.
-
-    A line may be about any question of the data, but only those in `pool` are kept. The others are needed all
-    the same: a prompt holds the earlier questions of its dialogue too, and has to be told from theirs.
-    """
-    match = make_matcher(examples(task.dataset.dialogues))
-    in_play, found = {example.id: example for example in pool}, []
-    hidden = not task.processes.is_main
-    for line in tqdm(task.processes.share(lines), "replay the teacher", unit="line", disable=hidden):
-        named = match(line) if line else None
-        question = in_play.get(named.id) if named else None
-        found.append(taught(line, question, task.environment, reward))
-    return found
+    """What a process finds in its share of a teacher's lines, about the questions of `pool`."""
+    in_play, hidden = {example.id: example for example in pool}, not task.processes.is_main
+    share = tqdm(task.processes.share(lines), "replay the teacher", unit="line", disable=hidden)
+    return [taught(line, in_play, task.environment, reward) for line in share]

@@ -38,8 +38,8 @@ def group_advantages(
 
     `rewards` and the result are (questions, samples), `informative` is (questions,) bool: all other groups
     get exactly 0. Standard deviations are unbiased. `divide_by` "batch" divides by that of r - mean(r) over
-    all informative groups (REINFORCE++), "none" by nothing (Dr. GRPO). Raises ValueError for another
-    `divide_by`, a shape that is not (questions, samples >= 2), or a reward that is not finite.
+    all informative groups (REINFORCE++), "none" by nothing (Dr. GRPO). Raises ValueError for
+    a shape that is not (questions, samples >= 2), or a reward that is not finite.
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards should be (questions, samples >= 2), got shape {tuple(rewards.shape)}")
@@ -51,8 +51,6 @@ def group_advantages(
         advantages = advantages / (exact.std(dim=1, keepdim=True) + eps)
     elif divide_by == "batch" and informative.any():
         advantages = advantages / (advantages[informative].std() + eps)
-    elif divide_by not in ("batch", "none"):
-        raise ValueError(f"divide_by is group, batch or none, not {divide_by!r}")
     return advantages.float()
 
 
@@ -98,11 +96,8 @@ def grpo_loss(
     `importance_weights`.
 
     The second result is statistics: "weight", the sum of the tokens' weights, and weighted sums to divide by
-    it: clip_fraction, and kl and tis_weight where they apply. Raises ValueError for a `beta` without
-    `reference_logprobs`.
+    it: clip_fraction, and kl and tis_weight where they apply.
     """
-    if options.beta and reference_logprobs is None:
-        raise ValueError("beta needs reference log-probabilities")
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     weights = token_weights(batch.trajectory_index, denominator, options.aggregate)
     advantage = batch.advantages.to(logprobs)[batch.trajectory_index]
@@ -130,8 +125,6 @@ def loss_denominator(counted: Sequence[Trajectory], aggregate: str, longest_resp
     """
     if aggregate == "token":
         return max(1, sum(t.trained_length for t in counted))
-    if aggregate not in ("trajectory", "constant"):
-        raise ValueError(f"aggregate is trajectory, token or constant, not {aggregate!r}")
     return max(1, len(counted)) * (longest_response if aggregate == "constant" else 1)
 
 

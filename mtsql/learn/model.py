@@ -73,10 +73,8 @@ def load_policy(
     adapter weights always float32. `quantise` "nf4" keeps the base's linear layers, but not the head, in
     4-bit NormalFloat with doubly quantised constants (QLoRA, Dettmers et al. 2023); only adapters can be
     trained then. Raises UserError if nothing can be loaded under that name and for a `lora_rank` that would
-    stack an adapter on an adapter, ValueError for an unknown dtype.
+    stack an adapter on an adapter.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is unknown; choose from {', '.join(DTYPES)}")
     check_exists(name_or_path)
     adapter = (Path(name_or_path) / ADAPTER_FILE).is_file()
     if adapter and lora_rank > 0:
@@ -152,19 +150,13 @@ def restore_policy(model: Policy, folder: Path, dtype: str) -> None:
 
     Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
     """
-    adapter = folder / "adapter_model.safetensors"
-    what = "resume with the first run's --model, or remove a checkpoint that is damaged"
-    problem = f"{folder} holds no weights for this model; {what}"
-    if adapter.is_file() != has_adapter(model):
-        article = "a" if adapter.is_file() else "no"
-        raise UserError(f"{folder} holds {article} LoRA adapter; resume with the first run's --lora-rank")
-    if adapter.is_file():
-        from peft import set_peft_model_state_dict
+    what = "resume with the first run's --model and --lora-rank, or remove a checkpoint that is damaged"
+    with loading(f"{folder} holds no weights for this model; {what}"):
+        if has_adapter(model):
+            from peft import set_peft_model_state_dict
 
-        with loading(problem):
-            set_peft_model_state_dict(model, load_file(adapter))
-    else:
-        with loading(problem):
+            set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+        else:
             model.load_state_dict(load_policy(folder, dtype).state_dict())
 
 

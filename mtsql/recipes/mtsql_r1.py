@@ -32,7 +32,7 @@ its listings differ from each other, or we from them:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -112,25 +112,6 @@ def verdict(tool: str, passed: bool) -> str:
 def final_answer(sql: str) -> str:
     """The answer that ends an episode."""
     return f"<answer_sql>{sql}</answer_sql>"
-
-
-def memory_text(
-    question: str, sql: str, result: ExecutionResult | None, memory: Sequence[MemoryEntry], limit: int
-) -> str:
-    """What `memory_retrieve` returns: every earlier turn, and the checklist."""
-    turns = [
-        {
-            "question": entry.question,
-            "sql": entry.sql,
-            "elements": entry.elements and _flat_elements(entry.elements),
-            "result": entry.result and _rows_text(entry.result)[: limit // 4],
-        }
-        for entry in memory
-    ]
-    shown = None if result is None else result_text(result, limit)
-    return render(
-        "mtsql_r1_memory_retrieve", question=question, sql=sql, result=shown, turns=turns, limit=limit // 4
-    )
 
 
 def result_text(result: ExecutionResult, limit: int) -> str:
@@ -214,12 +195,22 @@ class MtsqlR1(Recipe):
     def observe_memory(
         self, question: str, sql: str, result: ExecutionResult | None, memory: tuple[MemoryEntry, ...]
     ) -> str:
-        """What `memory_retrieve` returns."""
+        """What `memory_retrieve` returns: every earlier turn, and the checklist."""
         limit = self.options.result_characters
         if self.options.compact:
             seen = [(entry.sql or "?", compact_result(entry.result, limit // 2)) for entry in memory]
             return "\n".join(f"{i}. {sql} -> {rows}" for i, (sql, rows) in enumerate(seen, 1)) or "empty"
-        return memory_text(question, sql, result, memory, limit)
+        turns = [
+            {
+                "question": entry.question,
+                "sql": entry.sql,
+                "elements": entry.elements and _flat_elements(entry.elements),
+                "result": entry.result and _rows_text(entry.result)[: limit // 4],
+            }
+            for entry in memory
+        ]
+        said = {"question": question, "sql": sql, "result": result and result_text(result, limit)}
+        return render("mtsql_r1_memory_retrieve", turns=turns, limit=limit // 4, **said)
 
 
 make_recipe = MtsqlR1

@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from mtsql.sql.text import as_executed, in_normal_form
 
 RESULT_CHARACTERS = 300
 ROLES = ("prompt", "model", "environment")
+# What `mtsql.extras.viewer` shows.
+OF_A_RECORD = itemgetter("example_id", "status")
+OF_A_SEGMENT = itemgetter("text", "loss_mask_sum", "ids")
 
 
 def question_record(
@@ -70,35 +74,12 @@ def drop_later_records(path: Path, step: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict]:
-    """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory.
-
-    Checked is what `mtsql.extras.viewer` shows.
-    """
-    if not path.exists() or path.is_dir():
-        raise UserError(f"{path} is no file; give a run's trajectories.jsonl")
+    """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory."""
     for number, record in load_json_lines(path):
-        if not _is_trajectory(record):
-            raise UserError(f"{path}, line {number}: not a trajectory")
+        with loading(f"{path}, line {number}: not a trajectory"):
+            _ = OF_A_RECORD(record), float(record.get("reward") or 0)
+            _ = [(ROLES.index(segment["role"]), OF_A_SEGMENT(segment)) for segment in record["segments"]]
         yield record
-
-
-def _is_trajectory(record: object) -> bool:
-    """Whether it has what the viewer shows."""
-    if not isinstance(record, dict) or not {"example_id", "status"} <= record.keys():
-        return False
-    segments = record.get("segments")
-    return (
-        isinstance(record.get("reward"), int | float | None)
-        and isinstance(record.get("step"), int | None)
-        and isinstance(segments, list)
-        and all(isinstance(segment, dict) and _is_segment(segment) for segment in segments)
-    )
-
-
-def _is_segment(segment: dict) -> bool:
-    kinds = {"role": str, "text": str, "loss_mask_sum": int, "ids": list}
-    whole = all(isinstance(segment.get(name), kind) for name, kind in kinds.items())
-    return whole and segment["role"] in ROLES
 
 
 def chat_record(trajectory: Trajectory, example: Example, environment: Environment) -> dict | None:

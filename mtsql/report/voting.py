@@ -56,11 +56,8 @@ def majority_vote(
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """The probability that k of the samples, drawn without replacement, hold a right one.
 
-    The unbiased estimator of Chen et al. 2021, equation 1. Raises ValueError unless 1 <= k <= samples and
-    0 <= right <= samples.
+    The unbiased estimator of Chen et al. 2021, equation 1.
     """
-    if not (1 <= k <= samples and 0 <= right <= samples):
-        raise ValueError(f"pass@{k} of {samples} samples, {right} right: k should be 1 to the samples")
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 

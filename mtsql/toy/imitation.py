@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar
@@ -34,7 +34,6 @@ from mtsql.data.schema import read_json
 from mtsql.errors import UserError
 from mtsql.files import folder_atomically, hold_folder, refuse_filled
 from mtsql.learn.batches import micro_batches
-from mtsql.learn.checkpoint import STATE_FILE, find_checkpoint, new_checkpoint
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import cosine_rate, save_policy, set_learning_rate
@@ -50,8 +49,6 @@ EXERCISE = 32  # random tokens in an exercise
 DATABASES = {"answers": 2, "agent": 1}  # databases in each step of a phase
 MATRIX_RATE, LEARNING_RATE = 0.025, 4e-3  # peaks of the schedule: matrices, Muon; all else, AdamW
 MICRO_BATCH_POSITIONS = 2500
-FREE = ("out", "resume")  # options that may change when a run is resumed
-SAVE_EVERY = 250  # optimizer steps between checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +68,6 @@ class ImitationConfig(Common):
     all_recipes: bool = option(False, "learn the formats of all papers' recipes, not of --recipe alone")
     hidden: int = option(192, "hidden size of the model")
     layers: int = option(4, "layers of the model")
-    resume: bool = option(False, "go on from the newest checkpoint in --out, if one is there")
 
 
 class Muon(torch.optim.Optimizer):
@@ -222,34 +218,19 @@ def take_step(model: PreTrainedModel, optimizers: Sequence, rate: float, phase: 
     return total
 
 
-def imitate(config: ImitationConfig, checkpoint: Path | None) -> None:
-    """Train tokenizer and model, from a checkpoint on if there is one, and save them."""
+def imitate(config: ImitationConfig) -> None:
+    """Train tokenizer and model, and save them."""
     out, dataset = Path(config.out), load_split(config, "train")
     tokenizer = make_tokenizer(config, dataset)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(pick_device())
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    optimizers, taken = make_optimizers(model), 0
-    trained = {"model": model, "muon": optimizers[0], "adamw": optimizers[1]}
-    fixed = {f"--{n.replace('_', '-')}": str(v) for n, v in asdict(config).items() if n not in FREE}
-    if checkpoint:
-        state = torch.load(checkpoint / STATE_FILE, weights_only=True)
-        taken, before = state["step"], state["fixed"]
-        if changed := [f"{n} was {before[n]}, is now {v}" for n, v in fixed.items() if before[n] != v]:
-            raise UserError(f"{out} goes on with the same options only: {'; '.join(changed)}")
-        for name, part in trained.items():
-            part.load_state_dict(state[name])
+    optimizers = make_optimizers(model)
     groups_of_steps = training_groups(config, dataset, ChatTokens(tokenizer))
     steps = config.copying_steps + config.answer_steps + config.agent_steps
     bar = tqdm(groups_of_steps, desc="imitation", total=steps, unit="step", mininterval=5.0)
     for step, (phase, groups) in enumerate(bar):
-        if step < taken:  # its lessons are drawn again, so that those after it are the same
-            continue
         loss = take_step(model, optimizers, rate_at(config, step), phase, groups)
         bar.set_postfix_str(f"{phase}, loss {loss:.3f}", refresh=False)
-        if (step + 1) % SAVE_EVERY == 0:
-            with new_checkpoint(out, step + 1) as folder:
-                states = {name: part.state_dict() for name, part in trained.items()}
-                torch.save({"step": step + 1, "fixed": fixed, **states}, folder / STATE_FILE)
     with folder_atomically(out) as whole:
         save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)
@@ -264,9 +245,9 @@ def main(config: ImitationConfig) -> None:
     out = Path(config.out)
     if config.hidden < 1 or config.hidden % 96 or config.layers < 2:
         raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
-    refuse_filled(out, ["checkpoints"])
+    refuse_filled(out)
     with hold_folder(out):
-        imitate(config, find_checkpoint(out, config.resume))
+        imitate(config)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
         READING.format(CORRECTED if suite.corrected else UNCORRECTED),
         f"![EX of every arm]({bars.name})",
     ]
-    for dataset, by_arm in (of | by_set(joint_rows(rows, suite.joint))).items():
+    for dataset, by_arm in of.items():
         count = next(row["questions"] for by_seed in by_arm.values() for row in by_seed.values())
         sections.append(f"## {dataset}: {count} questions")
         sections += [accuracy_table(suite, accuracies(by_arm)), difference_table(suite, by_arm)]
@@ -158,24 +158,6 @@ def by_set(rows: Sequence[Row]) -> dict[str, ByArm]:
     for row in rows:
         found.setdefault(row["dataset"], {}).setdefault(row["arm"], {})[row["seed"]] = row
     return found
-
-
-def joint_rows(rows: Sequence[Row], sets: Sequence[str]) -> list[Row]:
-    """The mean of the sets' EX and EM, where all of them have an arm of a seed (MTSQL-R1, Figure 1, Table 2).
-
-    The sets weigh the same, whatever their questions; there is no interval.
-    """
-    found: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        if row["dataset"] in sets:
-            found.setdefault((row["arm"], row["seed"]), []).append(row)
-    return [
-        {"dataset": f"Mean of {' and '.join(sets)}", "arm": arm, "seed": seed}
-        | {metric: fmean(part[metric] for part in parts) for metric in BITS}
-        | {"questions": sum(part["questions"] for part in parts)}
-        for (arm, seed), parts in found.items()
-        if len(parts) == len(sets)
-    ]
 
 
 def finished_row(folder: Path, first_set: str) -> Row | None:

@@ -57,7 +57,6 @@ class Suite(NamedTuple):
     once: Names = ()  # trainings, or BASE, that seed 0 has made for all seeds
     benchmark: str = ""  # makes {data}, where the suite has its own
     files: Names = ()  # that --data holds
-    joint: Names = ()  # sets whose mean the page shows too
     corrected: bool = False  # whether the intervals of differences are widened for their number
 
     def is_once(self, arm: str) -> bool:
@@ -104,7 +103,7 @@ def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> l
             command += ["--out", str(folder(name))]
             command += ["--model", made(start)] if script != IMITATE else []
             command += [*filled(options, places), *(["--curriculum", made(counts)] if counts else [])]
-            command += ["--resume"] if script != COUNT else []
+            command += ["--resume"] if script not in (COUNT, IMITATE) else []
             parts.append(Part(name, command, folder(name) / DONE[script]))
         for arm, (_, policy, options, sets) in suite.arms.items():
             for asked in sets or suite.sets if policy.partition("/")[0] == name else ():
@@ -348,8 +347,7 @@ def dataset_suite(name: str, other: str) -> Suite:
     """MTSQL-R1's arms on SParC or CoSQL, and on the dev set of the other of the two."""
     sets = {name: "--data {data} --split dev", other: "--data {other} --split dev"}
     config = f"configs/{name}_qwen3_1.7b_lora.toml"
-    suite = authors_suite(f"MTSQL-R1's arms, trained on {name}", config, sets, 0, ("4000", "2000"))
-    return suite._replace(joint=("sparc", "cosql"))
+    return authors_suite(f"MTSQL-R1's arms, trained on {name}", config, sets, 0, ("4000", "2000"))
 
 
 SUITES = {
