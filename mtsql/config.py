@@ -34,7 +34,7 @@ from typing import (
 )
 
 from mtsql.errors import MissingDatabase, UserError, printable
-from mtsql.files import OF_THE_DISK, reading_errors, shipped, write_atomically
+from mtsql.files import file_errors, shipped, write_atomically
 from mtsql.recipes import RECIPES
 
 Config = TypeVar("Config")
@@ -247,7 +247,7 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
     [common] may set all that `Training` has. Each field is read as if it stood on the command line. Raises
     UserError for a file that cannot be read and for unknown names; exits with code 2 on a wrong value.
     """
-    with reading_errors(path):
+    with file_errors(path):
         content = path.read_bytes()
     try:
         tables = tomllib.loads(content.decode("utf-8-sig"))
@@ -336,9 +336,6 @@ def user_errors(main: Callable[..., int | None], *arguments: Any) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except (UserError, OSError) as error:
-        outside = isinstance(error, OSError) and error.errno in OF_THE_DISK
-        if not (outside or isinstance(error, UserError | MissingDatabase)):
-            raise
+    except (UserError, MissingDatabase, PermissionError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mtsql.errors import UserError, loading
-from mtsql.files import recover_folder
+from mtsql.files import file_errors
 
 if TYPE_CHECKING:  # peft takes seconds to import: only what works with adapters does it
     from peft import PeftModel
@@ -70,8 +69,7 @@ def _how_to_make(folder: str) -> str | None:
 def check_exists(name_or_path: str | Path) -> None:
     """Raise UserError for what can be neither a folder nor a hub name, and for a pointer of Git LFS in it."""
     folder = Path(name_or_path)
-    with suppress(OSError):  # a name of 300 characters is no folder
-        recover_folder(folder)
+    with file_errors(folder):
         for path in (*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")):
             with path.open("rb") as file:
                 if file.read(len(LFS_POINTER)) == LFS_POINTER:

@@ -33,7 +33,7 @@ from mtsql.data.datasets import (
     split_names,
 )  # fmt: skip
 from mtsql.errors import UserError, loading
-from mtsql.files import hold_folder, load_json, reading_errors, write_atomically
+from mtsql.files import file_errors, hold_folder, load_json, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
@@ -145,7 +145,7 @@ def find_split(data: str, split: str) -> Path:
     Raises UserError if there is no such folder, or no such file in it, and where they may not be read.
     """
     root, names = Path(data), split_names(split)
-    with reading_errors(root):
+    with file_errors(root):
         if root.is_file():
             return root
         if not root.exists():

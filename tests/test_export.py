@@ -133,9 +133,9 @@ def test_ids_and_labels_are_ours_to_the_last_token(exported):
 
 def test_what_cannot_be_learned_from_is_refused(exported):
     _, export, folder = exported
-    assert "does not exist" in export("none.jsonl", 2)
+    assert "No such file" in export("none.jsonl", 2)
     assert "not a trajectory" in export("chat.jsonl", 2)
-    assert f"{folder} is a folder; name a file" in export("trajectories.jsonl", 2, ".")
+    assert f"{folder}: Is a directory" in export("trajectories.jsonl", 2, ".")
     assert "is the file to read; name another" in export("trajectories.jsonl", 2, "trajectories.jsonl")
     record = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
     for segment in record["segments"]:

@@ -183,8 +183,8 @@ def test_wrong_files_end_with_one_sentence_and_write_nothing(files):
     fails("bad.txt, line 1: there is no database", gold="bad.txt")
     (files / "bad.txt").write_bytes(b"\xff\xfe\x00")
     fails("bad.txt is not UTF-8", pred="bad.txt")
-    fails("nowhere.txt does not exist", pred="nowhere.txt")
-    fails(". is a folder, not a file", gold=".")
+    fails("nowhere.txt: No such file", pred="nowhere.txt")
+    fails(".: Is a directory", gold=".")
     (tables,) = json.loads((files / "tables.json").read_text())
     tables["column_names_original"][1] = [0, None]
     (files / "bad.json").write_text(json.dumps([tables]))

@@ -52,7 +52,7 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
 def test_failures_from_another_file_are_one_sentence(tmp_path, line):
     config = Args(model="m", data=("d",), out="", failures=str(tmp_path / "predictions.jsonl"))
     run_ = SimpleNamespace(dataset=SimpleNamespace(dialogues=()))
-    with pytest.raises(UserError, match=r"predictions\.jsonl does not exist"):
+    with pytest.raises(UserError, match=r"predictions\.jsonl: No such file"):
         list(own_failures(config, run_))
     (tmp_path / "predictions.jsonl").write_text(f"\n{line}\n")
     with pytest.raises(UserError, match=r"predictions\.jsonl, line 2: give an evaluation's"):

@@ -15,7 +15,7 @@ from string import ascii_lowercase, ascii_uppercase
 from mtsql.data.sandbox import Reader
 from mtsql.data.sql_worker import quoted
 from mtsql.errors import UserError
-from mtsql.files import load_json, reading_errors
+from mtsql.files import file_errors, load_json
 
 RESERVED = frozenset(
     """add all alter and as autoincrement between case cast check collate commit constraint create
@@ -123,7 +123,7 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
     for number, entry in enumerate(read_json(tables_file)):
         try:
             path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
-            with reading_errors(path):
+            with file_errors(path):
                 if path.is_file():
                     schemas[entry["db_id"]] = _schema(entry, path)
         except UserError:
@@ -161,7 +161,7 @@ def _descriptions(entry: dict, path: Path) -> dict[tuple[str, str], str]:
             found[folded(tables.get(table, "")), folded(column)] = entry["column_names"][index][1]
     for file in sorted((path.parent / "database_description").glob("[!.]*.csv")):
         # Released as UTF-8 with a byte order mark, but some files hold other bytes, which are left out.
-        with reading_errors(file):
+        with file_errors(file):
             rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
         try:
             for row in rows:

@@ -62,7 +62,7 @@ from tqdm import tqdm
 from evaluate import Args as EvaluateArgs
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import BASE, TOY_BENCHMARK, Arm, Suite, Training, parts_of
-from mtsql.files import shipped, writing_errors
+from mtsql.files import file_errors, shipped
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
@@ -218,7 +218,7 @@ def run_logged(part: Part, slot: int, jobs: int) -> None:
         return
     own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     own |= {"CUDA_VISIBLE_DEVICES": str(slot)} if torch.cuda.device_count() > 1 else {}
-    with writing_errors(log):
+    with file_errors(log):
         log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         file.write(shown)

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from mtsql.errors import UserError
-from mtsql.files import reading_errors, write_atomically
+from mtsql.files import file_errors, write_atomically
 
 # Okabe and Ito's, which a colour-blind reader tells apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
@@ -63,7 +63,7 @@ def plot_training(logs: Sequence[Path], path: Path) -> Path:
 
 def read_points(log: Path) -> dict[str, list[tuple[int, float]]]:
     """Step and value of every column of PANELS that a metrics.csv has."""
-    with reading_errors(log), log.open(newline="", encoding="utf-8") as file:
+    with file_errors(log), log.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     points = {name: [(int(r["step"]), float(r[name])) for r in rows if r.get(name)] for name in PANELS}
     points = {name: found for name, found in points.items() if found}

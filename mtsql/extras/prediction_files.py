@@ -24,7 +24,7 @@ from pathlib import Path
 from mtsql.config import Above0, reader_of
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError, loading
-from mtsql.files import load_json, load_json_lines, reading_errors, write_atomically
+from mtsql.files import file_errors, load_json, load_json_lines, write_atomically
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
 from mtsql.sql.grammar import SqlParseError
@@ -99,7 +99,7 @@ def read_pairs(gold: Path, pred: Path) -> list[dict]:
 def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
     """(line number, cells) of each line; blank lines part the interactions."""
     try:
-        with reading_errors(path):
+        with file_errors(path):
             text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error})") from None

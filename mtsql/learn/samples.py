@@ -17,7 +17,7 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.files import writing_errors
+from mtsql.files import file_errors
 from mtsql.recipes.rewards import Decode, Rewards
 from mtsql.report.evaluation import thought_characters
 from mtsql.report.records import question_record
@@ -82,7 +82,7 @@ def append_trajectories(
 ) -> None:
     """Append groups to the run's trajectories.jsonl."""
     decode = tokens.tokenizer.decode
-    with writing_errors(path), path.open("a", encoding="utf-8") as file:
+    with file_errors(path), path.open("a", encoding="utf-8") as file:
         for sample in (s for group in groups for s in group):
             rewards = sample.rewards
             scores = {"ex": rewards.ex, "em": rewards.em, **rewards.parts}

@@ -13,7 +13,7 @@ import numpy as np
 
 from mtsql.agent.trajectory import Status
 from mtsql.errors import loading
-from mtsql.files import write_atomically, writing_errors
+from mtsql.files import file_errors, write_atomically
 from mtsql.report.evaluation import ABILITIES
 from mtsql.sql.score import FURTHER_METRICS
 
@@ -223,7 +223,7 @@ class MetricsLog:
         first = self.columns is None
         if first:
             self.columns = list(row)
-        with writing_errors(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
+        with file_errors(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(self._lines([row], header=first))
 
     def _lines(self, rows: list[dict], header: bool) -> str:

@@ -18,7 +18,7 @@ from mtsql.agent.tools import TOOL_SETS, TOOLS
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError, loading
-from mtsql.files import load_json_lines, write_atomically, writing_errors
+from mtsql.files import file_errors, load_json_lines, write_atomically
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.recipes.rewards import Decode
 from mtsql.sql.score import Scorer
@@ -154,7 +154,7 @@ class AnswerLog:
         """Append a trajectory if it is finished."""
         if trajectory.status is None:
             return
-        with self.lock, writing_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+        with self.lock, file_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(trajectory.to_plain()) + "\n")
 
 
