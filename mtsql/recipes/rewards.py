@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias, TypeVar
@@ -63,16 +62,9 @@ def chosen_rewards(presets: Mapping[str, Weights], given: str) -> tuple[str, Wei
     preset = items.pop(0) if items and "=" not in items[0] else next(iter(presets))
     if preset not in presets:
         raise UserError(f"--rewards {preset} is unknown; choose from {', '.join(presets)}")
-    known = [field.name for field in fields(presets[preset])]
-    values = {}
-    for item in items:
-        name, _, number = (part.strip() for part in item.partition("="))
-        try:
-            values[name] = float(number)
-        except ValueError:
-            values[name] = math.nan
-        if name not in known or not math.isfinite(values[name]):
-            raise UserError(
-                f"--rewards {given}: {item!r} should be one of {', '.join(known)}, =, and a number"
-            )
-    return preset, replace(presets[preset], **values)
+    try:
+        changed = {name.strip(): float(number) for name, number in (item.split("=") for item in items)}
+        return preset, replace(presets[preset], **changed)
+    except (ValueError, TypeError):
+        known = ", ".join(field.name for field in fields(presets[preset]))
+        raise UserError(f"--rewards {given}: a change should be one of {known}, =, and a number") from None
