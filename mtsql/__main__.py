@@ -9,18 +9,18 @@ from mtsql.config import user_errors
 from mtsql.errors import UserError
 
 COMMANDS = {
-    "explain": ("extras.explain", "one GRPO step shown whole: trajectories, rewards, advantages, tokens"),
-    "ablate": ("extras.ablate", "a grid of trainings and evaluations, with a table of differences"),
-    "plot": ("extras.plot", "the metrics of several runs over one another"),
-    "view": ("extras.viewer", "trajectories with their loss mask in colour, or as a page"),
-    "reproduce": ("", "a suite of experiments of the papers, the quick start among them"),
-    "chat": ("extras.chat", "ask a database questions, in the terminal or in a browser"),
-    "benchmark": ("toy.benchmark", "write the embedded benchmark"),
-    "pretrained": ("pretrained", "make the folder of a small base model"),
-    "plan": ("extras.planner", "what fits on a GPU"),
-    "curriculum": ("extras.curriculum", "count how often each question is solved, for levels of GRPO"),
-    "merge": ("extras.merge", "put an adapter into its base"),
-    "export": ("extras.export", "trajectories as chat messages, for other trainers"),
+    "explain": ("mtsql.extras.explain", "one GRPO step: its trajectories, rewards, advantages, tokens"),
+    "ablate": ("mtsql.extras.ablate", "a grid of trainings and evaluations, with a table of differences"),
+    "plot": ("mtsql.extras.plot", "the metrics of several runs over one another"),
+    "view": ("mtsql.extras.viewer", "trajectories with their loss mask in colour, or as a page"),
+    "reproduce": ("reproduce", "a suite of experiments of the papers, the quick start among them"),
+    "chat": ("mtsql.extras.chat.__main__", "ask a database questions, in the terminal or in a browser"),
+    "benchmark": ("mtsql.toy.benchmark", "write the embedded benchmark"),
+    "pretrained": ("mtsql.pretrained", "make the folder of a small base model"),
+    "plan": ("mtsql.extras.planner", "what fits on a GPU"),
+    "curriculum": ("mtsql.extras.curriculum", "count how often each question is solved, for levels of GRPO"),
+    "merge": ("mtsql.extras.merge", "put an adapter into its base"),
+    "export": ("mtsql.extras.export", "trajectories as chat messages, for other trainers"),
 }
 
 
@@ -34,9 +34,7 @@ def main() -> None:
     if name not in COMMANDS:
         raise UserError(f"mtsql {name} is unknown; choose from {', '.join(COMMANDS)}")
     sys.argv = [f"mtsql {name}", *sys.argv[2:]]
-    spec = find_spec(f"mtsql.{COMMANDS[name][0]}" if COMMANDS[name][0] else name)
-    if spec.submodule_search_locations:
-        spec = find_spec(f"{spec.name}.__main__")
+    spec = find_spec(COMMANDS[name][0])
     sys.modules["__main__"] = module = module_from_spec(spec)
     module.__name__ = "__main__"
     exec(spec.loader.get_code(spec.name), vars(module))

@@ -46,12 +46,10 @@ def base_of_adapter(folder: Path) -> str:
 
     Raises UserError for a path that starts with a dot if there is no such folder, and for an unreadable file.
     """
-    try:
+    with loading(f"{folder / ADAPTER_FILE} is no adapter's configuration with its base"):
         adapter = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
         name = adapter["base_model_name_or_path"] or str(folder)
         beside = os.path.normpath(folder / name)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{folder / ADAPTER_FILE} is no adapter's configuration with its base") from None
     if Path(beside).is_dir():
         return beside
     if name.startswith(".") and not Path(name).is_dir():

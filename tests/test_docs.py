@@ -85,7 +85,7 @@ def command_file(module: str, script: str, rest: str) -> tuple[Path, str]:
     """The file of a command and its options; `mtsql X` is the module that its table says."""
     if module == "mtsql" and rest.strip():
         name, _, rest = rest.strip().partition(" ")
-        module, script = (f"mtsql.{COMMANDS[name][0]}", "") if COMMANDS[name][0] else ("", f"{name}.py")
+        module, script = COMMANDS[name][0].removesuffix(".__main__"), ""
     return (module_file(module) if module else ROOT / script), rest
 
 
