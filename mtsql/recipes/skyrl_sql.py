@@ -81,8 +81,13 @@ class SkyrlSql(Recipe):
     stop_strings: ClassVar[tuple[str, ...]] = ("</sql>", "</solution>")
 
     def table(self, cells: list[list[str]]) -> str:
-        """How a header and its rows are shown."""
-        return frame(cells)
+        """A table between rules (appendix A); `cells` are a header and rows of the same length."""
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
+        header, *rows = (
+            "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells
+        )
+        return "\n".join([rule, header, rule, *rows, *([rule] if rows else [])])
 
     def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> tuple[list[dict], None]:
         """One message of the user; no tool schemas, since tools are called by tags."""
@@ -159,16 +164,6 @@ make_recipe = SkyrlSql
 
 def _cell(value: object) -> str:
     return truncated(str(value).replace("\n", "\\n"), MAX_CELL)
-
-
-def frame(cells: list[list[str]]) -> str:
-    """A table between rules (appendix A); `cells` are a header and rows of the same length."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
-    header, *rows = (
-        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells
-    )
-    return "\n".join([rule, header, rule, *rows, *([rule] if rows else [])])
 
 
 @dataclass(frozen=True)

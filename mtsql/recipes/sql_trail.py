@@ -62,24 +62,19 @@ class SqlTrail(SkyrlSql):
     invalid: ClassVar[str] = "Your previous action is invalid. Think and try again."
 
     def table(self, cells: list[list[str]]) -> str:
-        """How a header and its rows are shown."""
-        return data_frame(cells)
+        """A table as pandas prints it, rows counted from 0."""
+        header, *rows = cells
+        if not rows:
+            return f"Empty DataFrame\nColumns: [{', '.join(header)}]\nIndex: []"
+        lines = [["", *header], *([str(i), *row] for i, row in enumerate(rows))]
+        first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+        return "\n".join(
+            "  ".join([line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))])
+            for line in lines
+        )
 
 
 make_recipe = SqlTrail
-
-
-def data_frame(cells: list[list[str]]) -> str:
-    """A table as pandas prints it, rows counted from 0; `cells` are a header and rows of the same length."""
-    header, *rows = cells
-    if not rows:
-        return f"Empty DataFrame\nColumns: [{', '.join(header)}]\nIndex: []"
-    lines = [["", *header], *([str(i), *row] for i, row in enumerate(rows))]
-    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join(
-        "  ".join([line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))])
-        for line in lines
-    )
 
 
 @dataclass(frozen=True)
