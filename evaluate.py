@@ -38,17 +38,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mtsql.config import (
-    Common,
-    Count,
-    NotNegative,
-    Positive,
-    Served,
-    option,
-    read_options,
-    save_config,
-    user_errors,
-)
+from mtsql.config import Common, Served, option, read_options, save_config, user_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +50,13 @@ class Args(Served, Common):
     split: Literal["train", "dev", "test", "test_themes", "held_out", "rl"] = option(
         "dev", "part of the data (see --held-out)"
     )
-    dialogues: Count = option(0, "first dialogues of the split only; 0 is all of them")
-    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy (SkyRL-SQL, Table 5: 0.6)")
-    top_p: NotNegative = option(
-        1.0, "where sampled: the likeliest tokens that hold so much, up to 1 (Qwen3: 0.95)"
+    dialogues: int = option(0, "first dialogues of the split only; 0 is all of them", least=0)
+    temperature: float = option(0.0, "of the answers; 0 is greedy (SkyRL-SQL, Table 5: 0.6)", least=0)
+    top_p: float = option(1.0, "where sampled: the likeliest tokens that hold so much (Qwen3: 0.95)", least=0)
+    sampled_runs: int = option(
+        0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)", least=0
     )
-    sampled_runs: Count = option(
-        0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)"
-    )
-    concurrency: Positive = option(8, "questions that --address is asked at once")
+    concurrency: int = option(8, "questions that --address is asked at once", least=1)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once

@@ -33,21 +33,9 @@ Departures from the paper:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from mtsql.config import (
-    Above0,
-    AtLeast,
-    Count,
-    NotNegative,
-    Positive,
-    Rewarded,
-    Training,
-    option,
-    read_options,
-    save_config,
-    user_errors,
-)
+from mtsql.config import Rewarded, Training, option, read_options, save_config, user_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +44,15 @@ class Args(Rewarded, Training):
 
     SECTION: ClassVar = "grpo"
     BETA2: ClassVar = 0.99  # of AdamW
-    steps: Positive = option(100, "batches of questions")
-    prompts_per_step: Positive = option(256, "questions in each step (paper: 256)")
-    samples_per_prompt: Annotated[int, AtLeast(2)] = option(5, "G, trajectories of each question (paper: 5)")
-    temperature: Above0 = option(1.0, "of the rollouts, and of the log-probabilities in the loss")
-    learning_rate: NotNegative = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)")
+    steps: int = option(100, "batches of questions", least=1)
+    prompts_per_step: int = option(256, "questions in each step (paper: 256)", least=1)
+    samples_per_prompt: int = option(5, "G, trajectories of each question (paper: 5)", least=2)
+    temperature: float = option(1.0, "of the rollouts, and of the log-probabilities in the loss", least=0.01)
+    learning_rate: float = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)", least=0)
     curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
-    level_size: Count = option(2000, "questions in its levels (paper: 2000); 0: one level in random order")
-    clip_high: NotNegative = option(0.2, "epsilon above 1 after a first update (DAPO: 0.28); below it is 0.2")
-    updates_per_batch: Positive = option(1, "optimizer steps on each batch of trajectories")
+    level_size: int = option(2000, "questions in a level (paper: 2000); 0: one, in random order", least=0)
+    clip_high: float = option(0.2, "epsilon above 1 after a first update (DAPO: 0.28); below: 0.2", least=0)
+    updates_per_batch: int = option(1, "optimizer steps on each batch of trajectories", least=1)
     aggregate: Literal["trajectory", "token", "constant"] = option(
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
     )
@@ -72,12 +60,10 @@ class Args(Rewarded, Training):
         "group",
         "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
     )
-    beta: NotNegative = option(0.0, "weight of the KL penalty (k3)")
-    micro_batch_positions: Positive = option(16384, "positions in one forward pass")
-    evaluate_every: Count = option(
-        0, "steps between greedy evaluations on dev, or what --held-out holds; 0: never"
-    )
-    save_every: Positive = option(20, "steps between checkpoints")
+    beta: float = option(0.0, "weight of the KL penalty (k3)", least=0)
+    micro_batch_positions: int = option(16384, "positions in one forward pass", least=1)
+    evaluate_every: int = option(0, "steps between evaluations on dev, or on --held-out; 0: never", least=0)
+    save_every: int = option(20, "steps between checkpoints", least=1)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once

@@ -36,17 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mtsql.config import (
-    Above0,
-    Count,
-    NotNegative,
-    Positive,
-    Training,
-    option,
-    read_options,
-    save_config,
-    user_errors,
-)
+from mtsql.config import Training, option, read_options, save_config, user_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +44,15 @@ class Args(Training):
     """The options of the warm start; those of every training are in mtsql/config.py."""
 
     SECTION: ClassVar = "sft"
-    rounds: Positive = option(3, "N of Algorithm 1 (paper: 3)")
+    rounds: int = option(3, "N of Algorithm 1 (paper: 3)", least=1)
     targets: str = option("self", "own right trajectories, gold answers, a teacher's: self, gold, FILE.jsonl")
-    samples_per_question: Positive = option(
-        20, "rollouts of each question in each round, if self (paper: 20)"
-    )
-    temperature: Above0 = option(0.7, "of these rollouts (paper: 0.7)")
-    epochs: Above0 = option(2.0, "passes over the kept trajectories in each round; the last may be a part")
-    trajectories_per_step: Positive = option(16, "kept trajectories in each optimizer step (paper: 2 a GPU)")
-    databases_per_step: Count = option(
-        0, "databases they are over, whose schemas they then share in a batch; 0: whatever comes"
-    )
-    learning_rate: NotNegative = option(5e-6, "peak of a cosine schedule (paper: 5e-6)")
-    save_every: Positive = option(200, "optimizer steps between checkpoints; also one after each collection")
+    samples_per_question: int = option(20, "rollouts of a question in a round, if self (paper: 20)", least=1)
+    temperature: float = option(0.7, "of these rollouts (paper: 0.7)", least=0.01)
+    epochs: float = option(2.0, "passes over what was kept in a round; the last perhaps in part", least=0.01)
+    trajectories_per_step: int = option(16, "trajectories in an optimizer step (paper: 2 a GPU)", least=1)
+    databases_per_step: int = option(0, "databases they are over, to share schemas; 0: any", least=0)
+    learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)", least=0)
+    save_every: int = option(200, "optimizer steps between checkpoints; also after a collection", least=1)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once

@@ -2,7 +2,7 @@
 
 A TOML file has a table [common] and one for each command. What [common] sets holds for every command that
 has such an option; what neither the command nor any training knows is an error. An option's type says what is
-allowed: a Literal its values, an Annotated number its least one. The defaults are MTSQL-R1's; another paper's
+allowed, a Literal its values; of a number there is a least one. The defaults are MTSQL-R1's; another paper's
 are its file, configs/<paper>.toml. Of several files the later overrides the earlier.
 """
 
@@ -14,24 +14,15 @@ import json
 import math
 import os
 import platform
+import re
 import select
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mtsql.errors import MissingDatabase, UserError, printable
 from mtsql.files import file_errors, shipped, write_atomically
@@ -40,22 +31,9 @@ from mtsql.recipes import RECIPES
 Config = TypeVar("Config")
 
 
-class AtLeast(NamedTuple):
-    """The least value of a number."""
-
-    least: float
-
-
-Count = Annotated[int, AtLeast(0)]
-Positive = Annotated[int, AtLeast(1)]
-NotNegative = Annotated[float, AtLeast(0)]
-Above0 = Annotated[float, AtLeast(0.01)]
-Paths = tuple[str, ...]
-
-
-def option(default: Any, text: str) -> Any:
-    """A field with its help text; `...` makes it required."""
-    return field(default=MISSING if default is ... else default, metadata={"help": text})
+def option(default: Any, text: str, least: float | None = None) -> Any:
+    """A field with its help text, and the least value of a number; a default of `...` makes it required."""
+    return field(default=MISSING if default is ... else default, metadata={"help": text, "least": least})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,31 +49,31 @@ class Agent:
     thinking: Literal["on", "native", "off"] = option(
         "on", "enable_thinking of the chat template; native: on, and prompts ask for no thoughts in tags"
     )
-    result_characters: Count = option(200, "a result is cut to so many characters (mtsql_r1, or compact)")
+    result_characters: int = option(200, "characters that a result is cut to (mtsql_r1, or compact)", least=0)
     error_hints: bool = option(False, "an error of SQLite names the tables or columns that there are")
-    max_interactions: Count = option(4, "answered tool calls, after which comes the answer (paper: 4)")
-    max_prompt_tokens: Positive = option(4000, "longest prompt (paper: 4000)")
-    max_response_tokens: Positive = option(8000, "longest response, observations counted (paper: 8000)")
-    max_turn_tokens: Positive = option(4000, "longest model message (paper: none)")
+    max_interactions: int = option(4, "answered tool calls, after which comes the answer (paper: 4)", least=0)
+    max_prompt_tokens: int = option(4000, "longest prompt (paper: 4000)", least=1)
+    max_response_tokens: int = option(8000, "longest response, observations counted (paper: 8000)", least=1)
+    max_turn_tokens: int = option(4000, "longest model message (paper: none)", least=1)
     dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "to compute in; training steps float32 copies; float16 without training"
+        "float32", "to compute in; float16: no training"
     )
     quantise: Literal["none", "nf4"] = option("none", "base weights in 4 bits (QLoRA)")
-    sql_timeout: Above0 = option(5.0, "seconds before a query is stopped")
-    seed: Count = option(0, "seed of every random choice")
+    sql_timeout: float = option(5.0, "seconds before a query is stopped", least=0.01)
+    seed: int = option(0, "seed of every random choice", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Which questions over which databases, and where the run goes."""
 
-    data: Paths = option(..., "folders in the format of SParC, CoSQL, ..., or .json files of dialogues")
+    data: tuple[str, ...] = option(..., "folders as of SParC, CoSQL, ..., or .json files of dialogues")
     out: str = option(..., "run folder to write")
     tables: str = option("", "tables.json of all --data, if not beside them")
     databases: str = option("", "folder of <db_id>/<db_id>.sqlite for all of them, likewise")
     allow_missing: bool = option(False, "skip dialogues whose database is missing")
-    held_out: Count = option(0, "databases of train that make the split held_out and are not trained on")
-    for_rl: Count = option(0, "further databases of train that GRPO alone trains on")
+    held_out: int = option(0, "databases of train that make the split held_out, not trained on", least=0)
+    for_rl: int = option(0, "further databases of train that GRPO alone trains on", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +83,14 @@ class Common(Agent, Data):
     ex: Literal["official", "keep_distinct", "bird"] = option(
         "official", "what EX is in rewards, counts, votes and reports: Spider's, it with DISTINCT, BIRD's"
     )
-    rows: Positive = option(256, "trajectories that are sampled at once")
+    rows: int = option(256, "trajectories that are sampled at once", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Common):
     """The questions of training."""
 
-    questions: Count = option(0, "training questions in play, drawn at random; 0 is all of them")
+    questions: int = option(0, "training questions in play, drawn at random; 0 is all of them", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +109,9 @@ class Training(Sampled):
     """What warm start and GRPO have in common."""
 
     BETA2: ClassVar = 0.999  # of AdamW
-    micro_batch_positions: Positive = option(8192, "positions in one forward pass")
-    lora_rank: Count = option(0, "rank of LoRA on all linear layers; 0 trains all parameters")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "to compute in; steps are of float32 copies")
+    micro_batch_positions: int = option(8192, "positions in one forward pass", least=1)
+    lora_rank: int = option(0, "rank of LoRA on all linear layers; 0 trains all parameters", least=0)
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     resume: bool = option(False, "go on from the newest checkpoint in --out; from the start if none is there")
 
@@ -161,28 +140,27 @@ def read_options(cls: type[Config], description: str | None, argv: list[str] | N
     Exits with code 2 and one sentence on an unknown, missing or ill-typed option.
     """
     early = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
-    early.add_argument("--config", nargs="+", action="extend", default=[])
+    about = "TOML files; later ones override, options too"
+    early.add_argument("--config", nargs="+", action="extend", default=[], help=about)
     values: dict[str, Any] = {}
     try:
         for path in early.parse_known_args(argv)[0].config:
             values |= from_toml(shipped(path), cls)
     except UserError as error:
         early.error(str(error))
-    parser = _parser(cls, description, values)
-    parser.add_argument(
-        "--config", nargs="+", action="extend", help="TOML files; later ones override, options too"
-    )
-    values |= _parsed(parser, argv)
-    values.pop("config", None)
+    parser = _parser(cls, description, values, parents=[early])
+    values |= vars(parser.parse_args(argv))
+    del values["config"]
     missing = [_flag(f.name) for f in fields(cls) if f.default is MISSING and not values.get(f.name)]
     if missing:
         parser.error(f"give {', '.join(missing)} (or name them in the --config file)")
-    config = cls(**values)
-    recipe, tools = getattr(config, "recipe", RECIPES[0]), getattr(config, "tools", "none")
-    if tools in ("both", "no_execution") and recipe != RECIPES[0]:
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    config = cls(**values | lists)
+    other_paper = isinstance(config, Agent) and config.recipe != RECIPES[0]
+    if other_paper and config.tools in ("both", "no_execution"):
         parser.error(
-            f"--tools {tools} needs a memory, which only --recipe {RECIPES[0]} has; "
-            f"the settings of {recipe} are in configs/{recipe}.toml"
+            f"--tools {config.tools} needs a memory, which only --recipe {RECIPES[0]} has; "
+            f"the settings of {config.recipe} are in configs/{config.recipe}.toml"
         )
     return config
 
@@ -193,47 +171,43 @@ def command_line(description: str | None, **how: Any) -> argparse.ArgumentParser
     return argparse.ArgumentParser(description=description, formatter_class=form, allow_abbrev=False, **how)
 
 
-def _parser(cls: type, description: str | None, values: dict[str, Any]) -> argparse.ArgumentParser:
+def _parser(
+    cls: type, description: str | None, values: dict[str, Any], **how: Any
+) -> argparse.ArgumentParser:
     """A parser with an option for each field; its help shows `values`, or else the defaults."""
     absent = argparse.SUPPRESS  # what is not given is not there
-    parser = command_line(description, usage=USAGE, argument_default=absent)
-    hints = get_type_hints(cls, include_extras=True)
+    parser = command_line(description, usage=USAGE, argument_default=absent, **how)
+    hints = get_type_hints(cls)
     for item in fields(cls):
         kind, default = hints[item.name], values.get(item.name, item.default)
         choices = get_args(kind) if get_origin(kind) is Literal else None
         text = item.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
         if default is not MISSING:
-            text += f" [{' '.join(default) if kind == Paths else default}]"
-        how: dict[str, Any] = {"metavar": "X", "type": reader_of(kind)}
+            text += f" [{' '.join(default) if get_origin(kind) is tuple else default}]"
+        how: dict[str, Any] = {"metavar": "X", "type": reader_of(kind, item.metadata["least"])}
         if choices:
             how = {"metavar": "X", "choices": choices}
         elif kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
-        elif kind == Paths:
+        elif get_origin(kind) is tuple:
             how = {"metavar": "X", "nargs": "+", "action": "extend"}
         parser.add_argument(_flag(item.name), help=text.replace("%", "%%"), **how)
     return parser
 
 
-def _parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> dict[str, Any]:
-    given = vars(parser.parse_args(words))
-    return {name: tuple(value) if type(value) is list else value for name, value in given.items()}
-
-
-def reader_of(kind: Any) -> Callable[[str], Any]:
-    """What turns the text of an option into a value of its type, or refuses it."""
-    if get_origin(kind) is not Annotated:
+def reader_of(kind: Any, least: float | None) -> Callable[[str], Any]:
+    """What turns the text of an option into a value of its type, or refuses it: a number below `least`."""
+    if least is None:
         return kind
-    plain, least = get_args(kind)[0], kind.__metadata__[0].least
 
     def number(text: str) -> float:
-        value = plain(text)
+        value = kind(text)
         if not least <= value < math.inf:  # nor NaN
-            finite = " and finite" if plain is float else ""
+            finite = " and finite" if kind is float else ""
             raise argparse.ArgumentTypeError(f"should be at least {least}{finite}, not {value}")
         return value
 
-    number.__name__ = plain.__name__  # for "invalid int value"
+    number.__name__ = kind.__name__  # for "invalid int value"
     return number
 
 
@@ -257,19 +231,15 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
     if unknown:
         raise UserError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
     own, of_training = ({item.name for item in fields(it)} for it in (cls, Training))
-    kinds = get_type_hints(cls)
-    values: dict[str, Any] = {}
+    parser, values = _parser(cls, None, {}), {}
     for table, known in (("common", own | of_training), (cls.SECTION, own)):
-        parser = _parser(cls, None, {})
-        parser.usage, parser.prog = argparse.SUPPRESS, f"{path}: [{table}]"
+        words: list[str] = []
         for name, value in tables.get(table, {}).items():
             if name not in known:
                 raise UserError(f"{path}: [{table}] has an unknown field {name!r}")
-            kind, is_list = kinds.get(name), isinstance(value, list)
-            if name in own and (isinstance(value, bool) != (kind is bool) or (is_list and kind != Paths)):
-                raise UserError(f"{path}: [{table}] {name} cannot be {json.dumps(value)}")
-            if name in own:
-                values |= _parsed(parser, _words(name, value))
+            words += _words(name, value) if name in own else []
+        parser.usage, parser.prog = argparse.SUPPRESS, f"{path}: [{table}]"
+        values |= vars(parser.parse_args(words))
     return values
 
 
@@ -298,11 +268,9 @@ def hardware() -> str:
     """The processor, the number of cores and the GPU, if any."""
     import torch
 
-    name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(":")[2].strip() if lines else name
+    named = re.findall("model name.*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    name = named[0] if named else platform.processor() or platform.machine()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{os.cpu_count()} cores of {name}{gpu}"
 

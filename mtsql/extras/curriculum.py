@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mtsql.config import Above0, Positive, Sampled, option, read_options, save_config, user_errors
+from mtsql.config import Sampled, option, read_options, save_config, user_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class Args(Sampled):
     """Success counts (mtsql.extras.curriculum)."""
 
     SECTION: ClassVar = "curriculum"
-    samples_per_question: Positive = option(20, "trajectories of each question (paper: 20)")
-    temperature: Above0 = option(1.0, "of these trajectories")
+    samples_per_question: int = option(20, "trajectories of each question (paper: 20)", least=1)
+    temperature: float = option(1.0, "of these trajectories", least=0.01)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mtsql.config import Count, option, read_options, save_config, user_errors
+from mtsql.config import option, read_options, save_config, user_errors
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount, read_counts
@@ -36,9 +36,9 @@ class Args:
     SECTION: ClassVar = "selection"
     counts: str = option(..., "counts.jsonl of python -m mtsql curriculum (paper: 6 samples)")
     out: str = option(..., "folder to write, another than that of the counts")
-    balanced: Count = option(700, "hard yet solvable questions (paper: 700)")
-    exploration: Count = option(327, "questions that no sample solved (paper: 327)")
-    seed: Count = option(0, "that breaks ties")
+    balanced: int = option(700, "hard yet solvable questions (paper: 700)", least=0)
+    exploration: int = option(327, "questions that no sample solved (paper: 327)", least=0)
+    seed: int = option(0, "that breaks ties", least=0)
 
 
 def score(count: SuccessCount) -> float:

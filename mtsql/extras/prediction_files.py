@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice, product, takewhile, zip_longest
 from pathlib import Path
 
-from mtsql.config import Above0, reader_of
+from mtsql.config import reader_of
 from mtsql.data.schema import Schema, read_json
 from mtsql.errors import UserError, loading
 from mtsql.files import file_errors, load_json, load_json_lines, write_atomically
@@ -366,7 +366,7 @@ def main() -> None:
     add("--etype", choices=MEASURED, default="all", help="what to evaluate [all]")
     add("--plug-value", action="store_true", help="also try the gold query's values")
     add("--keep-distinct", action="store_true", help="EX with DISTINCT")
-    add("--sql-timeout", type=reader_of(Above0), default=30.0, help="seconds of a query [30]")
+    add("--sql-timeout", type=reader_of(float, 0.01), default=30.0, help="seconds of a query [30]")
     add("--json", type=Path, help="file to write the summary and every verdict to")
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="compare two such files instead")
     chosen = parser.parse_args()

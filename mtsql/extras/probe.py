@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mtsql.config import Common, Count, option, read_options, save_config, user_errors
+from mtsql.config import Common, option, read_options, save_config, user_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Args(Common):
     SECTION: ClassVar = "probe"
     split: Literal["train", "dev", "held_out", "rl"] = option("held_out", "part of the data")
     failures: str = option("", "predictions.jsonl of an evaluation over these questions")
-    questions: Count = option(40, "questions with a mistake of each kind")
+    questions: int = option(40, "questions with a mistake of each kind", least=0)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once

@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mtsql.config import Agent, Count, NotNegative, Served, option, read_options, user_errors
+from mtsql.config import Agent, Served, option, read_options, user_errors
 from mtsql.files import shipped, write_atomically
 
 
@@ -31,8 +31,8 @@ class Args(Served, Agent):
     SECTION: ClassVar = "chat"
     database: str = option(..., "SQLite file; it is only read")
     model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
-    port: Count = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal")
-    temperature: NotNegative = option(0.0, "of the answers; 0 is greedy")
+    port: int = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal", least=0)
+    temperature: float = option(0.0, "of the answers; 0 is greedy", least=0)
     yes: bool = option(False, "fetch the base of the agent in models/ without asking")
 
 
