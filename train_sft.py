@@ -80,14 +80,7 @@ from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
 from mtsql.learn.model import cosine_rate, optimizer_step, stepped_parameters
 from mtsql.learn.parallel import leave_processes
-from mtsql.learn.warm_start import (
-    Collected,
-    Embedder,
-    Progress,
-    embed_with_policy,
-    rejection,
-    select_trajectories,
-)
+from mtsql.learn.warm_start import Collected, Progress, embed_with_policy, rejection, select_trajectories
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog, format_coverage
 from mtsql.report.records import chat_record, question_record
@@ -189,7 +182,7 @@ def collect(
         from mtsql.extras.teacher import read_teacher, taught_answers
 
         return taught_answers(task, reward, read_teacher(Path(config.targets)), pool)
-    embed: Embedder = partial(embed_with_policy, task.policy)
+    embed = partial(embed_with_policy, task.policy)
     found, round_index = [], progress.round
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
@@ -279,17 +272,16 @@ def save(task: Task, optimizer: torch.optim.Optimizer, progress: Progress) -> No
     """Write a checkpoint."""
     if task.processes.is_main:
         at, state = progress.step, progress.to_plain()
+    else:
+        print(format_coverage(len(pool), progress.coverage))
+        rejected = progress.coverage[-1]["rejected"]
+        print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
         save_checkpoint(task.out, task.policy, task.tokens.tokenizer, optimizer, at, state)
 
 
 def write_collected(config: Args, task: Task, progress: Progress, pool: Sequence[Example]) -> None:
     """Print and save Table 7, and save T as chat messages."""
     example_of = {example.id: example for example in pool}
-    if config.targets == "self":
-        print(format_coverage(len(pool), progress.coverage))
-    if config.targets != "gold":
-        rejected = progress.coverage[-1]["rejected"]
-        print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     if config.targets == "gold":
         from mtsql.extras.demonstrations import format_repairs
 

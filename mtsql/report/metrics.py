@@ -213,21 +213,19 @@ class MetricsLog:
             with loading(f"{path} is damaged; put it right, or remove it to go on without its rows"):
                 # A number that was cut off looks like another.
                 ended = path.read_text("utf-8").rpartition("\n")[0]
-                reader = csv.DictReader(io.StringIO(ended, newline=""))
-                kept = [row for row in reader if int(row["step"]) < resume_step]
-                self.columns = list(reader.fieldnames) if kept else None
-        write_atomically(path, self._lines(kept, header=True) if kept else "")
+                rows = csv.DictReader(io.StringIO(ended, newline=""))
+                kept = [row for row in rows if int(row["step"]) < resume_step]
+        write_atomically(path, self._lines(kept))
 
     def append(self, row: dict) -> None:
         """Write one row; a column it lacks stays empty. Raises ValueError for a new column."""
-        first = self.columns is None
-        if first:
-            self.columns = list(row)
         with file_errors(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
-            file.write(self._lines([row], header=first))
+            file.write(self._lines([row]))
 
-    def _lines(self, rows: list[dict], header: bool) -> str:
-        text = io.StringIO()
+    def _lines(self, rows: list[dict]) -> str:
+        """The text of rows, below the header if they are the first."""
+        text, first = io.StringIO(), self.columns is None and rows
+        self.columns = list(rows[0]) if first else self.columns
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         if header:
             writer.writeheader()

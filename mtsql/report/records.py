@@ -104,12 +104,9 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
     observations = iter(trajectory.observations)
     for before, segment in pairwise(trajectory.segments):
         if segment.role == "model":
-            tokens = environment.tokens
-            message = {
-                "role": "assistant",
-                "content": tokens.with_opening(tokens.decode(segment.ids), before.ids),
-            }
-            messages.append(message | ({} if any(segment.loss_mask) else {"weight": 0}))
+            text = environment.tokens.with_opening(environment.tokens.decode(segment.ids), before.ids)
+            unlearned = {} if any(segment.loss_mask) else {"weight": 0}
+            messages.append({"role": "assistant", "content": text} | unlearned)
         else:
             messages.append({"role": environment.recipe.observation_role, "content": next(observations).text})
     given = {} if tools is None else {"tools": tools}
