@@ -75,21 +75,14 @@ from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.extras.errors import add_errors
-from mtsql.files import write_atomically
+from mtsql.extras.served import begin_answers
+from mtsql.files import json_lines, write_atomically
 from mtsql.learn.parallel import leave_processes
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.records import AnswerLog, chat_record, question_record
 from mtsql.report.voting import add_votes, format_votes
-from mtsql.task import (
-    Task,
-    answer_options,
-    answer_split,
-    begin_task,
-    make_sampling,
-    refuse_other_run,
-    reward_function,
-)
+from mtsql.task import Task, answer_options, make_sampling, refuse_finished, reward_function
 
 
 def main(config: Args) -> None:
@@ -97,32 +90,27 @@ def main(config: Args) -> None:
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p should be above 0 and at most 1, not {config.top_p:g}")
     sampled_at = config.temperature or 1.0
-    if config.address or config.api_model or not config.model:
-        from mtsql.extras.served import begin_answers
-
-        task = begin_answers(config, config.split)
-    else:
-        task = begin_task(config, config.split)
-    refuse_other_run(config, task.out)
+    task = begin_answers(config, config.split)  # of --model or --address
+    refuse_finished(task.out)
     dialogues = task.dataset.dialogues[: config.dialogues or None]
-    options = answer_options(config, task)
+    options = answer_options(config, task.dataset)
 
     def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
         log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)
         title, seed = f"evaluate at temperature {temperature:g}", trajectory_seed(config.seed, number)
-        sampling = make_sampling(config, task.environment, temperature, config.top_p)
-        return answer_split(task, dialogues, sampling, seed, config.history, title, log)
+        sampling = make_sampling(task.environment, temperature, config.top_p)
+        return task.answer(dialogues, sampling, seed, config.history, title, log)
 
     answered = answer(config.temperature, 0)
     samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
     leave_processes(task.processes)
     if not task.processes.is_main:
         return
-    verifies = task.environment.recipe.verifies
-    decode = task.tokens.tokenizer.decode
+    verifies, decode = task.environment.recipe.verifies, task.tokens.tokenizer.decode
     reward = reward_function(config, task.tokens, task.scorer)
-    records = score_records(answered, task.scorer, verifies, reward, decode)
-    sampled = [score_records(pairs, task.scorer, verifies) for pairs in samples]
+    records, *sampled = (
+        score_records(pairs, task.scorer, verifies, reward, decode) for pairs in (answered, *samples)
+    )
     summary = summarise(records)
     summary |= add_errors(records, task.scorer)
     if sampled:
@@ -149,28 +137,22 @@ def main(config: Args) -> None:
 
 
 def write_evaluation(
-    config: Args,
-    task: Task,
-    summary: dict,
-    records: list[dict],
-    answered: list[tuple[Example, Trajectory]],
+    config: Args, task: Task, summary: dict, records: list[dict], answered: list[tuple[Example, Trajectory]]
 ) -> None:
     """Write the run folder; the answers that were kept for an interruption are no longer needed."""
-    save_config(config, task.out)
-    write_atomically(task.out / "predictions.jsonl", "".join(json.dumps(r) + "\n" for r in records))
-    decode, lines, chats = task.tokens.tokenizer.decode, [], []
+    write_atomically(task.out / "predictions.jsonl", json_lines(records))
+    decode, shown, chats = task.tokens.tokenizer.decode, [], []
     for (example, trajectory), record in zip(answered, records, strict=True):
         scores = {"ex": record["ex"], "em": record["em"]}
-        lines.append(
-            json.dumps(question_record(trajectory, example, task.scorer, decode, None, scores)) + "\n"
-        )
+        shown.append(question_record(trajectory, example, task.scorer, decode, None, scores))
         has_sql = trajectory.status is Status.ANSWERED
         if has_sql and (chat := chat_record(trajectory, example, task.environment)):
             for message in chat["messages"]:
                 message.pop("weight", None)  # a server's ids are not ours, but its words can be learned
-            chats.append(json.dumps(chat, ensure_ascii=False) + "\n")
-    write_atomically(task.out / "trajectories.jsonl", "".join(lines))
-    write_atomically(task.out / "chat.jsonl", "".join(chats))
+            chats.append(chat)
+    write_atomically(task.out / "trajectories.jsonl", json_lines(shown))
+    write_atomically(task.out / "chat.jsonl", json_lines(chats))
+    save_config(config, task.out)
     write_atomically(task.out / "summary.json", json.dumps(summary, indent=1))
     for log in task.out.glob(".answers_*.jsonl"):
         log.unlink()

@@ -58,7 +58,7 @@ class Args(Rewarded, Training):
     )
     divide_by: Literal["group", "batch", "none"] = option(
         "group",
-        "advantages over the deviation of their group, of the batch (REINFORCE++), or none (Dr. GRPO)",
+        "advantages over the deviation of group, batch (REINFORCE++), or none (Dr. GRPO)",
     )
     beta: float = option(0.0, "weight of the KL penalty (k3)", least=0)
     micro_batch_positions: int = option(16384, "positions in one forward pass", least=1)
@@ -79,7 +79,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtsql.agent.rollout import trajectory_seed
 from mtsql.data.datasets import Example
 from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
@@ -93,27 +92,16 @@ from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logp
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.records import drop_later_records
-from mtsql.task import (
-    Task,
-    begin_training,
-    dev_scores,
-    dev_task,
-    fitting_questions,
-    make_sampling,
-    raise_not_finite,
-    reward_function,
-    save_result,
-    training_questions,
-)
+from mtsql.task import Task, begin_task, dev_scores, dev_task, reward_function, training_questions
 
 
 def main(config: Args) -> int:
     """The GRPO loop; returns the exit code."""
-    task = begin_training(config, "rl" if config.for_rl else "train")
+    task = begin_task(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)  # mtsql_r1_rewards.py: reward
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
-    optimizer, first, state = resume(config, out, policy, processes)  # AdamW, new or of a checkpoint
+    optimizer, first, _ = resume(config, out, policy, processes)  # AdamW, new or of a checkpoint
     levels = curriculum(config, task)
     dev = dev_task(config, task) if config.evaluate_every else None
     if processes.is_main:
@@ -122,8 +110,7 @@ def main(config: Args) -> int:
             print(f"curriculum: levels of {', '.join(str(len(level)) for level in levels)} questions")
         log, dev_log = (MetricsLog(out / f"{name}.csv", first) for name in ("metrics", "dev"))
         drop_later_records(out / "trajectories.jsonl", first)
-    stop, started = False, time.perf_counter() - 60 * (state or {}).get("minutes", 0)
-    asked = set((state or {}).get("asked", ()))  # ids of the questions that were sampled
+    stop, started = False, time.perf_counter()
     bar = tqdm(range(first, config.steps), desc="GRPO", unit="step", disable=not processes.is_main)
     with finish_step_on_interrupt() as interrupted:
         for step in bar:
@@ -136,7 +123,6 @@ def main(config: Args) -> int:
             # 3. A clipped policy-gradient step on the tokens that the policy wrote.
             statistics = clipped_step(config, task, reference, optimizer, groups, informative, step)
             # 4. Log, evaluate, save.
-            asked |= {group[0].example.id for group in groups}
             if processes.is_main:
                 row = {
                     "step": step,
@@ -159,15 +145,15 @@ def main(config: Args) -> int:
             stop = any(processes.all_gather(interrupted.is_set()))
             due = stop or step + 1 == config.steps or (step + 1) % config.save_every == 0
             if due and processes.is_main:
-                learned = {"asked": sorted(asked), "minutes": row["minutes"]}
-                save_checkpoint(out, policy, task.tokens.tokenizer, optimizer, step + 1, learned)
+                save_checkpoint(out, policy, task.tokens.tokenizer, optimizer, step + 1, {})
             if stop:
                 break
     if not stop:
-        save_result(task, out / "policy")
+        task.save(out / "policy")
     if processes.is_main and stop:
         print(f"saved a checkpoint after step {step + 1} in {out}; go on with --resume")
     elif processes.is_main:
+        asked = {q.id for step in range(config.steps) for q in questions_of_step(config, levels, step)}
         write_atomically(out / "asked.json", json.dumps(sorted(asked)))
         print(f"policy after {max(first, config.steps)} steps: {out / 'policy'}")
         print(f"its curves: python -m mtsql plot {out}")
@@ -178,26 +164,29 @@ def main(config: Args) -> int:
 def curriculum(config: Args, task: Task) -> list[list[Example]]:
     """The training questions in levels from easy to hard (section 3.3.1), one level without --curriculum."""
     counts = read_counts(Path(config.curriculum)) if config.curriculum else []
-    questions = fitting_questions(config, task, training_questions(config, task, counts))
+    questions = training_questions(config, task, counts)
     return curriculum_levels(questions, counts, config.level_size) if counts else [questions]
+
+
+def questions_of_step(config: Args, levels: Sequence[Sequence[Example]], step: int) -> list[Example]:
+    """The questions of a step, of one level; drawn by the seed, so that they are known before."""
+    level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
+    count = len(levels[level])
+    order = question_order(config.seed, count, config.prompts_per_step, level, step_in_level)
+    return [levels[level][index] for index in order]
 
 
 def sample_groups(
     config: Args, task: Task, reward: RewardFunction, levels: Sequence[Sequence[Example]], step: int
 ) -> list[list[Sample]]:
     """G rewarded samples of each of a step's questions; their seeds depend on its place in the step."""
-    level, step_in_level = level_of_step(step, config.steps, list(map(len, levels)))
-    questions, size = levels[level], config.samples_per_prompt
-    asked = question_order(config.seed, len(questions), config.prompts_per_step, level, step_in_level)
-    sampling = make_sampling(config, task.environment, config.temperature)
-    episodes, examples = [], []
-    for place, index in task.processes.share(list(enumerate(asked))):
-        seeds = [trajectory_seed(config.seed, step, place, sample) for sample in range(size)]
-        episodes += task.environment.episodes(questions[index], seeds)
-        examples += [questions[index]] * size
-    trajectories = task.play(episodes, sampling)  # mtsql/agent/rollout.py, with the weights of this moment
-    samples = [Sample(t, e, reward(t, e)) for t, e in zip(trajectories, examples, strict=True)]
-    return task.processes.gather([samples[i : i + size] for i in range(0, len(samples), size)])
+    numbered = task.processes.share(list(enumerate(questions_of_step(config, levels, step))))
+    seed, count = (config.seed, step), config.samples_per_prompt
+    groups = [
+        [Sample(trajectory, example, reward(trajectory, example)) for trajectory in trajectories]
+        for example, trajectories in task.sample(numbered, count, config.temperature, seed)
+    ]
+    return task.processes.gather(groups)
 
 
 def rewards_of(groups: Sequence[Sequence[Sample]]) -> Tensor:
@@ -262,7 +251,7 @@ def clipped_step(
                 logprobs, batch, denominator, config, old, reference_logprobs, tis_cap
             )
             if not torch.isfinite(loss):
-                raise_not_finite(task, step, part)
+                task.raise_not_finite(step, part)
             loss.backward()
             sums.update({name: value / config.updates_per_batch for name, value in statistics.items()})
             if update == 0:

@@ -73,7 +73,7 @@ from tqdm import tqdm
 
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
-from mtsql.files import write_atomically
+from mtsql.files import json_lines, write_atomically
 from mtsql.learn.batches import alike, micro_batches, training_order
 from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
 from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
@@ -84,29 +84,18 @@ from mtsql.learn.warm_start import Collected, Progress, embed_with_policy, rejec
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog, format_coverage
 from mtsql.report.records import chat_record, question_record
-from mtsql.task import (
-    Task,
-    begin_training,
-    fitting_questions,
-    raise_not_finite,
-    reward_function,
-    sample_questions,
-    save_result,
-    training_questions,
-)
+from mtsql.task import Task, begin_task, reward_function, training_questions
 
 
 def main(config: Args) -> int:
     """Algorithm 1; returns the exit code."""
     check(config)
-    task = begin_training(config, "train")
+    task = begin_task(config, "train")
     processes, out = task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer)
     optimizer, first, state = resume(config, out, task.policy, processes)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
-    if config.targets in ("self", "gold"):  # each of a teacher's lines is accounted for
-        pool = fitting_questions(config, task, pool)
     progress = Progress.from_plain(state, pool, first) if state else Progress(pool)
     if progress.round >= config.rounds:
         raise UserError(f"{out} is in round {progress.round + 1}; give --rounds at least so many")
@@ -142,16 +131,16 @@ def main(config: Args) -> int:
             progress.drop_solved()
             if not progress.remaining or progress.round + 1 == config.rounds:
                 break
-            save_result(task, out / "policies" / f"round_{progress.round + 1}")
+            task.save(out / "policies" / f"round_{progress.round + 1}")
             optimizer.state.clear()  # a round begins with fresh moments
     if not stop:
-        save_result(task, out / "policy")
+        task.save(out / "policy")
     if processes.is_main and stop:
         print(f"saved a checkpoint after step {progress.step} in {out}; go on with --resume")
     elif processes.is_main:
         decode, asked = task.tokens.tokenizer.decode, {example.id: example for example in pool}
         shown = (question_record(t, asked[t.example_id], task.scorer, decode) for t in progress.kept)
-        write_atomically(out / "trajectories.jsonl", "".join(json.dumps(r) + "\n" for r in shown))
+        write_atomically(out / "trajectories.jsonl", json_lines(shown))
         print(f"policy after {progress.round + 1} round(s): {out / 'policy'}")
     leave_processes(processes)
     return INTERRUPTED if stop else 0
@@ -186,7 +175,8 @@ def collect(
     found, round_index = [], progress.round
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
     title, seed = f"round {round_index + 1}: collect", (config.seed, round_index)
-    for example, sampled in sample_questions(config, task, numbered, seed, title):
+    count = config.samples_per_question
+    for example, sampled in task.sample(numbered, count, config.temperature, seed, title):
         reasons = [rejection(t, reward(t, example), task.environment.recipe) for t in sampled]
         valid = [t for t, reason in zip(sampled, reasons, strict=True) if reason is None]
         right = sum(reason in (None, "off_protocol") for reason in reasons)
@@ -235,7 +225,7 @@ def fine_tune(
             logprobs, entropy = token_logprobs(task.policy, inputs)  # (tokens,) both
             loss = sft_loss(logprobs, denominator)
             if not torch.isfinite(loss):
-                raise_not_finite(task, progress.step, part)
+                task.raise_not_finite(progress.step, part)
             loss.backward()
             sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
         task.processes.sum_gradients(parameters)
@@ -272,10 +262,6 @@ def save(task: Task, optimizer: torch.optim.Optimizer, progress: Progress) -> No
     """Write a checkpoint."""
     if task.processes.is_main:
         at, state = progress.step, progress.to_plain()
-    else:
-        print(format_coverage(len(pool), progress.coverage))
-        rejected = progress.coverage[-1]["rejected"]
-        print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
         save_checkpoint(task.out, task.policy, task.tokens.tokenizer, optimizer, at, state)
 
 
@@ -286,10 +272,13 @@ def write_collected(config: Args, task: Task, progress: Progress, pool: Sequence
         from mtsql.extras.demonstrations import format_repairs
 
         print(f"gold SQL: {format_repairs(progress.kept)}")
+    else:
+        print(format_coverage(len(pool), progress.coverage))
+        rejected = progress.coverage[-1]["rejected"]
+        print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     write_atomically(task.out / "coverage.json", json.dumps(progress.coverage, indent=1))
     records = (chat_record(t, example_of[t.example_id], task.environment) for t in progress.kept)
-    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records if record is not None)
-    write_atomically(task.out / "chat.jsonl", "".join(lines))
+    write_atomically(task.out / "chat.jsonl", json_lines(filter(None, records)))
 
 
 if __name__ == "__main__":

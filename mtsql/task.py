@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -27,13 +24,14 @@ from mtsql.data.datasets import (
     Dialogue,
     Example,
     beside,
+    example_after,
     examples,
     join_datasets,
     load_dataset,
     split_names,
 )  # fmt: skip
-from mtsql.errors import UserError, loading
-from mtsql.files import file_errors, hold_folder, load_json, write_atomically
+from mtsql.errors import UserError
+from mtsql.files import hold_folder, json_lines, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
@@ -41,19 +39,16 @@ from mtsql.model_folder import Policy, load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
-from mtsql.report.evaluation import answer_dialogues, score_records
+from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import HARDNESS, summarise
 from mtsql.report.records import AnswerLog
 from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer, print_left_out, scorable
 
 DEV_DIALOGUES = 100  # asked in an evaluation during training
-CHUNK = 16  # So many times --rows trajectories are sampled at a time, then handed to the caller.
+CHUNK = 4096  # so many trajectories are sampled at a time, then handed to the caller
 # What answers do not depend on, so that an evaluation may go on with another value.
 FREE_TO_CHANGE = ("out", "rows", "concurrency")
-
-# Plays episodes to their ends: (episodes, sampling, title of the progress bar or "") to their trajectories.
-Play: TypeAlias = Callable[..., list[Trajectory]]
 
 
 @dataclass(frozen=True)
@@ -68,30 +63,95 @@ class Task:
     environment: Environment
     scorer: Scorer  # over the environment's databases, sharing its executor and cache
     policy: Policy | None  # None for one behind an address
-    play: Play
-    about: dict[str, Any] = field(default_factory=dict)  # what else the answers depend on
+    # From (episodes, sampling, title of the progress bar or "") to their trajectories, played to their ends.
+    play: Callable[..., list[Trajectory]]
     costs: Any = None  # what a policy behind an address took
 
+    def sample(
+        self,
+        numbered: Sequence[tuple[int, Example]],
+        count: int,
+        temperature: float,
+        seed: tuple[int, ...],
+        title: str = "",
+    ) -> Iterator[tuple[Example, list[Trajectory]]]:
+        """Each question with `count` trajectories, whose seeds come from `seed`, its number and theirs.
 
-def begin_task(config: Common, split: str, **how: Any) -> Task:
-    """The questions of a split and the policy of --model, loaded as `how` says."""
+        Questions come a chunk at a time, so that only what the caller keeps stays in memory.
+        """
+        sampling, size = make_sampling(self.environment, temperature), max(1, CHUNK // count)
+        for start in range(0, len(numbered), size):
+            chunk, episodes = numbered[start : start + size], []
+            for number, example in chunk:
+                seeds = [trajectory_seed(*seed, number, i) for i in range(count)]
+                episodes += self.environment.episodes(example, seeds)
+            of_chunk = f"{title}, questions {start + 1} to {start + len(chunk)} of {len(numbered)}"
+            played = self.play(episodes, sampling, title and of_chunk)
+            for place, (_, example) in enumerate(chunk):
+                yield example, played[place * count : (place + 1) * count]
+
+    def answer(
+        self,
+        dialogues: Sequence[Dialogue],
+        sampling: Sampling,
+        seed: int,
+        history: str = "gold",
+        title: str = "",
+        log: AnswerLog | None = None,
+    ) -> list[tuple[Example, Trajectory]]:
+        """One trajectory for each question of some dialogues, ordered by dialogue and turn.
+
+        With gold or question-only history all questions are independent; with predicted history all first
+        turns are answered together, then all second turns with the first answers in memory. Each process
+        plays its share; all get the whole. What `log` holds is not played again.
+        """
+        share = self.processes.share(dialogues)
+        answers: dict[str, list[str | None]] = {d.id: [] for d in share}
+        batches: Iterable[list[Example]] = [examples(share, history)]
+        if history == "predicted":  # each is made after the answers to the one before
+            turns = range(max((len(d.turns) for d in share), default=0))
+            batches = ([example_after(d, answers[d.id]) for d in share if i < len(d.turns)] for i in turns)
+        known = log.answers if log else {}
+        answered = []
+        for batch in batches:
+            episodes = []
+            for example in batch:
+                number = trajectory_seed(seed, *map(int, example.id.split("/")))
+                episodes += self.environment.episodes(example, [number])
+            waiting = [e for e in episodes if e.example.id not in known and e.trajectory.status is None]
+            for episode in waiting:
+                episode.told = log.add if log else None
+            self.play(waiting, sampling, title)
+            for episode in episodes:
+                trajectory = known.get(episode.example.id, episode.trajectory)
+                answers[episode.example.dialogue_id].append(trajectory.answer_sql)
+                answered.append((episode.example, trajectory))
+        everything = [pair for share in self.processes.all_gather(answered) for pair in share]
+        return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
+
+    def save(self, folder: Path) -> None:
+        """Write the policy as an ordinary Hugging Face or adapter folder."""
+        if self.processes.is_main:
+            save_policy(self.policy, self.tokens.tokenizer, folder)
+
+    def raise_not_finite(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
+        path, decode = self.out / "not_finite.jsonl", self.tokens.tokenizer.decode
+        write_atomically(path, json_lines(trajectory_record(t, decode) for group in groups for t in group))
+        raise UserError(f"step {step}: the loss is not finite; its trajectories are in {path}")
+
+
+def begin_task(config: Common, split: str) -> Task:
+    """The questions of a split and the policy of --model, to be trained if the options are a training's."""
     questions = begin_questions(config, split, config.model)
-    tokens = questions["tokens"]
+    processes, tokens = questions["processes"], questions["tokens"]
     torch.manual_seed(config.seed)  # new LoRA adapters start at random
-    policy = chosen_policy(config, tokens, **how)
+    policy = chosen_policy(config, tokens)
 
     def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> list[Trajectory]:
-        return rollout(policy, tokens, episodes, sampling, config.rows, title)
+        return rollout(policy, tokens, episodes, sampling, config.rows, title * processes.is_main)
 
     return Task(**questions, policy=policy, play=play)
-
-
-def begin_training(config: Training, split: str) -> Task:
-    """The training split and the policy to train. Raises UserError for options that do not go together."""
-    if config.dtype == "float16":
-        raise UserError("--dtype float16 is for evaluation; train in bfloat16 or float32")
-    how = {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
-    return begin_task(config, split, **how)
 
 
 def begin_questions(config: Common, split: str, tokenizer: str) -> dict[str, Any]:
@@ -111,9 +171,11 @@ def task_over(config: Common, tokens: ChatTokens, dataset: Dataset) -> dict[str,
     return {"dataset": dataset, "environment": environment, "scorer": scorer}
 
 
-def chosen_policy(config: Agent, tokens: ChatTokens, **how: Any) -> Policy:
-    """The policy of --model, as the options and `how` say. Raises UserError if it lacks ids of its tokens."""
-    options, device = {"dtype": config.dtype, "quantise": config.quantise, **how}, pick_device()
+def chosen_policy(config: Agent, tokens: ChatTokens) -> Policy:
+    """The policy of --model, as the options say. Raises UserError if it lacks ids of its tokens."""
+    options, device = {"dtype": config.dtype, "quantise": config.quantise}, pick_device()
+    if isinstance(config, Training):
+        options |= {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
     can = torch.cpu.get_capabilities()
     slow = can["architecture"] == "x86_64" and not (can["avx512_bf16"] or can["amx_bf16"])
     if slow and device.type == "cpu" and config.dtype == "bfloat16":
@@ -142,17 +204,14 @@ def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Exam
 def find_split(data: str, split: str) -> Path:
     """The file of a split in an official folder layout (`mtsql.data.datasets`), or `data` if it is a file.
 
-    Raises UserError if there is no such folder, or no such file in it, and where they may not be read.
+    Raises UserError if there is no such file.
     """
     root, names = Path(data), split_names(split)
-    with file_errors(root):
-        if root.is_file():
-            return root
-        if not root.exists():
-            raise UserError(f"{root} is not there: --data takes a data set's folder or one .json file")
-        for name in names:
-            if (root / name).is_file():
-                return root / name
+    if root.is_file():
+        return root
+    for name in names:
+        if (root / name).is_file():
+            return root / name
     raise UserError(f"{root} has no {split} split: none of {', '.join(names)} is there")
 
 
@@ -169,10 +228,6 @@ def load_split(config: Data, split: str) -> Dataset:
         path = find_split(source, "train" if split in ("held_out", "rl") else split)
         tables = Path(config.tables or beside(path, "tables.json"))
         databases = Path(config.databases or beside(path, "database", "databases"))
-        if not tables.is_file():
-            raise UserError(f"{tables} is not a file; give the file of schemas with --tables")
-        if not databases.is_dir():
-            raise UserError(f"{databases} is not a folder; give the folder of databases with --databases")
         others = path.with_name("train_others.json")
         further = [others] * (path.name == "train_spider.json" and others.is_file() and Path(source).is_dir())
         if further:
@@ -184,7 +239,8 @@ def load_split(config: Data, split: str) -> Dataset:
         print(f"left out {count} dialogues of {source}: their database is missing")
     parted = {"held_out": config.held_out, "rl": config.for_rl}
     if split in parted or (split == "train" and any(parted.values())):
-        names = sorted({d.db_id for d in dataset.dialogues}, key=_scrambled)
+        # In an order without any meaning, so that what stands first is no sort of database.
+        names = sorted({d.db_id for d in dataset.dialogues}, key=lambda n: sha256(n.encode()).hexdigest())
         if sum(parted.values()) >= len(names) or not parted.get(split, 1):
             raise UserError(
                 "--held-out and --for-rl should be above 0 where they are asked for, and leave some of the "
@@ -194,11 +250,6 @@ def load_split(config: Data, split: str) -> Dataset:
         chosen = {"held_out": names[:first], "rl": names[first:last], "train": names[last:]}[split]
         dataset = replace(dataset, dialogues=tuple(d for d in dataset.dialogues if d.db_id in chosen))
     return dataset
-
-
-def _scrambled(name: str) -> str:
-    """A sort key without any meaning, so that what stands first is no sort of database."""
-    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def make_environment(config: Agent, dataset: Dataset, tokens: ChatTokens, tools: str) -> Environment:
@@ -219,12 +270,10 @@ def prompt_options(config: Agent) -> PromptOptions:
     return PromptOptions(compact, config.result_characters, native)
 
 
-def make_sampling(
-    config: Agent, environment: Environment, temperature: float, top_p: float = 1.0
-) -> Sampling:
+def make_sampling(environment: Environment, temperature: float, top_p: float = 1.0) -> Sampling:
     """How the policy's messages are sampled: until the recipe's stop strings or --max-turn-tokens."""
-    stops = environment.recipe.stop_strings
-    return Sampling(temperature, max_turn_tokens=config.max_turn_tokens, stop_strings=stops, top_p=top_p)
+    longest, stops = environment.limits.max_turn_tokens, environment.recipe.stop_strings
+    return Sampling(temperature, max_turn_tokens=longest, stop_strings=stops, top_p=top_p)
 
 
 def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: str = "") -> RewardFunction:
@@ -233,7 +282,8 @@ def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: st
     """
     name = given.partition(",")[0]
     try:
-        module = import_module(name) if re.fullmatch(r"\w+(\.\w+)+", name) else load_recipe(config.recipe)
+        own = "." in name and "=" not in name
+        module = import_module(name) if own else load_recipe(config.recipe)
     except ModuleNotFoundError as error:
         raise UserError(f"--rewards {name} cannot be imported ({error}); give a preset or a module") from None
     turns = config.max_interactions + 1  # the answer is one more message
@@ -242,84 +292,27 @@ def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: st
 
 def training_questions(config: Sampled, task: Task, counted: Sequence[SuccessCount] = ()) -> list[Example]:
     """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
-    (0: all), less those that cannot be scored. They are drawn first, since the check executes every gold SQL.
+    (0: all), less those that cannot be scored and those whose prompt is too long, which is said. They are
+    drawn first, since the check executes every gold SQL.
 
     Each process executes all of them, to fill its cache; a gold SQL near --sql-timeout may be in time in one
-    alone, and what one leaves out, all leave out.
+    alone, and what one leaves out, all leave out. Raises UserError if none is left.
     """
     asked, ids = examples(task.dataset.dialogues), {count.example_id for count in counted}
     asked = [e for e in asked if e.id in ids] if counted else asked
     if not asked:
         raise UserError("no question of the curriculum is in the training data")
-    drawn = draw_questions(asked, config.questions, config.seed)
-    kept = scorable(drawn, task.scorer)
-    everywhere = set.intersection(*map(set, task.processes.all_gather([e.id for e in kept])))
-    return [e for e in kept if e.id in everywhere]
-
-
-def fitting_questions(config: Sampled, task: Task, asked: Sequence[Example]) -> list[Example]:
-    """The questions whose prompt is not too long; says how many others there are.
-
-    Raises UserError if there is none.
-    """
-    fits = task.environment.fits(task.processes.share(asked))
-    kept = [e for e, fit in zip(asked, task.processes.gather(fits), strict=True) if fit]
+    run = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
+    everywhere = set.intersection(*map(set, task.processes.all_gather([e.id for e in run])))
+    run = [e for e in run if e.id in everywhere]
+    fits = task.environment.fits(task.processes.share(run))
+    kept = [e for e, fit in zip(run, task.processes.gather(fits), strict=True) if fit]
     longer = f"longer than --max-prompt-tokens {config.max_prompt_tokens}"
     if not kept:
         raise UserError(f"the prompt of every question is {longer}")
     if task.processes.is_main:
-        print_left_out(asked, kept, f"their prompt is {longer}")
+        print_left_out(run, kept, f"their prompt is {longer}")
     return kept
-
-
-def sample_questions(
-    config: Sampled,
-    task: Task,
-    numbered: Sequence[tuple[int, Example]],
-    seed: tuple[int, ...],
-    title: str,
-) -> Iterator[tuple[Example, list[Trajectory]]]:
-    """Each question with --samples-per-question trajectories, none if its prompt is too long.
-
-    A trajectory's seed comes from `seed`, the question's number and the sample's. Questions come a chunk at
-    a time, so that only what the caller keeps stays in memory.
-    """
-    sampling = make_sampling(config, task.environment, config.temperature)
-    size = max(1, CHUNK * config.rows // config.samples_per_question)
-    for start in range(0, len(numbered), size):
-        chunk, episodes = numbered[start : start + size], []
-        for number, example in chunk:
-            seeds = [trajectory_seed(*seed, number, i) for i in range(config.samples_per_question)]
-            episodes += task.environment.episodes(example, seeds)
-        episodes = [episode for episode in episodes if episode.trajectory.status is None]
-        of_chunk = f"{title}, questions {start + 1} to {start + len(chunk)} of {len(numbered)}"
-        task.play(episodes, sampling, of_chunk * task.processes.is_main)
-        of_question = groupby((e.trajectory for e in episodes), key=lambda t: t.example_id)
-        by_question = {name: list(group) for name, group in of_question}
-        yield from ((example, by_question.get(example.id, [])) for _, example in chunk)
-
-
-def answer_split(
-    task: Task,
-    dialogues: Sequence[Dialogue],
-    sampling: Sampling,
-    seed: int,
-    history: str = "gold",
-    title: str = "",
-    log: AnswerLog | None = None,
-) -> list[tuple[Example, Trajectory]]:
-    """One trajectory for each question of some dialogues, ordered by dialogue and turn.
-
-    Each process plays its share; all get the whole. What `log` holds is not played again.
-    """
-
-    def play(episodes: Sequence[Episode]) -> object:
-        return task.play(episodes, sampling, title * task.processes.is_main)
-
-    share = task.processes.share(dialogues)
-    answered = answer_dialogues(play, task.environment, share, history, seed, log)
-    everything = [pair for share in task.processes.all_gather(answered) for pair in share]
-    return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
 
 
 def dev_task(config: Training, task: Task) -> Task:
@@ -340,47 +333,30 @@ def dev_task(config: Training, task: Task) -> Task:
 
 def dev_scores(config: Training, dev: Task) -> dict[str, float]:
     """EX, EM, and EX by hardness of greedy answers."""
-    greedy = make_sampling(config, dev.environment, 0.0)
-    answered = answer_split(dev, dev.dataset.dialogues, greedy, config.seed)
-    scores = summarise(score_records(answered, dev.scorer, dev.environment.recipe.verifies))
+    answered = dev.answer(dev.dataset.dialogues, make_sampling(dev.environment, 0.0), config.seed)
+    reward, decode = reward_function(config, dev.tokens, dev.scorer), dev.tokens.tokenizer.decode
+    records = score_records(answered, dev.scorer, dev.environment.recipe.verifies, reward, decode)
+    scores = summarise(records)
     by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 
 
-def answer_options(config: Common, task: Task) -> dict[str, Any]:
-    """What answers depend on: options, questions, the files of policy and databases, how a server is asked.
+def answer_options(config: Common, dataset: Dataset) -> dict[str, Any]:
+    """What answers depend on: options, questions, the files of policy and databases.
 
     An interrupted evaluation goes on only if all of it is the same (`mtsql.report.records`).
     """
     options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
-    dialogues, schemas = task.dataset.dialogues, task.dataset.schemas
-    asked = [schemas[name] for name in sorted({dialogue.db_id for dialogue in dialogues})]
-    files = sorted(Path(config.model).glob("*")) if config.model and Path(config.model).is_dir() else []
+    asked = [dataset.schemas[name] for name in sorted({dialogue.db_id for dialogue in dataset.dialogues})]
+    files = sorted(Path(config.model).glob("*")) if config.model else []
     files += [schema.path for schema in asked]
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    questions = hashlib.sha256(repr((dialogues, [schema.tables for schema in asked])).encode()).hexdigest()
-    return options | task.about | {"files of --model and --data": versions, "questions": questions}
+    shown = repr((dataset.dialogues, [schema.tables for schema in asked]))
+    questions = sha256(shown.encode()).hexdigest()
+    return options | {"files of --model and --data": versions, "questions": questions}
 
 
-def refuse_other_run(config: Common, out: Path) -> None:
-    """Raise UserError if `out` holds the run of another command, or one with other options."""
-    path, now = out / "run.json", json.loads(json.dumps(asdict(config)))
-    with loading(f"{path} is damaged; remove it, or give another --out"):
-        before = dict(load_json(path)["config"]) if path.exists() else {}
-    other = [name for name in before if name not in FREE_TO_CHANGE and before[name] != now.get(name)]
-    if other:
-        raise UserError(f"{out} holds a run that differs in {', '.join(other[:5])}; give another --out")
-
-
-def save_result(task: Task, folder: Path) -> None:
-    """Write the policy as an ordinary Hugging Face or adapter folder."""
-    if task.processes.is_main:
-        save_policy(task.policy, task.tokens.tokenizer, folder)
-
-
-def raise_not_finite(task: Task, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
-    """Save the trajectories of a micro-batch whose loss is NaN or infinite, and stop."""
-    path, trajectories = task.out / "not_finite.jsonl", [t for group in groups for t in group]
-    lines = [json.dumps(trajectory_record(t, task.tokens.tokenizer.decode)) + "\n" for t in trajectories]
-    write_atomically(path, "".join(lines))
-    raise UserError(f"step {step}: the loss is not finite; its trajectories are in {path}")
+def refuse_finished(out: Path) -> None:
+    """Raise UserError if `out` holds a run, which an evaluation must not replace."""
+    if (out / "run.json").exists():
+        raise UserError(f"{out} holds a run already; remove it, or give another --out")

@@ -17,7 +17,7 @@ from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras import ablate, explain
 from mtsql.extras.reproduce import Part
-from mtsql.task import begin_training, fitting_questions, training_questions
+from mtsql.task import begin_task, training_questions
 from train_grpo import Args as GrpoArgs
 
 
@@ -45,8 +45,8 @@ def explained(work, tmp_path_factory):
     """Options, and the step that they make."""
     given = [*data_of(work), "--out", tmp_path_factory.mktemp("e"), *STEP]
     config = read_options(GrpoArgs, None, list(map(str, given)))
-    task = begin_training(config, "train")
-    asked = fitting_questions(config, task, training_questions(config, task))
+    task = begin_task(config, "train")
+    asked = training_questions(config, task)
     return config, explain.one_step(config, task, asked), task
 
 
@@ -96,7 +96,7 @@ def test_text_and_page_show_each_number(explained):
 def test_explaining_what_cannot_be_is_one_sentence(explained, work):
     config, _, task = explained
     calm = replace(config, temperature=1e-4)
-    asked = fitting_questions(config, task, training_questions(config, task))
+    asked = training_questions(config, task)
     with pytest.raises(UserError, match="earn the same, so the step does nothing"):
         explain.one_step(calm, task, asked[:1])
     said = run("-m", "mtsql.extras.explain", *data_of(work), "--question", "none/0", expect=2)

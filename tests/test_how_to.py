@@ -155,10 +155,9 @@ def test_process_rewards_from_the_second_level(monkeypatch, step, total):
     earned = Rewards(1.0, 0.0, 1.5, {"proposal": 1.0})
 
     task = SimpleNamespace(
-        processes=SimpleNamespace(share=list, gather=list), play=lambda episodes, _: episodes,
-        environment=SimpleNamespace(episodes=lambda question, seeds: [None for _ in seeds]),
-    )  # fmt: skip
-    monkeypatch.setattr(module, "make_sampling", lambda *_: None)
+        processes=SimpleNamespace(share=list, gather=list),
+        sample=lambda numbered, count, *_: [(example, [None] * count) for _, example in numbered],
+    )
     ((paid, *_),) = module.sample_groups(config, task, lambda t, e: earned, [[EXAMPLE], [EXAMPLE]], step)
     assert (paid.rewards.total, paid.rewards.parts) == (total, earned.parts)
 

@@ -94,7 +94,7 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
     config, log = EvaluateArgs(data=(str(folder),), out=""), tmp_path / "answers.jsonl"
 
     def options() -> dict:
-        return answer_options(config, SimpleNamespace(dataset=load_split(config, "dev"), about={}))
+        return answer_options(config, load_split(config, "dev"))
 
     for name, old, new, what in (
         ("dev.json", b"How many", b"Count", "questions"),

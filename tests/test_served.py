@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +29,11 @@ from mtsql.errors import UserError
 from mtsql.extras.http_client import Server, ServerError
 from mtsql.extras.served import ServedPolicy, check_policy, find_protocol, play_served
 from mtsql.learn.model import load_policy
+from mtsql.learn.parallel import Processes
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.mtsql_r1 import final_answer, verdict
-from mtsql.report.evaluation import answer_dialogues
-from mtsql.report.records import AnswerLog, play_unanswered
+from mtsql.report.records import AnswerLog
+from mtsql.task import Task
 from mtsql.toy.tiny import MODELS
 
 GREEDY = Sampling(0.0, max_turn_tokens=120)
@@ -235,13 +237,15 @@ def test_an_episode_that_the_server_refuses_does_not_stop_the_others(tiny, serve
     server, requests = serve(reply)
     policy, path = policy_of(server), tmp_path / "answers.jsonl"
     mixed = ("too long", "short", "short", "too long")
-    waiting, trajectories = play_unanswered(about(tiny, *mixed), AnswerLog(path, {}))
-    play_served(policy, waiting, GREEDY, 1, skip_refused=True)
+    episodes, log = about(tiny, *mixed), AnswerLog(path, {})
+    for episode in episodes:
+        episode.told = log.add
+    trajectories = play_served(policy, episodes, GREEDY, 1, skip_refused=True)
     ends = [Status.NO_ACTION, Status.ANSWERED, Status.ANSWERED, Status.NO_ACTION]
     assert [t.status for t in trajectories] == ends
     assert policy.costs["refused"] == 2
     assert "question 00000/1 ends without an answer: http" in capsys.readouterr().out
-    assert play_unanswered(about(tiny, *mixed), AnswerLog(path, {}))[0] == []
+    assert set(AnswerLog(path, {}).answers) == {"0", "1", "2", "3"}
     with pytest.raises(ServerError, match="context length"):  # in a dialogue, whose user is told why
         play_served(policy, about(tiny, "too long"), GREEDY, 1)
     with pytest.raises(ServerError, match="context length"):  # it has refused them all
@@ -429,7 +433,7 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
         """Answers name the predicted SQL before them, so that a lost one would show."""
         numbers = itertools.count()
 
-        def play(episodes: list) -> None:
+        def play(episodes: list, *_: object) -> None:
             for episode in episodes:
                 if next(numbers) == most:
                     raise KeyboardInterrupt
@@ -437,7 +441,8 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
                 sql = f"SELECT '{len(before)} {episode.example.id[:5]} {str(before[-1:]).count('SELECT')}'"
                 say(episode, final_answer(sql))
 
-        return answer_dialogues(play, environment_of(tiny, "none"), dialogues, "predicted", 0, log)
+        of = {"environment": environment_of(tiny, "none"), "processes": Processes(0, 1), "play": play}
+        return Task.answer(SimpleNamespace(**of), dialogues, GREEDY, 0, "predicted", log=log)
 
     whole, path = answer_until(math.inf), tmp_path / "answers.jsonl"
     for most in (3, 2):  # then three are left, so a fourth must not be played

@@ -28,40 +28,32 @@ class Args(Sampled):
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = read_options(Args, __doc__)
 
-import json
 from collections import Counter
 
-from mtsql.files import write_atomically
+from mtsql.files import json_lines, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
 from mtsql.recipes.rewards import is_right
-from mtsql.task import (
-    begin_task,
-    refuse_other_run,
-    reward_function,
-    sample_questions,
-    training_questions,
-)
+from mtsql.task import begin_task, refuse_finished, reward_function, training_questions
 
 
 def main(config: Args) -> None:
     """Count."""
     task = begin_task(config, "rl" if config.for_rl else "train")
-    refuse_other_run(config, task.out)
+    refuse_finished(task.out)
     reward = reward_function(config, task.tokens, task.scorer)
     asked = training_questions(config, task)
     share = task.processes.share(list(enumerate(asked)))
-    counts = []
-    for example, sampled in sample_questions(config, task, share, (config.seed,), "count"):
+    counts, samples = [], config.samples_per_question
+    for example, sampled in task.sample(share, samples, config.temperature, (config.seed,), "count"):
         right = sum(is_right(reward(t, example), task.environment.recipe) for t in sampled)
         hardness = task.scorer.hardness(example.db_id, example.gold_sql)
         counts.append(SuccessCount(example.id, right, len(sampled), example.db_id, hardness))
-    counts = [count for count in task.processes.gather(counts) if count.sampled]
+    counts = task.processes.gather(counts)
     if task.processes.is_main:
         save_config(config, task.out)
-        lines = "".join(json.dumps(vars(count)) + "\n" for count in counts)
-        write_atomically(task.out / "counts.jsonl", lines)
-        print(f"{len(counts)} questions, right of {config.samples_per_question} samples:")
+        write_atomically(task.out / "counts.jsonl", json_lines(map(vars, counts)))
+        print(f"{len(counts)} questions, right of {samples} samples:")
         for right, questions in sorted(Counter(c.right for c in counts).items(), reverse=True):
             print(f"{right:>4} {questions:>6} questions")
     leave_processes(task.processes)

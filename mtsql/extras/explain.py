@@ -67,7 +67,7 @@ from mtsql.learn.model import Reference
 from mtsql.learn.samples import Sample
 from mtsql.recipes import load_recipe
 from mtsql.recipes.rewards import Decode, chosen_rewards
-from mtsql.task import Task, begin_training, fitting_questions, reward_function, training_questions
+from mtsql.task import Task, begin_task, reward_function, training_questions
 from mtsql.toy.benchmark import MODELS_SEED, write_benchmark
 from mtsql.toy.tiny import CAPITAL, GLUE
 from train_grpo import Args, clipped_step, rewards_of, sample_groups, set_advantages
@@ -280,11 +280,11 @@ def main(own: argparse.Namespace, rest: list[str]) -> None:
             rest = [*rest, "--data", f"{folder}/benchmark"]
             write_benchmark(Path(folder, "benchmark"), MODELS_SEED, splits=FEW)
         config = read_options(Args, None, [*rest, "--out", f"{folder}/run"])
-        task = begin_training(config, "train")
+        task = begin_task(config, "train")
         if own.question:
             asked = [e for e in examples(task.dataset.dialogues) if e.id == own.question]
         else:
-            asked = fitting_questions(config, task, training_questions(config, task))
+            asked = training_questions(config, task)
         if not asked:
             raise UserError(f"--question {own.question} is not in the data; ids are as in trajectories.jsonl")
         step, decode = one_step(config, task, asked), task.tokens.tokenizer.decode

@@ -323,8 +323,7 @@ def begin_answers(config: Common, split: str) -> Task:
         except ServerError as error:
             raise UserError(f"{error}; what was answered is kept, and the same command goes on") from None
 
-    about = {"protocol": served.protocol}
-    return Task(**questions, policy=None, play=play, about=about, costs=served.costs)
+    return Task(**questions, policy=None, play=play, costs=served.costs)
 
 
 def check_policy(config: Served) -> None:

@@ -1,21 +1,18 @@
-"""The evaluation protocol: answer every question of a split once, and score the answers."""
+"""The scores of answers: a record of numbers for each question."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from mtsql.agent.env import NO_TOOL, Environment, Episode
+from mtsql.agent.env import NO_TOOL
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.data.datasets import Dialogue, Example, example_after, examples
+from mtsql.data.datasets import Example
 from mtsql.recipes.mtsql_r1_rewards import RewardWeights
 from mtsql.recipes.mtsql_r1_rewards import reward as process_reward
 from mtsql.recipes.rewards import Decode, RewardFunction
-from mtsql.report.records import AnswerLog, play_unanswered
 from mtsql.sql.match import string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 
@@ -33,46 +30,6 @@ ABILITIES = {
     "m_verify_called": "M-VERIFY where called",
     "generation": "generation, self-correction",
 }
-
-
-def answer_dialogues(
-    play: Callable[[Sequence[Episode]], object],
-    environment: Environment,
-    dialogues: Sequence[Dialogue],
-    history: str,
-    seed: int,
-    log: AnswerLog | None = None,
-) -> list[tuple[Example, Trajectory]]:
-    """One trajectory a question, ordered by dialogue and turn; `play` plays episodes to their ends.
-
-    With gold or question-only history all questions are independent; with predicted history all
-    first turns are answered together, then all second turns with the first answers in memory. What `log`
-    holds is not played again.
-    """
-    answers: dict[str, list[str | None]] = {d.id: [] for d in dialogues}
-
-    def questions_of_turn(index: int) -> list[Example]:
-        return [example_after(d, answers[d.id]) for d in dialogues if index < len(d.turns)]
-
-    if history == "predicted":
-        turns = max((len(d.turns) for d in dialogues), default=0)
-        batches = map(questions_of_turn, range(turns))  # each is made after the answers to the one before
-    else:
-        batches = iter([examples(dialogues, history)])
-    done: list[tuple[Example, Trajectory]] = []
-    for batch in batches:
-        episodes = [environment.episodes(example, [_seed(seed, example)])[0] for example in batch]
-        unanswered, trajectories = play_unanswered(episodes, log)
-        play([e for e in unanswered if e.trajectory.status is None])
-        for example, trajectory in zip(batch, trajectories, strict=True):
-            answers[example.dialogue_id].append(trajectory.answer_sql)
-            done.append((example, trajectory))
-    return sorted(done, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
-
-
-def _seed(seed: int, example: Example) -> int:
-    dialogue, turn = example.id.split("/")
-    return int(np.random.SeedSequence((seed, int(dialogue), int(turn))).generate_state(1, np.uint64)[0])
 
 
 def thought_characters(trajectory: Trajectory, decode: Decode) -> int:

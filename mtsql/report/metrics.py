@@ -68,21 +68,20 @@ def excludes_zero(means: np.ndarray, comparisons: int = 1) -> bool:
 def summarise(records: Sequence[dict]) -> dict:
     """All numbers of an evaluation.
 
-    Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, ex, em
-    and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, interactions, turns (model messages),
-    tool_calls (tool -> count), sampled_tokens, response_tokens and abilities (ABILITIES, 0 to 1 or None),
-    and perhaps thought_characters and reward_parts.
+    Each record is one question, with the keys dialogue_id, turn_index (from 0), hardness, difficulty, ex, em
+    and FURTHER_METRICS (0 or 1), predicted, pred_parses, status, COUNTS (turns are model messages),
+    tool_calls (tool -> count), reward_parts and abilities (ABILITIES, 0 to 1 or None).
     Shares are fractions; the mean over no question is None. Raises ValueError without records.
     """
     if not records:
         raise ValueError("there is nothing to summarise: no question was answered")
     dialogues = grouped(records, "dialogue_id")
     levels = [*HARDNESS, *sorted({r["hardness"] for r in records} - set(HARDNESS))]
-    difficulties = sorted({r.get("difficulty") or "" for r in records} - {""})  # the dataset's own
+    difficulties = sorted({r["difficulty"] for r in records} - {""})  # the dataset's own
     by = {
         "by_turn": {t: [r for r in records if turn_name(r["turn_index"]) == t] for t in TURNS},
         "by_hardness": {h: [r for r in records if r["hardness"] == h] for h in levels},
-        "by_difficulty": {d: [r for r in records if r.get("difficulty") == d] for d in difficulties},
+        "by_difficulty": {d: [r for r in records if r["difficulty"] == d] for d in difficulties},
     }
 
     def means(key: str) -> dict[str, dict[str, float | None]]:
@@ -106,12 +105,12 @@ def summarise(records: Sequence[dict]) -> dict:
     summary["status"] = {str(s): _mean(r["status"] == s for r in records) for s in Status}
     tools = sorted({tool for r in records for tool in r["tool_calls"]})
     summary["tool_calls"] = {tool: _mean(r["tool_calls"].get(tool, 0) for r in records) for tool in tools}
-    for key in (key for key in COUNTS if key in records[0]):
+    for key in COUNTS:
         summary[key] = _mean(r[key] for r in records)
         summary |= {f"{key}_{name}": groups for name, groups in means(key).items()}
     summary["turns_deviation"] = pstdev(r["turns"] for r in records)
-    parts = sorted({part for r in records for part in r.get("reward_parts", ())})
-    summary["reward_parts"] = {p: _mean(r.get("reward_parts", {}).get(p, 0) for r in records) for p in parts}
+    parts = sorted({part for r in records for part in r["reward_parts"]})
+    summary["reward_parts"] = {p: _mean(r["reward_parts"].get(p, 0) for r in records) for p in parts}
     measured = {a: [r["abilities"][a] for r in records if r["abilities"][a] is not None] for a in ABILITIES}
     summary["abilities"] = {ability: _mean(values) for ability, values in measured.items()}
     return summary
@@ -168,7 +167,7 @@ def format_summary(summary: dict) -> str:
         lines.append(f"{counted}: their prompt is longer than --max-prompt-tokens")
     lines.append("")
     lines += [f"{tool + ' calls':<32}{mean:>9.2f} an answer" for tool, mean in summary["tool_calls"].items()]
-    for key in (key for key in COUNTS if key in summary):
+    for key in COUNTS:
         spread = f", deviation {summary['turns_deviation']:.2f}" if key == "turns" else ""
         lines.append(f"{key.replace('_', ' '):<32}{summary[key]:>9.2f} an answer{spread}")
     lines += [f"{'reward: ' + part:<32}{mean:>9.3f}" for part, mean in summary["reward_parts"].items()]
@@ -227,7 +226,7 @@ class MetricsLog:
         text, first = io.StringIO(), self.columns is None and rows
         self.columns = list(rows[0]) if first else self.columns
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
-        if header:
+        if first:
             writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()

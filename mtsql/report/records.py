@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mtsql.agent.env import Environment, Episode
+from mtsql.agent.env import Environment
 from mtsql.agent.tools import TOOL_SETS, TOOLS
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError, loading
-from mtsql.files import file_errors, load_json_lines, write_atomically
+from mtsql.files import file_errors, json_lines, load_json_lines, write_atomically
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.recipes.rewards import Decode
 from mtsql.sql.score import Scorer
@@ -70,7 +70,7 @@ def drop_later_records(path: Path, step: int) -> None:
     kept = []
     if step and path.exists():
         kept = [record for record in read_records(path) if (record.get("step") or 0) < step]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_atomically(path, json_lines(kept))
 
 
 def read_records(path: Path) -> Iterator[dict]:
@@ -116,53 +116,30 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
 
 
 class AnswerLog:
-    """A file with one trajectory a line; `find` gives what an earlier run of the same `options` answered.
+    """A file with one trajectory a line; `answers` has, by question, those of an earlier run with the same
+    `options`.
 
     Raises UserError if the file holds answers given with other options.
     """
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.path, self.lock = path, threading.Lock()
-        header = json.dumps(options, sort_keys=True)
+        now = json.loads(json.dumps(options))
         with loading(f"{path} is damaged; remove it to ask anew"):
-            lines = self._whole_lines()
-            known = dict(json.loads(lines[0])) if lines else {}
-            trajectories = [Trajectory.from_plain(json.loads(line)) for line in lines[1:]]
-        if lines and lines[0] != header:
-            now = json.loads(header)
-            other = sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
+            before, *played = [record for _, record in load_json_lines(path)] if path.exists() else [now]
+            differ = sorted(name for name in before | now if before.get(name) != now.get(name))
+            trajectories = [Trajectory.from_plain(record) for record in played]
+        if differ:
             raise UserError(
-                f"{path} holds answers of an evaluation that differs in {', '.join(other)}; "
+                f"{path} holds answers of an evaluation that differs in {', '.join(differ)}; "
                 "give the same options again, or another --out"
             )
-        write_atomically(path, "".join(line + "\n" for line in lines or [header]))
-        self.answers = {(t.example_id, t.seed): t for t in trajectories}
-
-    def _whole_lines(self) -> list[str]:
-        """Without a last line that a killed process left unfinished."""
-        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        return text.split("\n")[:-1]
-
-    def find(self, trajectory: Trajectory) -> Trajectory | None:
-        """The finished trajectory of the same question and seed."""
-        return self.answers.get((trajectory.example_id, trajectory.seed))
+        write_atomically(path, json_lines([now, *played]))
+        self.answers = {trajectory.example_id: trajectory for trajectory in trajectories}
 
     def add(self, trajectory: Trajectory) -> None:
         """Append a trajectory if it is finished."""
         if trajectory.status is None:
             return
         with self.lock, file_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(trajectory.to_plain()) + "\n")
-
-
-def play_unanswered(
-    episodes: Sequence[Episode], log: AnswerLog | None
-) -> tuple[list[Episode], list[Trajectory]]:
-    """The episodes that are still to be played, and the trajectory of each of `episodes`."""
-    if log is None:
-        return list(episodes), [episode.trajectory for episode in episodes]
-    found = [log.find(episode.trajectory) for episode in episodes]
-    waiting = [e for e, known in zip(episodes, found, strict=True) if known is None]
-    for episode in waiting:
-        episode.told = log.add
-    return waiting, [known or e.trajectory for e, known in zip(episodes, found, strict=True)]
+            file.write(json_lines([trajectory.to_plain()]))

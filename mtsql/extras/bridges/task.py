@@ -118,7 +118,7 @@ def _load_task(config: BridgeConfig, split: str) -> Task:
     asked = examples(over["dataset"].dialogues)
     drawn = draw_questions(asked, config.questions, config.seed)
     reward = reward_function(config, tokens, scorer, config.rewards)
-    sampling = make_sampling(config, environment, 1.0)
+    sampling = make_sampling(environment, 1.0)
     by_id = {example.id: example for example in asked}
     return Task(tokens, environment, by_id, drawn, scorer, reward, sampling)
 

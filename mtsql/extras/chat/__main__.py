@@ -101,7 +101,7 @@ def main(config: Args) -> None:
         fetch_base(Path(config.model).with_name(ITS_BASE), config.yes)
     tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
-    sampling = make_sampling(config, environment, config.temperature)
+    sampling = make_sampling(environment, config.temperature)
     if config.address:
         play = partial(play_served, served_policy(config, tokens), sampling=sampling, concurrency=1)
     else:
