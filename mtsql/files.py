@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -137,14 +137,11 @@ def _refuse_file(folder: Path) -> None:
         raise UserError(f"{folder} is a file; name a folder")
 
 
-def refuse_filled(folder: Path, known: Collection[str] = ()) -> None:
-    """Raise UserError for a folder that a command must not replace: one that holds more than `known` files.
-
-    Neither may it replace a file, or the folder that it runs in.
-    """
+def refuse_filled(folder: Path) -> None:
+    """Raise UserError for what a command must not replace: a folder with files, a file, or where it runs."""
     with file_errors(folder):
-        held = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if held - set(known) or folder.resolve() == Path.cwd():
+        filled = folder.exists() and any(folder.iterdir())
+    if filled or folder.resolve() == Path.cwd():
         raise UserError(f"{folder} exists already; remove it or name another folder")
 
 
