@@ -52,7 +52,8 @@ def test_the_kernel_is_attention(dtype, heads, kv_heads, head_dim):
     )  # (2, pages, kv_heads, PAGE, head_dim)
     stored.copy_(torch.randn_like(stored))
     queries = torch.randn(5, heads, head_dim).to(dtype)
-    slow = Attention(PagedPiece(home, [None] * 5, table, True), lengths[:, None] - 1, heads, kv_heads, dtype)
+    piece = PagedPiece(home, [None] * 5, table, columns * PAGE, decoding=True)
+    slow = Attention(piece, lengths[:, None] - 1, heads, kv_heads, dtype)
     expected = slow.attend(0, queries).view_as(queries)
     for row, length in enumerate(lengths.tolist()):
         stored[:, table[row, length // PAGE :], :, length % PAGE :] = torch.nan

@@ -40,12 +40,11 @@ class CachedRow:
 
 
 @dataclass(eq=False)
-class Tier:
-    """Rows of at most `capacity` positions; `rows[i]` is in slot i."""
+class Slots:
+    """Keys and values of every layer in slots of `capacity` positions: rows of a tier, or pages."""
 
     capacity: int
     slots: int = 0
-    rows: list[CachedRow] = field(default_factory=list)
     layers: list[Tensor] = field(default_factory=list)  # of each, see `store`
 
     def store(self, layer: int, like: Tensor) -> Tensor:
@@ -55,6 +54,13 @@ class Tier:
         if layer == len(self.layers):
             self.layers.append(zeros((2, self.slots, like.shape[1], self.capacity, like.shape[2]), like))
         return self.layers[layer]
+
+
+@dataclass(eq=False)
+class Tier(Slots):
+    """Rows of at most `capacity` positions; `rows[i]` is in slot i."""
+
+    rows: list[CachedRow] = field(default_factory=list)
 
     def resize(self, slots: int) -> None:
         """Have room for so many rows, at least those that are there."""
@@ -79,45 +85,45 @@ def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one tier in a forward pass, read to `reach`: all of them, or those in `slots` (count,)."""
+    """Rows in a forward pass, read to `reach`; `table` (rows, columns) int64 has the slots of each, in order.
 
-    home: Tier
-    rows: Sequence[CachedRow]
+    `decoding`: each row has one token, of which the next one's logits are asked; in a tier all its rows go
+    along then.
+    """
+
+    home: Slots
+    rows: Sequence[CachedRow | None]
+    table: Tensor
     reach: int
-    slots: Tensor | None = None
-
-    @property
-    def decoding(self) -> bool:
-        """Whether each row has one token, of which the next one's logits are asked."""
-        return self.slots is None
+    decoding: bool
 
     def places(self, positions: Tensor, kv_heads: int) -> Tensor:
-        """Where keys of tokens at `positions` (count, tokens) are, (count x tokens x kv_heads,) int64, in the
-        tier's keys of a layer as (slots x kv_heads x capacity, head_dim).
+        """Where keys of tokens at `positions` (rows, tokens) are, (rows x tokens x kv_heads,) int64, in a
+        layer's keys as (slots x kv_heads x capacity, head_dim).
         """
-        slots = torch.arange(len(self.rows), device=positions.device) if self.slots is None else self.slots
-        heads = slots[:, None] * kv_heads + torch.arange(kv_heads, device=positions.device)
-        return (heads[:, None] * self.home.capacity + positions[..., None]).flatten()
+        capacity = self.home.capacity
+        slots = self.table.gather(1, positions // capacity)[..., None]  # (rows, tokens, 1)
+        heads = slots * kv_heads + torch.arange(kv_heads, device=slots.device)
+        return (heads * capacity + positions[..., None] % capacity).flatten()
 
     def read(self, layer: int) -> Tensor:
-        """The rows' keys and values of a layer, (2, count, kv_heads, reach, head_dim)."""
-        rows = slice(len(self.rows)) if self.slots is None else self.slots
-        return self.home.layers[layer][:, rows, :, : self.reach]
+        """The rows' keys and values of a layer, (2, rows, kv_heads, reach, head_dim)."""
+        slots = slice(len(self.rows)) if self.decoding else self.table[:, 0]
+        return self.home.layers[layer][:, slots, :, : self.reach]
 
     def attention(self, positions: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> Attention:
-        """Attention of tokens at `positions` (count, tokens) to these rows."""
+        """Attention of tokens at `positions` (rows, tokens) to these rows."""
         return Attention(self, positions, heads, kv_heads, dtype)
 
 
 class RowCache:
-    """Keys and values of every layer, of at most `positions` positions in all tiers (None: no bound).
+    """Keys and values of every layer, of at most `positions` positions in all tiers.
 
     `longest` bounds the positions of a row.
     """
 
-    def __init__(self, longest: int | None = None, positions: int | None = None) -> None:
-        self.longest = longest
-        self.positions = positions
+    def __init__(self, longest: int | None, positions: int) -> None:
+        self.longest, self.positions = longest, positions
         self.tiers: dict[int, Tier] = {}  # by capacity, ascending
 
     @property
@@ -132,10 +138,11 @@ class RowCache:
 
     def admit(self, row: CachedRow, need: int, like: CachedRow | None = None) -> bool:
         """Give a row a slot of at least `need` positions; False if there is no room. `like`: see pages.py."""
-        empty = not any(tier.rows for tier in self.tiers.values())
-        if not self._widen(self._tier(need), 0 if empty else (self.positions or 0) // WATERMARK):
+        tier = self._tier(need)
+        empty = not any(other.rows for other in self.tiers.values())
+        if not self._widen(tier, 0 if empty else self.positions // WATERMARK):
             return False
-        self._enter(row, self._tier(need))
+        self._enter(row, tier)
         return True
 
     def lift(self, row: CachedRow, need: int) -> bool:
@@ -174,12 +181,16 @@ class RowCache:
 
         Rows that wait for an observation go along: this writes their last token in place.
         """
-        return [Piece(tier, tier.rows, tier.capacity) for tier in self.tiers.values() if tier.rows]
+        return [
+            Piece(tier, tier.rows, torch.arange(len(tier.rows))[:, None], tier.capacity, decoding=True)
+            for tier in self.tiers.values()
+            if tier.rows
+        ]
 
     def writing_piece(self, rows: Sequence[CachedRow], reach: int) -> Piece:
         """The piece of a forward pass that writes tokens of these rows of one tier, at most to `reach`."""
-        slots = torch.tensor([row.slot for row in rows])
-        return Piece(rows[0].tier, rows, min(reach, rows[0].room), slots)
+        table = torch.tensor([[row.slot] for row in rows])
+        return Piece(rows[0].tier, rows, table, min(reach, rows[0].room), decoding=False)
 
     def _tier(self, need: int) -> Tier:
         capacity = self.room(need)
@@ -191,21 +202,19 @@ class RowCache:
     def _widen(self, tier: Tier, spare: int) -> bool:
         """See to it that `tier` has a free slot and `spare` positions stay free; False if they cannot."""
         least = len(tier.rows) + 1
-        if self.positions is not None:
-            others = sum(len(t.rows) * t.capacity for t in self.tiers.values() if t is not tier)
-            if others + least * tier.capacity + spare > self.positions:
-                return False
-        if len(tier.rows) < tier.slots and least <= tier.slots:
+        others = [other for other in self.tiers.values() if other is not tier]
+        taken = sum(len(other.rows) * other.capacity for other in others)
+        if taken + least * tier.capacity + spare > self.positions:
+            return False
+        if least <= tier.slots:
             return True
-        for slots in (len(tier.rows) * 5 // 4 + 1, least):
-            more = (slots - tier.slots) * tier.capacity
-            if self.positions is None or self.reserved + more + spare <= self.positions:
-                tier.resize(slots)
-                return True
-        for other in self.tiers.values():  # what other tiers do not use
-            if other is not tier and other.slots > len(other.rows):
-                other.resize(len(other.rows))
-        tier.resize(least)
+        slots = least * 5 // 4
+        if self.reserved + (slots - tier.slots) * tier.capacity + spare > self.positions:
+            slots = least
+            for other in others:
+                if len(other.rows) < other.slots:  # It gives back what it does not use.
+                    other.resize(len(other.rows))
+        tier.resize(slots)
         return True
 
     def _enter(self, row: CachedRow, tier: Tier) -> None:
@@ -229,13 +238,11 @@ class RowCache:
                 new[:, target, :, :length] = old[:, source, :, :length]
 
 
-def cache_positions(model: PreTrainedModel, longest: int | None) -> int | None:
-    """How many positions a cache of most of the device's free memory has; None is no bound (meta device).
+def cache_positions(model: PreTrainedModel, longest: int | None) -> int:
+    """How many positions a cache of most of the device's free memory has.
 
     Raises UserError if it does not hold a row of `longest` positions.
     """
-    if model.device.type == "meta":
-        return None
     size = SHARE_OF_FREE * free_memory(model.device)
     held = int(size / cache_bytes_per_token(model))
     if longest and longest > held:
@@ -257,10 +264,8 @@ def free_memory(device: torch.device) -> int:
 def cache_bytes_per_token(model: PreTrainedModel) -> int:
     """Memory of one position of one row in the cache, over all layers."""
     config = model.config
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
 class Attention:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from mtsql.agent.cache import Piece
 from mtsql.agent.head import factors_in_bfloat16, float32_logits, plain_head
-from mtsql.agent.pages import PagedPiece
 from mtsql.errors import UserError
 from mtsql.model_folder import Policy
 
@@ -56,7 +55,7 @@ class Decoder:
         if self.head.device.type == "cpu":  # `float32_logits` would convert it in every step
             self.head = packed(self.head.float())
 
-    def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece | PagedPiece]) -> Tensor | None:
+    def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
         """Write the tokens `ids` at `positions`, (rows, tokens) int64 both, into the cache; `pieces` have
         these rows in order. Gives the next token's logits, (rows, vocabulary) float32, in a decode step, else
         None.

@@ -21,7 +21,6 @@ from mtsql.sql.text import in_normal_form, same_query
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
 NO_TOOL = "none"  # of one that answers a message without an action
-RENDERED_TOGETHER = 256  # prompts
 AT_A_CUT = 16  # more tokens than a text may have that is cut inside a word
 
 
@@ -275,8 +274,9 @@ class Environment:
 
         Earlier SQL is in its normal form. The prompt may show another question and schema than there are.
         """
-        example = in_normal_form(example, self.schemas[example.db_id])
-        ids = self.tokens.prompt_ids(*self._chat(*(shown or (example, self.schemas[example.db_id]))))
+        schema = self.schemas[example.db_id]
+        example = in_normal_form(example, schema)
+        ids = self.tokens.prompt_ids(*self.recipe.prompt(*(shown or (example, schema)), self.tools))
         return [Episode(self, example, seed, ids) for seed in seeds]
 
     def fits(self, examples: Sequence[Example]) -> list[bool]:
@@ -285,20 +285,17 @@ class Environment:
         Few of them have to be encoded: one has at most the tokens of another that begins like it, and a token
         for each byte from where the two differ.
         """
-        texts: list[list[str]] = []
-        for start in range(0, len(examples), RENDERED_TOGETHER):
-            part = [(e, self.schemas[e.db_id]) for e in examples[start : start + RENDERED_TOGETHER]]
-            chats = [self._chat(in_normal_form(example, schema), schema) for example, schema in part]
-            texts += self.tokens.prompt_pieces(chats)
+        texts = []
+        for example in examples:
+            schema = self.schemas[example.db_id]
+            chat = self.recipe.prompt(in_normal_form(example, schema), schema, self.tools)
+            texts.append(self.tokens.prompt_text(*chat))
         fits, limit = [True] * len(examples), self.limits.max_prompt_tokens
         encoded, length = "", 0
         for place in sorted(range(len(texts)), key=lambda i: texts[i]):
-            text = "".join(texts[place])
+            text = texts[place]
             further = text[shared_length(encoded, text) :]
-            if length + len(further.encode()) + AT_A_CUT > limit:
-                encoded, length = text, sum(map(self.tokens.count, texts[place]))
+            if length + len(further.encode(errors="surrogatepass")) + AT_A_CUT > limit:
+                encoded, length = text, self.tokens.count(text)
                 fits[place] = length <= limit
         return fits
-
-    def _chat(self, example: Example, schema: Schema) -> tuple[list[dict], list[dict] | None]:
-        return self.recipe.prompt(example, schema, self.tools)

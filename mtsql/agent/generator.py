@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from mtsql.agent.cache import CachedRow, Piece, RowCache, cache_bytes_per_token, cache_positions
 from mtsql.agent.decoder import Decoder
-from mtsql.agent.pages import PAGE, DecodeGraphs, PagedPiece, Pages, decode_kernel
+from mtsql.agent.pages import PAGE, DecodeGraphs, Pages, decode_kernel
 from mtsql.agent.tokens import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
@@ -307,7 +307,7 @@ class Generator:
         except OUT_OF_MEMORY:
             longest = self.cache.room(self.cache.longest or max(len(row.history) for row in self.rows))
             half = max(self.cache.reserved // 2, longest)
-        if self.cache.positions is not None and half >= self.cache.positions:
+        if half >= self.cache.positions:
             raise UserError(TOO_SMALL)
         self.ahead = None  # what was not taken yet is sampled again
         self.cache.drop(self.rows)
@@ -360,7 +360,7 @@ class Generator:
             row.length += len(own)
 
     def _sample(
-        self, pending: Tensor, positions: Tensor, uniforms: Tensor, pieces: Sequence[Piece | PagedPiece]
+        self, pending: Tensor, positions: Tensor, uniforms: Tensor, pieces: Sequence[Piece]
     ) -> Tensor:
         """The next token of each row and its log-probability, (rows, 2) float64, from `pending` tokens at
         `positions` and from `uniforms`, (rows, 1) all.
@@ -373,9 +373,7 @@ class Generator:
 
         return self.graphs.run(compute, pending, positions, uniforms, pieces[0].table)
 
-    def _forward(
-        self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece | PagedPiece]
-    ) -> Tensor | None:
+    def _forward(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
         """What `Decoder.forward` gives."""
         device = self.model.device
         return self.decoder.forward(input_ids.to(device), positions.to(device), pieces)

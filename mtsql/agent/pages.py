@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from shutil import which
@@ -18,34 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtsql.agent.cache import WATERMARK, Attention, CachedRow, zeros
+from mtsql.agent.cache import WATERMARK, Attention, CachedRow, Piece, Slots
 
 PAGE = 64
 FEWEST_COLUMNS = 16  # pages of a row that a decode step may read, or four or 16 times as many
 NOWHERE = 0  # the page where padding is written, which nobody reads
 
 
-@dataclass(frozen=True)
-class PagedPiece:
-    """Rows in a forward pass (None is padding) and their pages, `table` (rows, columns) int64."""
-
-    home: Pages
-    rows: Sequence[CachedRow | None]
-    table: Tensor
-    decoding: bool
-
-    @property
-    def reach(self) -> int:
-        """Positions that attention reads."""
-        return self.table.shape[1] * PAGE
-
-    def places(self, positions: Tensor, kv_heads: int) -> Tensor:
-        """Where keys of tokens at `positions` (rows, tokens) are, (rows x tokens x kv_heads,) int64, in a
-        layer's keys as (pages x kv_heads x PAGE, head_dim).
-        """
-        pages = self.table.gather(1, positions // PAGE)[..., None]  # (rows, tokens, 1)
-        heads = pages * kv_heads + torch.arange(kv_heads, device=pages.device)
-        return (heads * PAGE + positions[..., None] % PAGE).flatten()
+class PagedPiece(Piece):
+    """Rows (None is padding) and their pages."""
 
     def read(self, layer: int) -> Tensor:
         """A copy of the rows' keys and values of a layer, (2, rows, kv_heads, reach, head_dim)."""
@@ -85,17 +66,17 @@ def decode_kernel(device: torch.device) -> Callable[..., Tensor] | None:
     return attend_pages
 
 
-class Pages:
+class Pages(Slots):
     """Keys and values of every layer, of `positions` positions; `longest` bounds those of a row.
 
     The methods are those of `RowCache`.
     """
 
     def __init__(self, longest: int | None, positions: int) -> None:
+        super().__init__(PAGE, self.room(positions) // PAGE + 1)
         self.longest, self.positions = longest, positions
-        self.owners = [0] * (self.room(positions) // PAGE + 1)  # how many rows have each page
+        self.owners = [0] * self.slots  # how many rows have each page
         self.free = list(range(len(self.owners) - 1, NOWHERE, -1))
-        self.layers: list[Tensor] = []
 
     @property
     def reserved(self) -> int:
@@ -105,14 +86,6 @@ class Pages:
     def room(self, need: int) -> int:
         """Positions that a row of `need` positions takes."""
         return -(-need // PAGE) * PAGE
-
-    def store(self, layer: int, like: Tensor) -> Tensor:
-        """Keys and values of a layer, (2, pages, kv_heads, PAGE, head_dim); `like` (tokens, kv_heads,
-        head_dim) gives two sizes.
-        """
-        if layer == len(self.layers):
-            self.layers.append(zeros((2, len(self.owners), like.shape[1], PAGE, like.shape[2]), like))
-        return self.layers[layer]
 
     def admit(self, row: CachedRow, need: int, like: CachedRow | None = None) -> bool:
         """Give a row pages for `need` positions; False if there is no room.
@@ -181,7 +154,7 @@ class Pages:
         for own, row in zip(table, rows, strict=True):
             if row is not None:
                 own[: len(row.pages)] = row.pages[:columns]
-        return PagedPiece(self, rows, torch.from_numpy(table), decoding)
+        return PagedPiece(self, rows, torch.from_numpy(table), columns * PAGE, decoding)
 
     def _give_back(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -192,8 +165,8 @@ class Pages:
 
 def few_shapes(number: int) -> int:
     """The next power of two, or three quarters of it."""
-    power = 1 << max(0, number - 1).bit_length()
-    return 0 if number == 0 else power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
+    power = 1 << (number - 1).bit_length()
+    return power * 3 // 4 if number <= power * 3 // 4 else power
 
 
 @cache

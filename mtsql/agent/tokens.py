@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mtsql.agent.tools import TOOLS
 from mtsql.errors import UserError, loading, within
 
 if TYPE_CHECKING:  # importing it takes seconds, which --help can do without
     from transformers import PreTrainedTokenizerBase
 
-
-PRIVATE_USE = range(0xE000, 0xF900)
-USER_TEXT, MODEL_TEXT, TOOL_TEXT = "question-7319", "answer-7319", "observation-7319"
-SYSTEM_TEXT = "system-7319"
+# Cuts a control token's text in what is rendered: half of a character, which no text that can be encoded has.
+MARK = "\udc00"
+MODEL_TEXT, TOOL_TEXT, SYSTEM_TEXT = "answer-7319", "observation-7319", "system-7319"
+ASKED = [{"role": "user", "content": "question-7319"}]
 RENDER_SECONDS = 20.0  # a template needs some milliseconds, and may loop
 OPENED, OPENING_IDS = re.compile(r"<think>\s*\Z"), 8  # a thought that the prompt opens, and its most ids
-TOOL_PARAMETERS = {"type": "object", "properties": {"code": {"type": "string", "description": ""}}}
-TOOL_FUNCTION = {"name": "tool-7319", "description": "", "parameters": TOOL_PARAMETERS}
 
 # What Qwen3's chat template writes at the end of the system message.
 TOOLS_TEXT = """# Tools
@@ -51,7 +50,7 @@ class ChatTokens:
     """Everything the agent needs from a tokenizer.
 
     `thinking` is handed to the chat template as `enable_thinking`. Raises UserError for a tokenizer
-    without a chat template or without an end-of-turn token.
+    without a chat template or without an end-of-turn token, and for a template that fails or does not end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool = True) -> None:
@@ -65,45 +64,33 @@ class ChatTokens:
         self._control_start = re.compile(rf"(?={alternatives})(.)", re.DOTALL)
 
         added_ids = set(tokenizer.get_added_vocab().values())
-        tail = self._render_tail([{"role": "user", "content": USER_TEXT}])
-        closing = self._encode_plain(tail)[:1]
-        template_end = [i for i in closing if i in added_ids]
+        with loading(self._refusal):
+            tail = within(RENDER_SECONDS, self._render_tail)
+        template_end = [i for i in self.encode(tail)[:1] if i in added_ids]
         default_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if not template_end and not default_end:
             raise UserError(f"The tokenizer in {tokenizer.name_or_path!r} has no end-of-turn token.")
         self._template_end = (template_end or default_end)[0]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(template_end + default_end))
-        pad_id = tokenizer.pad_token_id
-        self.pad_id: int = self._template_end if pad_id is None else pad_id
 
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None) -> list[int]:
         """Ids of the rendered chat, generation prompt included.
 
         Nothing in the messages' contents becomes a control token. If no content holds the text of one, the
         ids are those of the plain render. A chat template that knows no tools gets the schemas `tools` in
-        the system message.
+        the system message, one that knows no system message has that before the user's.
         """
-        (pieces,) = self.prompt_pieces([(messages, tools)])
-        return [i for piece in pieces for i in self._encode_plain(piece)]
+        return self.encode(self.prompt_text(messages, tools))
 
-    def prompt_pieces(self, chats: Sequence[tuple[list[dict], list[dict] | None]]) -> list[list[str]]:
-        """The text of each rendered chat, cut where its contents hold the text of a control token."""
-        prepared, markers = [], []
-        for messages, tools in chats:
-            contents, marker = [m["content"] for m in messages if isinstance(m.get("content"), str)], ""
-            if any(self._control_start.search(content) for content in contents):
-                everything = json.dumps([messages, tools, self.tokenizer.chat_template], ensure_ascii=False)
-                marker = _absent_character(everything)
-                messages = [
-                    {**m, "content": self._guard(m["content"], marker)}
-                    if isinstance(m.get("content"), str)
-                    else m
-                    for m in messages
-                ]
-            prepared.append(self._place_tools(messages, tools))
-            markers.append(marker)
-        texts = zip(self._render_all(prepared), markers, strict=True)
-        return [text.split(marker) if marker else [text] for text, marker in texts]
+    def prompt_text(self, messages: list[dict], tools: list[dict] | None) -> str:
+        """The rendered chat, with marks where its contents hold the text of a control token."""
+        messages = [{**message, "content": self._guard(message["content"])} for message in messages]
+        if tools and not self._template_writes_tools:
+            messages, tools = messages_with_tools(messages, tools), None
+        if messages[0]["role"] == "system" and not self._template_writes_system:
+            system, user, *rest = messages
+            messages = [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+        return self._render(messages, tools)
 
     def observation_suffix(self, text: str, sampled_end_of_turn: bool, role: str = "tool") -> list[int]:
         """Ids to append after a model message, so that the model can answer the observation `text`.
@@ -119,9 +106,7 @@ class ChatTokens:
                 "with an observation."
             )
         before, after = frame
-        before = self._end_text + before  # which may swallow the blanks behind it
-        marker = _absent_character(before + text + after)
-        ids = self._encode_guarded(before + self._guard(text, marker) + after, marker)
+        ids = self.encode(self._end_text + before + self._guard(text) + after)  # an end may swallow blanks
         return ids[1:] if sampled_end_of_turn else ids
 
     def message_ids(self, text: str, whole: bool = True) -> list[int]:
@@ -132,52 +117,42 @@ class ChatTokens:
         """
         if whole and self._opens_thought:
             text = text.removeprefix("<think>\n") if "</think>" in text else f"\n</think>\n\n{text}"
-        return [*self._encode_plain(text), self._template_end]
+        return [*self.encode(text), self._template_end]
 
     @cached_property
     def _opens_thought(self) -> bool:
         """Whether the generation prompt ends in <think>, as DeepSeek-R1's and Qwen3-Thinking's do."""
-        return bool(OPENED.search(self._render([{"role": "user", "content": USER_TEXT}], None)))
+        return bool(OPENED.search(self._render(ASKED, None)))
 
     def with_opening(self, text: str, before: Sequence[int]) -> str:
         """A model message with the start of its thought, where the ids `before` it have opened that."""
         opened = OPENED.search(self.decode(before[-OPENING_IDS:]))
         return f"<think>\n{text}" if opened and not text.lstrip().startswith("<think>") else text
 
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, control tokens included, but for those that a mark cuts."""
+        pieces = text.split(MARK)
+        return [i for piece in pieces for i in self.tokenizer.encode(piece, add_special_tokens=False)]
+
     def count(self, text: str) -> int:
         """Length of `text` in tokens."""
-        return len(self._encode_plain(text))
+        return len(self.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` with its control tokens visible, without a final end of turn."""
         kept = list(ids[:-1]) if len(ids) and ids[-1] in self.end_of_turn_ids else list(ids)
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _place_tools(
-        self, messages: list[dict], tools: list[dict] | None
-    ) -> tuple[list[dict], list[dict] | None]:
-        """Messages and schemas to render: what the template does not know goes into one it does."""
-        if tools and not self._template_writes_tools:
-            messages, tools = messages_with_tools(messages, tools), None
-        if messages[0]["role"] == "system" and not self._template_writes_system:
-            system, user, *rest = messages
-            messages = [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
-        return messages, tools
-
     @cached_property
     def _template_writes_tools(self) -> bool:
         """Whether a tool's name, which stands nowhere else, is rendered."""
-        messages = [{"role": "user", "content": USER_TEXT}]
-        return TOOL_FUNCTION["name"] in self._render(
-            messages, [{"type": "function", "function": TOOL_FUNCTION}]
-        )
+        return TOOLS[0].name in self._render(ASKED, [TOOLS[0].schema])
 
     @cached_property
     def _template_writes_system(self) -> bool:
         """Whether it knows a system message: Gemma's refuses it, others drop it."""
-        messages = [{"role": "system", "content": SYSTEM_TEXT}, {"role": "user", "content": USER_TEXT}]
         try:
-            return SYSTEM_TEXT in self._render(messages, None)
+            return SYSTEM_TEXT in self._render([{"role": "system", "content": SYSTEM_TEXT}, *ASKED], None)
         except UserError:
             return False
 
@@ -194,45 +169,34 @@ class ChatTokens:
         frames, end = {}, self._end_text
         for role in ("user", "tool"):
             with suppress(UserError):
-                tail = self._render_tail(
-                    [{"role": "user", "content": USER_TEXT}], [{"role": role, "content": TOOL_TEXT}]
-                )
+                tail = self._render_tail([{"role": role, "content": TOOL_TEXT}])
                 if tail.startswith(end) and tail.count(TOOL_TEXT) == 1:
                     before, after = tail[len(end) :].split(TOOL_TEXT)
                     frames[role] = (before, after)
         return frames
 
-    def _render_tail(self, before: list[dict], after: Sequence[dict] = ()) -> str:
+    def _render_tail(self, after: Sequence[dict] = ()) -> str:
         """What the template writes after the content of a model message, "" if it drops the content."""
-        messages = [*before, {"role": "assistant", "content": MODEL_TEXT}, *after]
+        messages = [*ASKED, {"role": "assistant", "content": MODEL_TEXT}, *after]
         rendered = self._render(messages, None, add_generation_prompt=bool(after))
         _, found, tail = rendered.rpartition(MODEL_TEXT)
         return tail if found else ""
 
+    @property
+    def _refusal(self) -> str:
+        return f"the chat template of {self.tokenizer.name_or_path!r} does not take the messages"
+
     def _render(
         self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True
     ) -> str:
-        """The chat as text. Raises UserError for what the template refuses, and if it does not end."""
-        return self._render_all([(messages, tools)], add_generation_prompt)[0]
-
-    def _render_all(
-        self, chats: Sequence[tuple[list[dict], list[dict] | None]], add_generation_prompt: bool = True
-    ) -> list[str]:
+        """The chat as text. Raises UserError for what the template refuses."""
         how = {"add_generation_prompt": add_generation_prompt, "enable_thinking": self.thinking}
-        render = partial(self.tokenizer.apply_chat_template, tokenize=False, **how)
-        with loading(f"the chat template of {self.tokenizer.name_or_path!r} does not take the messages"):
-            return within(RENDER_SECONDS, lambda: [render(chat, tools=tools) for chat, tools in chats])
+        with loading(self._refusal):
+            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how)
 
-    def _guard(self, text: str, marker: str) -> str:
-        """`text` with a marker after the first character of each control token's text."""
-        return self._control_start.sub(rf"\1{marker}", text)
-
-    def _encode_guarded(self, text: str, marker: str) -> list[int]:
-        """Ids of the pieces between the markers."""
-        return [i for piece in text.split(marker) for i in self._encode_plain(piece)]
-
-    def _encode_plain(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def _guard(self, text: str) -> str:
+        """`text` with a mark after the first character of each control token's text."""
+        return self._control_start.sub(rf"\1{MARK}", text)
 
 
 def messages_with_tools(messages: list[dict], tools: list[dict] | None) -> list[dict]:
@@ -244,43 +208,6 @@ def messages_with_tools(messages: list[dict], tools: list[dict] | None) -> list[
         text = f"{messages[0]['content']}\n\n{text}"
         messages = messages[1:]
     return [{"role": "system", "content": text}, *messages]
-
-
-def message_text(message: dict, write_call: Callable[[dict], str] | None = None) -> str:
-    """A chat message as text: thoughts, content, then its calls, as Qwen3's chat template writes them.
-
-    Calls are `tool_calls`, or the `function_call` of before there were several. Thoughts are a field of their
-    own, or pieces of the content, which may be a list; its texts are joined. `write_call` is `call_text` if
-    not given. Raises TypeError, KeyError or AttributeError for what is neither text nor calls, ValueError for
-    arguments that are not JSON.
-    """
-    content = message.get("content") or []
-    pieces = [{"text": content}] if isinstance(content, str) else content
-    thoughts = [message.get("reasoning_content") or message.get("reasoning") or ""]
-    thoughts += [message_text({"content": p["thinking"]}) for p in pieces if p.get("type") == "thinking"]
-    thought = "\n".join(filter(None, thoughts)).strip()
-    texts = [piece["text"] for piece in pieces if piece.get("type") != "thinking"]
-    calls = message.get("tool_calls") or filter(None, [message.get("function_call")])
-    texts += [(write_call or call_text)(call) for call in calls]
-    return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n".join(texts)
-
-
-def call_text(call: dict) -> str:
-    """One of a message's `tool_calls` as Qwen3's chat template writes it; raises as `message_text`."""
-    function = call.get("function", call)
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    rendered = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{rendered}\n</tool_call>"
-
-
-def _absent_character(text: str) -> str:
-    """A private-use character that `text` does not hold."""
-    for code in PRIVATE_USE:
-        if chr(code) not in text:
-            return chr(code)
-    raise ValueError("The text holds every private-use character, none is left as a marker.")
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mtsql.agent.env import Episode
 from mtsql.agent.rollout import Sampling
-from mtsql.agent.tokens import ChatTokens, call_text, message_text
+from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Common, Served
 from mtsql.errors import UserError, printable
@@ -194,6 +194,35 @@ def _message(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
             said["content"] = said["content"].removesuffix("\n")
     text = message_text(said, _readable_call)
     return said, text.encode(errors="replace").decode()  # half a surrogate pair is no text
+
+
+def message_text(message: dict, write_call: Callable[[dict], str] | None = None) -> str:
+    """A chat message as text: thoughts, content, then its calls, as Qwen3's chat template writes them.
+
+    Calls are `tool_calls`, or the `function_call` of before there were several. Thoughts are a field of their
+    own, or pieces of the content, which may be a list; its texts are joined. `write_call` is `call_text` if
+    not given. Raises TypeError, KeyError or AttributeError for what is neither text nor calls, ValueError for
+    arguments that are not JSON.
+    """
+    content = message.get("content") or []
+    pieces = [{"text": content}] if isinstance(content, str) else content
+    thoughts = [message.get("reasoning_content") or message.get("reasoning") or ""]
+    thoughts += [message_text({"content": p["thinking"]}) for p in pieces if p.get("type") == "thinking"]
+    thought = "\n".join(filter(None, thoughts)).strip()
+    texts = [piece["text"] for piece in pieces if piece.get("type") != "thinking"]
+    calls = message.get("tool_calls") or filter(None, [message.get("function_call")])
+    texts += [(write_call or call_text)(call) for call in calls]
+    return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n".join(texts)
+
+
+def call_text(call: dict) -> str:
+    """One of a message's `tool_calls` as Qwen3's chat template writes it; raises as `message_text`."""
+    function = call.get("function", call)
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    rendered = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{rendered}\n</tool_call>"
 
 
 def _plain_call(number: int, call: dict[str, Any]) -> dict[str, Any]:

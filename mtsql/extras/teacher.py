@@ -20,11 +20,11 @@ from typing import Any
 from tqdm import tqdm
 
 from mtsql.agent.env import Environment, Recipe
-from mtsql.agent.tokens import message_text
 from mtsql.agent.tools import TOOL_SETS, make_tools
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.extras.demonstrations import say
+from mtsql.extras.served import message_text
 from mtsql.files import load_json_lines
 from mtsql.learn.warm_start import Collected, rejection
 from mtsql.recipes.rewards import RewardFunction
