@@ -60,7 +60,6 @@ class Rules:
 
     etype: str = "all"
     plug_value: bool = False
-    keep_distinct: bool = False
 
 
 def read_pairs(gold: Path, pred: Path) -> list[dict]:
@@ -184,12 +183,12 @@ def _execution(pair: dict, predicted: str, scorer: Scorer, rules: Rules) -> dict
     which finds the prediction wrong.
     """
     gold, executor, path = pair["gold"], scorer.executor, scorer.paths[pair["db_id"]]
-    suite, as_run = sorted(path.parent.glob("[!.]*.sqlite")), as_scored(predicted, rules.keep_distinct)
+    suite, as_run = sorted(path.parent.glob("[!.]*.sqlite")), as_scored(predicted, scorer.kind)
     if rules.etype == "match":
         return {"status": executor.execute(path, *as_run).status}
 
     def wrong_in(sql: str) -> Path | None:
-        found = (p for p in suite if not execution_match(executor, p, gold, sql, rules.keep_distinct))
+        found = (p for p in suite if not execution_match(executor, p, gold, sql, scorer.kind))
         return next(found, None)
 
     deadline = time.monotonic() + PLUGGING_SECONDS
@@ -378,10 +377,11 @@ def main() -> None:
     if missing:
         parser.error(f"give {', '.join(missing)}")
     pairs = read_pairs(chosen.gold, chosen.pred)
-    rules = Rules(chosen.etype, chosen.plug_value, chosen.keep_distinct)
+    rules = Rules(chosen.etype, chosen.plug_value)
     with loading(f"{chosen.tables}: expected databases with Spider's fields"):
         schemas = read_schemas(pairs, chosen.databases, chosen.tables, chosen.gold)
-        scorer = Scorer(schemas, Executor(timeout_seconds=chosen.sql_timeout))
+        kind = "keep_distinct" if chosen.keep_distinct else "official"
+        scorer = Scorer(schemas, Executor(timeout_seconds=chosen.sql_timeout), kind)
     items = score_pairs(pairs, scorer, rules)
     summary = summarise_items(items, chosen.etype)
     if chosen.json:
