@@ -128,8 +128,7 @@ def load_dataset(
                 missing[dialogue.turns[0].source] += 1
             else:
                 raise UserError(
-                    f"{path}, item {number}: database {dialogue.db_id!r} is not in {tables} or has no file "
-                    f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
+                    f"{path}, item {number}: database {dialogue.db_id!r} is not in {tables} or {databases}; "
                     "give the right --databases, or --allow-missing to skip such items"
                 )
     if not dialogues:
