@@ -237,7 +237,7 @@ def test_data_errors_name_the_file_and_the_field(tiny, tmp_path):
         assert "bad.json" in str(error.value)
     with pytest.raises(UserError, match=r"absent\.json: No such file"):
         load_dataset(tmp_path / "absent.json", tables, databases)
-    with pytest.raises(UserError, match="holds none of the databases"):
+    with pytest.raises(UserError, match="of a database named in"):
         load_dataset(bad, tables, tmp_path)
     with pytest.raises(UserError, match="has no dev split"):
         find_split(str(tmp_path), "dev")

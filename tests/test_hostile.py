@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtsql.extras.authors_rewards import whole_clause_f1
 from mtsql.extras.prediction_files import with_gold_values
-from mtsql.sql.execute import Executor, as_scored, execution_match, results_equal, set_match
+from mtsql.sql.execute import Executor, as_scored, execution_match, results_equal
 from mtsql.sql.grammar import SqlParseError, SqlSchema, parse_sql
 from mtsql.sql.match import exact_set_match, partial_match
 from mtsql.sql.score import clause_f1
@@ -109,11 +109,11 @@ def test_fuzzed_sql_is_run_read_and_scored(database, fuzz_executor, sql):
     assert 0.0 <= clause_f1(GOLD, sql, schema) <= 1.0
     assert 0.0 <= whole_clause_f1(GOLD, sql, schema) <= 1.0
     for candidate in with_gold_values(GOLD, sql):
-        found = fuzz_executor.execute(database, *as_scored(candidate, keep_distinct=False))
+        found = fuzz_executor.execute(database, *as_scored(candidate, "official"))
         right = execution_match(fuzz_executor, database, GOLD, candidate)
         expected = found.ok and results_equal(gold_rows, found.rows, True)
         assert found.truncated or right == expected, candidate
-    right = set_match(fuzz_executor, database, GOLD, sql)
+    right = execution_match(fuzz_executor, database, GOLD, sql, "bird")
     assert result.truncated or right == (result.ok and set(result.rows) == set(gold_rows))
 
 

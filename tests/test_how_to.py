@@ -250,7 +250,7 @@ def test_a_tracker(tmp_path, monkeypatch):
 
 
 def test_a_dataset_of_single_questions(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "SINGLE_FORMATS", dict(datasets.SINGLE_FORMATS))
+    monkeypatch.setattr(datasets, "FORMATS", dict(datasets.FORMATS))
     run_block("A dataset", 0)
     data = tmp_path / "mine.json"
     item = {"nl_question": QUESTION, "gold": GOLD, "hint": "lower case", "db_id": "music"}

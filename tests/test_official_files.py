@@ -198,7 +198,7 @@ def test_wrong_files_end_with_one_sentence_and_write_nothing(files):
 def test_a_prediction_for_another_database_is_misaligned(files):
     (files / "gold.txt").write_text(GOLD.replace("music", "opera", 1))
     (files / "pred.txt").write_text(PRED.replace("\n", "\tmusic\n", 1))
-    with pytest.raises(UserError, match=r"pred.txt, line 1 is for database music, but .* asks opera"):
+    with pytest.raises(UserError, match=r"pred.txt, line 1 is for music, but .* asks opera"):
         read_pairs(files / "gold.txt", files / "pred.txt")
 
 

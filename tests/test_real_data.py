@@ -185,4 +185,4 @@ def test_the_training_mix_is_made_of_the_official_layouts(tmp_path):
     assert sum(len(d["interaction"]) for d in made) == 40 + 115 + of_cosql
     where = {"tables": str(SAMPLE / "tables.json"), "databases": str(SAMPLE / "database")}
     split = load_split(Data(data=(str(out),), out="", **where), "train")  # as training reads it
-    assert [d.source for d in split.dialogues] == [d["source"] for d in made]
+    assert [d.turns[0].source for d in split.dialogues] == [d["source"] for d in made]

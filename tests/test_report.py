@@ -61,7 +61,7 @@ def test_paired_difference_by_hand():
     assert paired_difference(b, a)[0] == pytest.approx(-4 / 6)
     assert paired_difference(a, a) == (0.0, 0.0, 0.0, 1.0)
     assert paired_difference([[1, 0, 1]], [[0, 1, 1]])[3] == 1.0
-    with pytest.raises(ValueError, match="same questions"):
+    with pytest.raises(ValueError, match="argument 2 is longer"):
         paired_difference([[1]], [[1, 0]])
 
 

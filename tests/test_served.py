@@ -24,7 +24,7 @@ from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Segment, Status, Trajectory
-from mtsql.data.datasets import Dialogue, Example, Turn
+from mtsql.data.datasets import Dialogue, Example
 from mtsql.errors import UserError
 from mtsql.extras.http_client import Server, ServerError
 from mtsql.extras.served import ServedPolicy, check_policy, find_protocol, play_served
@@ -426,8 +426,10 @@ def test_a_server_without_token_ids_is_asked_by_chat(tiny, serve):
 
 
 def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_path):
-    turns = tuple(Turn(f"question {i}", GOLD, "music", i) for i in range(3))
-    dialogues = [Dialogue(f"0000{i}", "music", turns) for i in range(2)]
+    def turn(dialogue: str, i: int) -> Example:
+        return Example(f"{dialogue}/{i}", dialogue, "music", i, f"question {i}", GOLD)
+
+    dialogues = [Dialogue(d, "music", tuple(turn(d, i) for i in range(3))) for d in ("00000", "00001")]
 
     def answer_until(most: float, log: AnswerLog | None = None) -> list[tuple[Example, Trajectory]]:
         """Answers name the predicted SQL before them, so that a lost one would show."""

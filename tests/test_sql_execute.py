@@ -200,7 +200,7 @@ def test_results_equal_ends_where_columns_are_permutations_of_one_another():
 )
 def test_execution_match(executor, database, gold, pred, match, match_keeping_distinct):
     assert execution_match(executor, database, gold, pred) is match
-    kept = execution_match(executor, database, gold, pred, keep_distinct=True)
+    kept = execution_match(executor, database, gold, pred, "keep_distinct")
     assert kept is match_keeping_distinct
 
 

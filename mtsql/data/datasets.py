@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from mtsql.data.schema import Schema, load_schemas, read_json
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 
 # Where official folders keep a split beside `split_names`' first four: Spider and Spider-Syn, SynSQL;
 # BIRD's dev, BIRD mini-dev, Spider-DK, Spider-Realistic.
@@ -22,10 +22,9 @@ FURTHER_NAMES = {
 }
 
 
-class SingleFields(NamedTuple):
+class Fields(NamedTuple):
     """What a format calls the fields of a question; knowledge and difficulty may be absent."""
 
-    format: str
     question: str
     sql: str
     knowledge: str = ""
@@ -35,35 +34,13 @@ class SingleFields(NamedTuple):
 # By the field that only this format has. Spider's files have a `sql` too, the parsed query, which is not
 # read, so `query` stands before it. Spider-Realistic and Spider-DK have Spider's fields.
 # Sources: taoyds/spider, ygan/Spider-Syn, ygan/Spider-DK, bird-bench/mini_dev, RUCKBReasoning/OmniSQL.
-SINGLE_FORMATS = {
-    "SpiderSynQuestion": SingleFields("Spider-Syn", "SpiderSynQuestion", "query"),
-    "SQL": SingleFields("BIRD", "question", "SQL", "evidence", "difficulty"),
-    "query": SingleFields("Spider", "question", "query"),
-    "sql": SingleFields("SynSQL", "question", "sql", "external_knowledge", "sql_complexity"),
+FORMATS = {
+    "interaction": Fields("utterance", "query"),  # SParC, CoSQL: a list of questions
+    "SpiderSynQuestion": Fields("SpiderSynQuestion", "query"),  # Spider-Syn
+    "SQL": Fields("question", "SQL", "evidence", "difficulty"),  # BIRD
+    "query": Fields("question", "query"),  # Spider
+    "sql": Fields("question", "sql", "external_knowledge", "sql_complexity"),  # SynSQL
 }
-OF_A_DIALOGUE = SingleFields("SParC", "utterance", "query")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One question of a dialogue with its gold SQL. `index` counts from 0."""
-
-    question: str
-    gold_sql: str
-    db_id: str
-    index: int
-    knowledge: str = ""  # BIRD's evidence, SynSQL's external_knowledge
-    difficulty: str = ""  # the dataset's own: BIRD's difficulty, SynSQL's sql_complexity
-
-
-@dataclass(frozen=True)
-class Dialogue:
-    """A sequence of questions over one database."""
-
-    id: str
-    db_id: str
-    turns: tuple[Turn, ...]
-    source: str = ""  # its own field of this name, else the file
 
 
 @dataclass(frozen=True)
@@ -76,7 +53,7 @@ class HistoryTurn:
 
 @dataclass(frozen=True)
 class Example:
-    """One turn to answer, with its history."""
+    """One turn of a dialogue, which counts from 0; where it is to be answered, with its history."""
 
     id: str
     dialogue_id: str
@@ -84,10 +61,19 @@ class Example:
     turn_index: int
     question: str
     gold_sql: str
-    history: tuple[HistoryTurn, ...]
-    knowledge: str = ""  # external knowledge that comes with the question
-    difficulty: str = ""  # the dataset's own word for it, if it has one
-    source: str = ""  # of its dialogue
+    history: tuple[HistoryTurn, ...] = ()
+    knowledge: str = ""  # BIRD's evidence, SynSQL's external_knowledge
+    difficulty: str = ""  # the dataset's own: BIRD's difficulty, SynSQL's sql_complexity
+    source: str = ""  # its dialogue's own field of this name, else the file
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A sequence of questions over one database."""
+
+    id: str
+    db_id: str
+    turns: tuple[Example, ...]  # without history
 
 
 @dataclass(frozen=True)
@@ -139,11 +125,10 @@ def load_dataset(
             if dialogue.db_id in schemas:
                 dialogues.append(dialogue)
             elif allow_missing:
-                missing[dialogue.source] += 1
+                missing[dialogue.turns[0].source] += 1
             else:
                 raise UserError(
-                    f"{path}, item {number}: database {dialogue.db_id!r} is not in {tables} or has no file "
-                    f"{databases / dialogue.db_id / (dialogue.db_id + '.sqlite')}; "
+                    f"{path}, item {number}: database {dialogue.db_id!r} is not in {tables} or {databases}; "
                     "give the right --databases, or --allow-missing to skip such items"
                 )
     if not dialogues:
@@ -160,8 +145,7 @@ def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
     for dataset in datasets:
         for name, schema in dataset.schemas.items():
             known = schemas.setdefault(name, schema)
-            same_size = known.path.stat().st_size == schema.path.stat().st_size
-            if known.tables != schema.tables or not same_size:
+            if known.tables != schema.tables:
                 raise UserError(
                     f"two sources have different databases {name!r}: {known.path} and {schema.path}; "
                     "rename one, or give both sources the same --tables and --databases"
@@ -170,55 +154,33 @@ def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
     return Dataset(dialogues, schemas, sum((dataset.missing for dataset in datasets), Counter()))
 
 
-def _dialogue(data: Path, number: int, item: object, name: str) -> Dialogue:
+def _dialogue(data: Path, number: int, item: dict, name: str) -> Dialogue:
     """Item `number` (from 0) of `data` as the dialogue `name`; a single question is a dialogue of one turn.
 
     Raises UserError with the file, the item and the field that is missing or of another kind.
     """
-    where = f"{data}, item {number}"
-    if not isinstance(item, dict):
-        raise UserError(f"{where} should be an object with named fields, not {type(item).__name__}")
-    if {"interaction", "database_id"} & item.keys():
-        asked = item.get("interaction")
-        if not isinstance(asked, list) or not asked or not all(isinstance(turn, dict) for turn in asked):
-            raise UserError(
-                f"{where}: expected SParC's fields database_id and interaction, a list of turns, each with "
-                "utterance and query"
-            )
-        db_id = _text(where, item, "database_id")
-        turns = [
-            _turn(f"{where}, turn {index}", turn, OF_A_DIALOGUE, db_id, index)
-            for index, turn in enumerate(asked)
-        ]
-    else:
-        fields = next((fields for key, fields in SINGLE_FORMATS.items() if key in item), None)
-        if fields is None:
-            known = ", ".join(f"{key} ({fields.format})" for key, fields in SINGLE_FORMATS.items())
-            raise UserError(
-                f"{where} has none of the fields interaction (SParC, CoSQL), {known}; "
-                f"its fields are {', '.join(map(str, item)) or 'none'}"
-            )
-        where += f" ({fields.format})"
-        db_id = _text(where, item, "db_id")
-        turns = [_turn(where, item, fields, db_id, 0)]
-    return Dialogue(name, db_id, tuple(turns), str(item.get("source", data)))
+    with loading(f"{data}, item {number}, is no dialogue or question of a known format"):
+        key = next((key for key in FORMATS if key in item), None)
+        if key is None:
+            raise KeyError(f"none of {', '.join(FORMATS)}")
+        fields, asked, database = FORMATS[key], [item], "db_id"
+        if key == "interaction":
+            asked, database = item["interaction"], "database_id"
+        db_id, source, turns = _text(item, database), str(item.get("source", data)), []
+        for index, turn in enumerate(asked):
+            question, sql = _text(turn, fields.question), _text(turn, fields.sql)
+            further = (turn.get(fields.knowledge), turn.get(fields.difficulty))
+            knowledge, difficulty = ((text or "").strip() for text in further)
+            at = (f"{name}/{index}", name, db_id, index)
+            turns.append(Example(*at, question, sql, (), knowledge, difficulty, source))
+        if not turns:
+            raise ValueError("interaction is empty")
+        return Dialogue(name, db_id, tuple(turns))
 
 
-def _turn(where: str, item: dict, fields: SingleFields, db_id: str, index: int) -> Turn:
-    question, sql = _text(where, item, fields.question), _text(where, item, fields.sql)
-    knowledge, difficulty = (
-        _text(where, item, field).strip() if item.get(field) is not None else ""
-        for field in (fields.knowledge, fields.difficulty)
-    )
-    return Turn(question, sql, db_id, index, knowledge, difficulty)
-
-
-def _text(where: str, item: dict, field: str) -> str:
-    """A field's text. Raises UserError, which begins with `where`, if there is none."""
-    if field not in item:
-        raise UserError(f"{where} lacks the field {field}")
+def _text(item: dict, field: str) -> str:
     if not isinstance(item[field], str):
-        raise UserError(f"{where}: the field {field} should be text, not {type(item[field]).__name__}")
+        raise TypeError(f"{field} is no text")
     return item[field]
 
 
@@ -230,16 +192,12 @@ def examples(dialogues: Iterable[Dialogue], history: str = "gold") -> list[Examp
     made = []
     for dialogue in dialogues:
         known = [turn.gold_sql if history == "gold" else None for turn in dialogue.turns]
-        made += [example_after(dialogue, known[: turn.index]) for turn in dialogue.turns]
+        made += [example_after(dialogue, known[: turn.turn_index]) for turn in dialogue.turns]
     return made
 
 
 def example_after(dialogue: Dialogue, answers: Sequence[str | None]) -> Example:
     """The turn after the earlier ones that `answers` holds the SQL of."""
-    turn = dialogue.turns[len(answers)]
     earlier = zip(dialogue.turns, answers, strict=False)
     history = tuple(HistoryTurn(turn.question, sql) for turn, sql in earlier)
-    names = f"{dialogue.id}/{turn.index}", dialogue.id, dialogue.db_id, turn.index
-    return Example(
-        *names, turn.question, turn.gold_sql, history, turn.knowledge, turn.difficulty, dialogue.source
-    )
+    return replace(dialogue.turns[len(answers)], history=history)

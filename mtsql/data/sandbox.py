@@ -11,12 +11,12 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from queue import LifoQueue
 
 from mtsql.data.sql_worker import NOT_OPEN, packed, quoted, receive
 from mtsql.errors import MissingDatabase, UserError
@@ -83,7 +83,7 @@ def read_only_uri(path: Path) -> str:
 
 
 class Worker:
-    """A process that answers requests. Raises OSError if it does not start."""
+    """A process that answers requests. Raises OSError, or what `ask` does, if it does not start."""
 
     def __init__(self) -> None:
         self.socket, its_own = socket.socketpair()
@@ -95,17 +95,23 @@ class Worker:
             )  # fmt: skip
         self._answers = self.socket.makefile("rb")
         self._computed = 0.0  # seconds, until the last answer
-        try:
-            self.ask(START_SECONDS)
-        except (EOFError, ConnectionError, TimeoutError):
-            self.end()
-            raise OSError("the process that runs SQL does not start") from None
+        self.ask(START_SECONDS)
 
     def ask(self, seconds: float, *request: object) -> tuple:
-        """Its answer. Raises TimeoutError after `seconds`, EOFError or ConnectionError if it has ended."""
-        self.socket.settimeout(seconds)
-        self.socket.sendall(packed((seconds, *request)))
-        self._computed, answer = receive(self._answers)
+        """Its answer; without one it is ended.
+
+        Raises TimeoutError, with the seconds that it has computed, after `seconds`, and EOFError or
+        ConnectionError if it has ended by itself.
+        """
+        try:
+            self.socket.settimeout(seconds)
+            self.socket.sendall(packed((seconds, *request)))
+            self._computed, answer = receive(self._answers)
+        except TimeoutError:
+            raise TimeoutError(self.end()) from None
+        except BaseException:
+            self.end()
+            raise
         return answer
 
     def end(self) -> float:
@@ -122,32 +128,24 @@ class Worker:
 
 
 @lru_cache(maxsize=1)
-def _workers(process: int) -> tuple[threading.Semaphore, list[Worker]]:
-    """Room for those of one process, and those that are idle: a fork must not speak to its parent's."""
-    return threading.Semaphore(MAX_WORKERS), []
+def _workers(process: int) -> LifoQueue[Worker | None]:
+    """Those of one process, None for one that is not started: a fork must not speak to its parent's."""
+    idle = LifoQueue()
+    for _ in range(MAX_WORKERS):
+        idle.put(None)
+    return idle
 
 
 def _ask(seconds: float, *request: object) -> tuple:
-    """The answer of a worker, which is ended if there is none. Raises what `Worker` and its `ask` do.
-
-    A TimeoutError holds the seconds that the worker has computed.
-    """
-    room, idle = _workers(os.getpid())
-    with room:
-        try:
-            while (worker := idle.pop()).process.poll() is not None:  # somebody has ended it
-                worker.end()
-        except IndexError:
+    """The answer of the next worker that is idle. Raises what `Worker` and its `ask` do."""
+    idle = _workers(os.getpid())
+    worker = idle.get()
+    try:
+        if worker is None or worker.process.poll() is not None:  # it, or somebody, has ended it
             worker = Worker()
-        try:
-            answer = worker.ask(seconds, *request)
-        except TimeoutError:
-            raise TimeoutError(worker.end()) from None
-        except BaseException:
-            worker.end()
-            raise
-        idle.append(worker)
-    return answer
+        return worker.ask(seconds, *request)
+    finally:
+        idle.put(worker)
 
 
 def run_sql(path: str | Path, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:

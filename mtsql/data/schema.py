@@ -14,7 +14,7 @@ from string import ascii_lowercase, ascii_uppercase
 
 from mtsql.data.sandbox import Reader
 from mtsql.data.sql_worker import quoted
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import file_errors, load_json
 
 RESERVED = frozenset(
@@ -24,6 +24,7 @@ RESERVED = frozenset(
     nothing notnull null on or order primary raise references returning select set table then to
     transaction union unique update using values when where""".split()
 )
+OF_A_DESCRIPTION = ("original_column_name", "column_name", "column_description", "value_description")
 LOWER = str.maketrans(ascii_uppercase, ascii_lowercase)
 BARE = re.compile(r"[^\W\d][\w$]*|_[\w$]*")
 
@@ -121,22 +122,12 @@ def load_schemas(tables_file: Path, databases: Path) -> dict[str, Schema]:
     """
     schemas = {}
     for number, entry in enumerate(read_json(tables_file)):
-        try:
+        with loading(f"{tables_file}, item {number}: expected a database with Spider's fields"):
             path = databases / entry["db_id"] / f"{entry['db_id']}.sqlite"
-            with file_errors(path):
-                if path.is_file():
-                    schemas[entry["db_id"]] = _schema(entry, path)
-        except UserError:
-            raise
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(
-                f"{tables_file}, item {number}: expected a database with Spider's fields, but {error!r}"
-            ) from None
+            if path.is_file():
+                schemas[entry["db_id"]] = _schema(entry, path)
     if not schemas:
-        raise UserError(
-            f"{databases} holds none of the databases named in {tables_file}; "
-            "it should hold <db_id>/<db_id>.sqlite"
-        )
+        raise UserError(f"{databases} holds no <db_id>/<db_id>.sqlite of a database named in {tables_file}")
     return schemas
 
 
@@ -161,16 +152,11 @@ def _descriptions(entry: dict, path: Path) -> dict[tuple[str, str], str]:
             found[folded(tables.get(table, "")), folded(column)] = entry["column_names"][index][1]
     for file in sorted((path.parent / "database_description").glob("[!.]*.csv")):
         # Released as UTF-8 with a byte order mark, but some files hold other bytes, which are left out.
-        with file_errors(file):
-            rows = csv.DictReader(io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline=""))
-        try:
-            for row in rows:
-                column = folded((row.get("original_column_name") or "").strip())
-                meaning = (row.get("column_description") or "").strip() or (row.get("column_name") or "")
-                values = (row.get("value_description") or "").strip()
-                found[folded(file.stem), column] = "; ".join(filter(None, (meaning, values)))
-        except csv.Error as error:
-            raise UserError(f"{file}, line {rows.line_num}, is not valid CSV ({error})") from None
+        with loading(f"{file} is not valid CSV"), file_errors(file):
+            lines = io.StringIO(file.read_text("utf-8-sig", errors="ignore"), newline="")
+            for row in csv.DictReader(lines, restval=""):
+                column, name, meaning, values = (row.get(key, "").strip() for key in OF_A_DESCRIPTION)
+                found[folded(file.stem), folded(column)] = "; ".join(filter(None, (meaning or name, values)))
     texts = {key: " ".join(text.split()) for key, text in found.items()}
     return {key: _cut(text, 100) for key, text in texts.items() if _letters(text) != _letters(key[1])}
 
@@ -201,5 +187,5 @@ def _schema(entry: dict, path: Path) -> Schema:
         pairs = [(columns[a], columns[b]) for a, b in entry["foreign_keys"] if columns[a][0] == index]
         foreign = tuple((column, names[other], key) for (_, column), (other, key) in pairs)
         meanings = tuple(descriptions.get((folded(name), folded(c)), "") for _, c in own)
-        tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings if descriptions else ()))
+        tables.append(SchemaTable(name, kinds, keys, foreign, row, meanings))
     return Schema(entry["db_id"], path, tuple(tables), entry)

@@ -158,9 +158,7 @@ def receive(file: BinaryIO) -> tuple:
 def serve() -> None:
     """Limit this process, and answer until the input ends; a request for nothing asks whether it is ready."""
     for limit, most in PROCESS_LIMITS.items():
-        with suppress(ValueError, OSError):  # a system that has no such limit
-            hard = resource.getrlimit(limit)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        with suppress(ValueError, OSError):  # a system that has no such limit, or a lower one
             resource.setrlimit(limit, (most, most))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, whatever that does
     with suppress(EOFError, ConnectionError):

@@ -17,9 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import groupby, islice, product, takewhile, zip_longest
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 
 from mtsql.config import reader_of
 from mtsql.data.schema import Schema, read_json
@@ -27,8 +28,7 @@ from mtsql.errors import UserError, loading
 from mtsql.files import file_errors, load_json, load_json_lines, write_atomically
 from mtsql.report.metrics import HARDNESS, TURNS, bootstrap_interval, grouped, turn_name
 from mtsql.sql.execute import Executor, as_scored, execution_match
-from mtsql.sql.grammar import SqlParseError
-from mtsql.sql.match import COMPONENTS, exact_set_match, hardness, partial_match, string_match
+from mtsql.sql.match import COMPONENTS, partial_match, string_match
 from mtsql.sql.score import FURTHER_METRICS, Scorer
 from mtsql.sql.text import first_statement
 
@@ -40,10 +40,9 @@ VALUE = re.compile(
 MAX_ALTERNATIVES = 10_000
 PLUGGING_SECONDS = 60.0  # no new assignment of gold values is tried after so long
 MEASURED = {"all": ("ex", "em"), "exec": ("ex",), "match": ("em",)}  # by etype
-ROWS = {"ex": "execution", "em": "exact match"}
-TITLES = {  # over the levels of hardness and, with TURN, over the turns
-    "ex": "=====================   {}EXECUTION ACCURACY     =====================",
-    "em": "\n====================== {}EXACT MATCHING ACCURACY =====================",
+ROWS = {  # titles, over the levels of hardness and, with TURN, over the turns; names
+    "ex": ("=====================   {}EXECUTION ACCURACY     =====================", "execution"),
+    "em": ("\n====================== {}EXACT MATCHING ACCURACY =====================", "exact match"),
 }
 PARTIAL_TITLES = {
     "acc": "\n---------------------PARTIAL MATCHING ACCURACY----------------------",
@@ -51,58 +50,45 @@ PARTIAL_TITLES = {
     "f1": "---------------------- PARTIAL MATCHING F1 --------------------------",
 }
 NAMES = {"ex": "EX", "em": "EM (exact set match)"} | FURTHER_METRICS
+ASKED = itemgetter("dialogue_id", "turn_index", "gold")
 LISTED = 20  # lines of the gold file for each status to look at
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is evaluated: `etype` is all, exec or match."""
-
-    etype: str = "all"
-    plug_value: bool = False
-    keep_distinct: bool = False
 
 
 def read_pairs(gold: Path, pred: Path) -> list[dict]:
     """The lines of a gold and a prediction file, side by side.
 
-    A pair has the keys line (of the gold file, from 1), interaction, turn (both from 0), db_id, gold and
-    predicted. Raises UserError naming the first line that is missing, too much, or at another place.
+    A pair has the keys line (of the gold file, from 1), dialogue_id, turn_index (both from 0), db_id, gold
+    and predicted. Raises UserError naming the first line that is missing, too much, or at another place.
     """
     asked, answered = _blocks(gold), _blocks(pred)
-    if not asked:
-        raise UserError(f"{gold} holds no query")
-    for line, cells in (numbered for block in asked for numbered in block):
-        if len(cells) != 2:
-            raise UserError(f"{gold}, line {line}: expected SQL, a tab and the name of a database")
-    known = {cells[1].strip() for block in asked for _, cells in block}
-    pairs = []
-    for number, (golds, preds) in enumerate(zip_longest(asked, answered, fillvalue=[])):
-        if len(preds) > len(golds):
-            raise UserError(f"{pred}, line {preds[len(golds)][0]} has no gold query in {gold}")
-        if len(golds) > len(preds):
-            raise UserError(
-                f"{gold}, line {golds[len(preds)][0]} has no prediction: interaction {number + 1} has "
-                f"{len(golds)} lines there and {len(preds)} in {pred} (write an empty prediction as none)"
-            )
-        for turn, ((line, (sql, db_id)), (pred_line, cells)) in enumerate(zip(golds, preds, strict=True)):
-            db_id, named = db_id.strip(), cells[-1].strip()
-            if len(cells) > 1 and named in known and named != db_id:
+    known, pairs = {cells[-1].strip() for block in asked for _, cells in block}, []
+    for number, (golds, preds) in enumerate(zip_longest(asked, answered, fillvalue=())):
+        for turn, (of_gold, of_pred) in enumerate(zip_longest(golds, preds)):
+            if of_gold is None:
+                raise UserError(f"{pred}, line {of_pred[0]} has no gold query in {gold}")
+            (line, cells), place = of_gold, f"{gold}, line {of_gold[0]}"
+            if of_pred is None:
                 raise UserError(
-                    f"{pred}, line {pred_line} is for database {named}, but {gold}, line {line} asks {db_id}"
+                    f"{place} has no prediction: interaction {number + 1} has {len(golds)} lines there and "
+                    f"{len(preds)} in {pred} (write an empty prediction as none)"
                 )
-            place = {"line": line, "interaction": number, "turn": turn, "db_id": db_id}
-            pairs.append(place | {"gold": sql, "predicted": cells[0]})
+            if len(cells) != 2:
+                raise UserError(f"{place}: expected SQL, a tab and the name of a database")
+            db_id, predicted = cells[1].strip(), of_pred[1]
+            named = predicted[-1].strip()
+            if len(predicted) > 1 and named in known and named != db_id:
+                raise UserError(f"{pred}, line {of_pred[0]} is for {named}, but {place} asks {db_id}")
+            pair = {"line": line, "dialogue_id": number, "turn_index": turn, "db_id": db_id}
+            pairs.append(pair | {"gold": cells[0], "predicted": predicted[0]})
+    if not pairs:
+        raise UserError(f"{gold} holds no query")
     return pairs
 
 
 def _blocks(path: Path) -> list[list[tuple[int, list[str]]]]:
     """(line number, cells) of each line; blank lines part the interactions."""
-    try:
-        with file_errors(path):
-            text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error})") from None
+    with loading(f"{path} is not UTF-8 text"), file_errors(path):
+        text = path.read_text(encoding="utf-8-sig")
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1)]
     blocks = (block for filled, block in groupby(lines, key=lambda numbered: bool(numbered[1])) if filled)
     return [[(number, line.split("\t")) for number, line in block] for block in blocks]
@@ -113,7 +99,7 @@ def read_schemas(
 ) -> dict[str, Schema]:
     """The databases of the pairs; what only prompts show of them is left out.
 
-    Raises UserError for a database that is not there, or that the tables lack.
+    Raises UserError for a database that is not there, KeyError for one that the tables lack.
     """
     entries = {entry["db_id"]: entry for entry in read_json(tables)} if tables else {}
     schemas: dict[str, Schema] = {}
@@ -122,20 +108,18 @@ def read_schemas(
         path = databases / name / f"{name}.sqlite"
         if not path.is_file():
             raise UserError(f"{gold_file}, line {pair['line']}: there is no database {path}")
-        if tables and name not in entries:
-            raise UserError(f"{gold_file}, line {pair['line']}: {tables} has no database {name}")
-        schemas[name] = Schema(name, path, (), entries.get(name, NO_FOREIGN_KEYS))
+        schemas[name] = Schema(name, path, (), entries[name] if tables else NO_FOREIGN_KEYS)
     return schemas
 
 
-def score_pairs(pairs: Sequence[dict], scorer: Scorer, rules: Rules) -> list[dict]:
+def score_pairs(pairs: Sequence[dict], scorer: Scorer, etype: str, plug_value: bool) -> list[dict]:
     """The pairs with hardness, pred_parses, status, em, partial_f1, partial_sizes, ex and FURTHER_METRICS.
 
     `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
-    or "gold unreadable". What is not evaluated is not there.
+    or "gold unreadable". What is not evaluated, by `etype`, one of MEASURED, is not there.
     """
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(lambda pair: _score(pair, scorer, rules), pairs))
+        return list(pool.map(lambda pair: _score(pair, scorer, etype, plug_value), pairs))
 
 
 def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
@@ -157,43 +141,40 @@ def official_prediction(sql: str) -> str:
     return sql.replace("value", "1")
 
 
-def _score(pair: dict, scorer: Scorer, rules: Rules) -> dict:
+def _score(pair: dict, scorer: Scorer, etype: str, plug_value: bool) -> dict:
     name, gold, predicted = pair["db_id"], pair["gold"], official_prediction(pair["predicted"])
-    item = pair | {"hardness": None, "pred_parses": scorer.readable(name, predicted)}
-    item |= _execution(pair, predicted, scorer, rules)
-    if rules.etype != "exec":
-        item |= {"em": 0, "partial_f1": None, "em_string": int(string_match(gold, predicted))}
-    try:
-        item["hardness"] = hardness(gold, scorer.schemas[name])
-        if rules.etype != "exec":
-            compared = (gold, predicted, scorer.schemas[name], scorer.foreign_keys[name])
-            item["em"] = int(exact_set_match(*compared))
-            found = partial_match(*compared)
-            item["partial_f1"] = {name: part.f1 for name, part in found.items()}
-            item["partial_sizes"] = {name: part[1:] for name, part in found.items()}
-    except SqlParseError:
-        if item["status"] != "gold failed":
-            item["status"] = "gold unreadable"
+    hardness = scorer.hardness(name, gold)
+    item = pair | {"hardness": hardness, "pred_parses": scorer.readable(name, predicted)}
+    item |= _execution(pair, predicted, scorer, etype, plug_value)
+    if hardness == "unread" and item["status"] != "gold failed":
+        item["status"] = "gold unreadable"
+    if etype != "exec":
+        item["em"] = int(scorer.em(name, gold, predicted))
+        item["em_string"] = int(string_match(gold, predicted))
+        found = {}
+        if hardness != "unread":
+            found = partial_match(gold, predicted, scorer.schemas[name], scorer.foreign_keys[name])
+        item["partial_f1"] = {component: part.f1 for component, part in found.items()}
+        item["partial_sizes"] = {component: part[1:] for component, part in found.items()}
     return item
 
 
-def _execution(pair: dict, predicted: str, scorer: Scorer, rules: Rules) -> dict:
+def _execution(pair: dict, predicted: str, scorer: Scorer, etype: str, plug_value: bool) -> dict:
     """`status` and, but for etype match, `ex` and those of FURTHER_METRICS that run the queries.
 
     Every *.sqlite file of a database's folder must agree (a test suite); the status is that in the first
     which finds the prediction wrong.
     """
     gold, executor, path = pair["gold"], scorer.executor, scorer.paths[pair["db_id"]]
-    suite, as_run = sorted(path.parent.glob("[!.]*.sqlite")), as_scored(predicted, rules.keep_distinct)
-    if rules.etype == "match":
+    suite, as_run = sorted(path.parent.glob("[!.]*.sqlite")), as_scored(predicted, scorer.kind)
+    if etype == "match":
         return {"status": executor.execute(path, *as_run).status}
 
     def wrong_in(sql: str) -> Path | None:
-        found = (p for p in suite if not execution_match(executor, p, gold, sql, rules.keep_distinct))
-        return next(found, None)
+        return next((p for p in suite if not execution_match(executor, p, gold, sql, scorer.kind)), None)
 
     deadline = time.monotonic() + PLUGGING_SECONDS
-    tried = with_gold_values(gold, predicted) if rules.plug_value else [predicted]
+    tried = with_gold_values(gold, predicted) if plug_value else [predicted]
     in_time = takewhile(lambda _: time.monotonic() < deadline, tried)
     try:
         right = next((sql for sql in in_time if wrong_in(sql) is None), None)
@@ -206,7 +187,7 @@ def _execution(pair: dict, predicted: str, scorer: Scorer, rules: Rules) -> dict
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:
     """The official tables' numbers, with 95 % intervals and what the executor's limits touched."""
-    blocks, statuses = grouped(items, "interaction"), Counter(item["status"] for item in items)
+    blocks, statuses = grouped(items, "dialogue_id"), Counter(item["status"] for item in items)
     summary: dict = {"questions": len(items), "interactions": len(blocks)}
     summary["official_grammar_cannot_read"] = sum(not item["pred_parses"] for item in items)
     summary["status"] = dict(sorted(statuses.items()))
@@ -221,7 +202,7 @@ def summarise_items(items: Sequence[dict], etype: str) -> dict:
     summary["levels"] = {level: scores(group) for level, group in levels.items()}
     for level, group in levels.items() if etype != "exec" else ():
         summary["levels"][level]["partial"] = {name: _component(group, name) for name in COMPONENTS}
-    turns = {turn: [i for i in items if turn_name(i["turn"]) == turn] for turn in TURNS}
+    turns = {turn: [i for i in items if turn_name(i["turn_index"]) == turn] for turn in TURNS}
     summary["turns"] = {turn: scores(group) for turn, group in turns.items()}
     whole = [{m: all(item[m] for item in block) for m in MEASURED[etype]} for block in blocks]
     summary["joint_all"] = scores(whole)
@@ -229,19 +210,19 @@ def summarise_items(items: Sequence[dict], etype: str) -> dict:
 
 
 def _component(group: Sequence[dict], name: str) -> dict[str, float]:
-    """Accuracy over the predictions that have the component, recall over the gold queries, F1 of the two."""
-    if not group:  # as the official tool prints a level without questions
-        return {"acc": 0.0, "rec": 0.0, "f1": 0.0}
+    """Accuracy over the predictions that have the component, recall over the gold queries, F1 of the two.
+
+    As the official tool has it, the F1 of a level is 1 where both are 0, and 0 where it has no questions.
+    """
     read = [(i["partial_f1"][name], *i["partial_sizes"][name]) for i in group if i["partial_f1"]]
     accuracy = _mean(score for score, in_pred, _ in read if in_pred)
     recall = _mean(score for score, _, in_gold in read if in_gold)
-    f1 = 2 * accuracy * recall / (accuracy + recall) if accuracy + recall else 1.0
+    f1 = 2 * accuracy * recall / (accuracy + recall) if accuracy + recall else float(bool(group))
     return {"acc": accuracy, "rec": recall, "f1": f1}
 
 
 def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else 0.0
+    return fmean(list(values) or [0.0])
 
 
 def metrics_of(items: Sequence[dict]) -> list[str]:
@@ -251,7 +232,7 @@ def metrics_of(items: Sequence[dict]) -> list[str]:
 
 def by_dialogue(items: Sequence[dict], metric: str) -> list[list[float]]:
     """A metric by interaction; in a file of single questions each is a dialogue of its own."""
-    blocks = grouped(items, "interaction")
+    blocks = grouped(items, "dialogue_id")
     blocks = blocks if len(blocks) > 1 else [[item] for item in items]
     return [[item[metric] for item in block] for block in blocks]
 
@@ -272,8 +253,8 @@ def format_tables(summary: dict, etype: str) -> str:
 def _table(columns: dict[str, dict], etype: str, of: str) -> list[str]:
     lines = [_row("", columns), _row("count", [scores["count"] for scores in columns.values()])]
     for metric in MEASURED[etype]:
-        lines.append(TITLES[metric].format(of))
-        lines.append(_row(ROWS[metric], [scores[metric] for scores in columns.values()]))
+        title, name = ROWS[metric]
+        lines += [title.format(of), _row(name, [scores[metric] for scores in columns.values()])]
     return lines
 
 
@@ -298,20 +279,17 @@ def format_further(summary: dict, items: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
-def read_items(path: Path) -> list[dict]:
-    """The items of an earlier evaluation: OUT.json of prediction files, or a run's predictions.jsonl.
+def read_items(path: Path) -> tuple[list[tuple], list[dict]]:
+    """What an earlier evaluation asked, and its items: OUT.json of prediction files, or a predictions.jsonl.
 
     Raises UserError if it is neither.
     """
     with loading(f"{path} is no evaluation; expected what --json or a run's predictions.jsonl holds"):
-        if path.suffix == ".jsonl":
-            records = [record for _, record in load_json_lines(path)]
-            items = [r | {"interaction": r["dialogue_id"], "turn": r["turn_index"]} for r in records]
-        else:
-            items = load_json(path)["per_item"]
-        if not items or not all({"interaction", "turn", "gold"} <= item.keys() for item in items):
-            raise ValueError("no item, or one that lacks a field")
-    return items
+        lines = path.suffix == ".jsonl"
+        items = [item for _, item in load_json_lines(path)] if lines else load_json(path)["per_item"]
+        if not items:
+            raise ValueError("no item")
+        return [ASKED(item) for item in items], items
 
 
 def paired_difference(
@@ -323,8 +301,6 @@ def paired_difference(
     two-sided test on the questions that only one of the two gets right. Raises ValueError unless
     both have the same questions.
     """
-    if [len(values) for values in a] != [len(values) for values in b]:
-        raise ValueError("a paired comparison needs the same questions on both sides")
     differences = [[x - y for x, y in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
     low, high = bootstrap_interval(differences)
     flat = [d for values in differences for d in values]
@@ -339,12 +315,11 @@ def compare(a: Path, b: Path) -> str:
 
     Raises UserError unless both hold the same questions.
     """
-    ours, theirs = read_items(a), read_items(b)
-    asked = [[(item["interaction"], item["turn"], item["gold"]) for item in side] for side in (ours, theirs)]
-    if asked[0] != asked[1]:
+    (asked, ours), (others, theirs) = read_items(a), read_items(b)
+    if asked != others:
         raise UserError(f"{a} and {b} do not hold the same questions, so they cannot be compared")
     lines = [f"A = {a}", f"B = {b}"]
-    lines.append(f"{len(ours)} questions in {len(grouped(ours, 'interaction'))} interactions")
+    lines.append(f"{len(ours)} questions in {len(grouped(ours, 'dialogue_id'))} interactions")
     lines.append(f"{'':20}{'A %':>8}{'B %':>8}{'A - B':>9}{'95 % interval':>18}{'McNemar p':>12}")
     for metric in (m for m in metrics_of(ours) if m in metrics_of(theirs)):
         difference, low, high, p = paired_difference(by_dialogue(ours, metric), by_dialogue(theirs, metric))
@@ -378,11 +353,11 @@ def main() -> None:
     if missing:
         parser.error(f"give {', '.join(missing)}")
     pairs = read_pairs(chosen.gold, chosen.pred)
-    rules = Rules(chosen.etype, chosen.plug_value, chosen.keep_distinct)
     with loading(f"{chosen.tables}: expected databases with Spider's fields"):
         schemas = read_schemas(pairs, chosen.databases, chosen.tables, chosen.gold)
-        scorer = Scorer(schemas, Executor(timeout_seconds=chosen.sql_timeout))
-    items = score_pairs(pairs, scorer, rules)
+        kind = "keep_distinct" if chosen.keep_distinct else "official"
+        scorer = Scorer(schemas, Executor(timeout_seconds=chosen.sql_timeout), kind)
+    items = score_pairs(pairs, scorer, chosen.etype, chosen.plug_value)
     summary = summarise_items(items, chosen.etype)
     if chosen.json:
         write_atomically(chosen.json, json.dumps({"summary": summary, "per_item": items}, indent=1))

@@ -24,10 +24,7 @@ def majority_vote(
     runs, the first answer wins. Raises FileNotFoundError if the database is missing.
     """
     bird = kind == "bird"
-    executed = [
-        None if sql is None else (sql,) if bird else as_scored(sql, keep_distinct=kind == "keep_distinct")
-        for sql in candidates
-    ]
+    executed = [None if sql is None else as_scored(sql, kind) for sql in candidates]
     rows = [
         None if sql is None else executor.predicted_rows(db_path, MAX_GOLD_ROWS, *sql) for sql in executed
     ]

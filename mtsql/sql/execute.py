@@ -128,52 +128,43 @@ class Executor:
         return result
 
 
-def as_scored(sql: str, keep_distinct: bool) -> tuple[str, ...]:
-    """What EX runs, and what it runs where that fails: the statement with its DISTINCT."""
-    executed = as_executed(sql, keep_distinct)
-    return (
-        (executed, as_executed(sql, True)) if "distinct" in sql.lower() and not keep_distinct else (executed,)
-    )
+def as_scored(sql: str, kind: str) -> tuple[str, ...]:
+    """What EX of a kind (`execution_match`) runs, and what it runs where that fails: it with its DISTINCT."""
+    if kind == "bird":
+        return (sql,)
+    kept, dropped = as_executed(sql, keep_distinct=True), as_executed(sql, keep_distinct=False)
+    if kind == "keep_distinct":
+        return (kept,)
+    return (dropped, kept) if "distinct" in sql.lower() else (dropped,)
 
 
 def execution_match(
-    executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: str | None, keep_distinct: bool = False
+    executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: str | None, kind: str = "official"
 ) -> bool:
     """Execution match (EX) as the official evaluation defines it; R_EX in training.
 
     Unlike there, a timeout or an empty prediction is wrong, even if the gold result is empty. A query that
-    fails without its DISTINCT, or is past a limit, runs with it; where the gold query does, both do.
+    fails without its DISTINCT, or is past a limit, runs with it; where the gold query does, both do. Of
+    another `kind` "keep_distinct" lets DISTINCT count, and "bird" is BIRD's EX (bird-bench/mini_dev,
+    evaluation_ex.py): both queries as they are written, equal sets of rows, columns in the same order.
     Raises ValueError if the gold query fails, FileNotFoundError if the database is missing.
     """
-    gold = as_executed(gold_sql, keep_distinct)
+    gold = as_scored(gold_sql, kind)
     try:
-        gold_rows = executor.gold_rows(db_path, gold)
+        gold_rows = executor.gold_rows(db_path, gold[0])
     except ValueError:
-        if len(as_scored(gold_sql, keep_distinct)) == 1:
+        if len(gold) == 1:
             raise
-        return execution_match(executor, db_path, gold_sql, pred_sql, keep_distinct=True)
-    if pred_sql is None or not pred_sql.strip():
+        return execution_match(executor, db_path, gold_sql, pred_sql, "keep_distinct")
+    if pred_sql is None:
         return False
-    pred_rows = executor.predicted_rows(db_path, len(gold_rows), *as_scored(pred_sql, keep_distinct))
+    most = MAX_GOLD_ROWS if kind == "bird" else len(gold_rows)
+    pred_rows = executor.predicted_rows(db_path, most, *as_scored(pred_sql, kind))
     if pred_rows is None:
         return False
-    return results_equal(gold_rows, pred_rows, "order by" in gold.lower())
-
-
-def set_match(executor: Executor, db_path: str | Path, gold_sql: str, pred_sql: str | None) -> bool:
-    """BIRD's EX (bird-bench/mini_dev, evaluation_ex.py): equal sets of rows, columns in the same order.
-
-    Both queries run as they are written. Wrong if either fails, as in BIRD's evaluation.
-    Raises FileNotFoundError if the database is missing.
-    """
-    if pred_sql is None or not pred_sql.strip():
-        return False
-    try:
-        gold_rows = executor.gold_rows(db_path, gold_sql)
-    except ValueError:
-        return False
-    pred_rows = executor.predicted_rows(db_path, MAX_GOLD_ROWS, pred_sql)
-    return pred_rows is not None and set(gold_rows) == set(pred_rows)
+    if kind == "bird":
+        return set(gold_rows) == set(pred_rows)
+    return results_equal(gold_rows, pred_rows, "order by" in gold[0].lower())
 
 
 def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:

@@ -12,7 +12,7 @@ from sqlglot import exp
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
-from mtsql.sql.execute import Executor, execution_match, set_match
+from mtsql.sql.execute import Executor, execution_match
 from mtsql.sql.grammar import MAX_KEPT, SqlParseError, SqlSchema, foreign_key_map, parse_sql
 from mtsql.sql.match import exact_set_match, hardness
 from mtsql.sql.text import as_executed
@@ -32,7 +32,7 @@ class Scorer:
     def __init__(self, schemas: dict[str, Schema], executor: Executor, kind: str = "official") -> None:
         """Reads the databases' files; raises UserError if one is missing or no database.
 
-        The `kind` of EX is "official", "keep_distinct" (likewise, DISTINCT counts) or "bird" (`set_match`).
+        The `kind` of EX is "official", "keep_distinct" or "bird": see `execution_match`.
         """
         self.executor, self.kind = executor, kind
         self.paths = {db: schema.path for db, schema in schemas.items()}
@@ -44,11 +44,7 @@ class Scorer:
 
         Raises ValueError if the gold query fails.
         """
-        executor, path = self.executor, self.paths[db_id]
-        if self.kind == "bird":
-            executor.gold_rows(path, gold)
-            return set_match(executor, path, gold, predicted)
-        return execution_match(executor, path, gold, predicted, self.kind == "keep_distinct")
+        return execution_match(self.executor, self.paths[db_id], gold, predicted, self.kind)
 
     def em(self, db_id: str, gold: str, predicted: str | None, keep_limit: bool = False) -> bool:
         """Exact set match: the official EM; with `keep_limit` the numbers after nested LIMITs count.
@@ -65,13 +61,14 @@ class Scorer:
 
         A gold query that does not run makes them 0.
         """
-        executor = self.executor
-        try:
-            kept = all(execution_match(executor, path, gold, predicted, keep_distinct=True) for path in suite)
-        except ValueError:
-            kept = False
-        as_sets = all(set_match(executor, path, gold, predicted) for path in suite)
-        return {"ex_keep_distinct": int(kept), "ex_bird": int(as_sets)}
+
+        def agree(kind: str) -> bool:
+            try:
+                return all(execution_match(self.executor, path, gold, predicted, kind) for path in suite)
+            except ValueError:
+                return False
+
+        return {f"ex_{kind}": int(agree(kind)) for kind in ("keep_distinct", "bird")}
 
     def runs(self, db_id: str, predicted: str | None) -> bool:
         """Whether it executes without an error, repaired as EX repairs it."""
