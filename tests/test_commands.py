@@ -75,7 +75,7 @@ def test_pulls_are_advantages_over_lengths_and_add_up(explained):
         assert [token.text for token in tokens] == [text([i]).translate(explain.MARKS) for i in trained]
         total += sum(token.pull for token in tokens)
     assert step.loss == pytest.approx(-total, abs=1e-6)
-    (_, best), (_, worst), *_ = step.shown()
+    (best, *_), (worst, *_), *_ = step.shown()
     assert step.group[best].rewards.total > step.group[worst].rewards.total
     assert step.moved(best) > step.moved(worst)
 
@@ -83,13 +83,13 @@ def test_pulls_are_advantages_over_lengths_and_add_up(explained):
 def test_text_and_page_show_each_number(explained):
     config, step, task = explained
     decode = task.tokens.tokenizer.decode
-    text, page = explain.step_text(config, step, decode, False), explain.step_page(config, step, decode)
+    text, page = (explain.rendered(f"explain.{form}", config, step, decode) for form in ("txt", "html"))
     for shown in (text, page):
         assert step.group[0].example.gold_sql.split("'")[0] in shown
         assert f"{step.statistics['gradient_norm']:.4f}" in shown
         assert all(f"{sample.trajectory.advantage:+.3f}" in shown for sample in step.group)
-    assert "\033" not in text and "\033[32m" in explain.step_text(config, step, decode, True)
-    places = [int(places.partition(",")[0]) for places, _ in step.different()]
+    assert "\033" not in text and "\033[32m" in explain.rendered("explain.txt", config, step, decode, True)
+    places = [places[0] for places in step.different()]
     assert "<script" not in page and page.count('class="token"') == sum(len(step.tokens[p]) for p in places)
 
 
