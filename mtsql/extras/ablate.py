@@ -61,7 +61,7 @@ from tqdm import tqdm
 
 from evaluate import Args as EvaluateArgs
 from mtsql.extras.reproduce.page import write_page
-from mtsql.extras.reproduce.suites import BASE, TOY_BENCHMARK, Arm, Suite, Training, parts_of
+from mtsql.extras.reproduce.suites import BASE, SUITES, Arm, Suite, Training, parts_of
 from mtsql.files import shipped, writing_errors
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
@@ -142,9 +142,9 @@ def suite_of(chosen: argparse.Namespace, rest: Sequence[str], cells: Cells) -> S
         trainings,
         arms,
         tuple((changed[other], other, first) for other in others),
-        seeds=tuple(chosen.seeds),
+        seeds=chosen.seeds,
         once=(BASE,),
-        benchmark="" if chosen.data else TOY_BENCHMARK,
+        benchmark="" if chosen.data else SUITES["toy"].benchmark,
         corrected=True,
     )
 
