@@ -53,6 +53,10 @@ class Suite(NamedTuple):
         """Whether the arm is one for all seeds."""
         return arm in self.arms and self.arms[arm].policy.partition("/")[0] in self.once
 
+    def sets_of(self, arm: str) -> Sequence[str]:
+        """The sets that an arm answers."""
+        return self.arms[arm].sets or list(self.sets)
+
     def benchmark_part(self, out: Path) -> Part:
         """The command that makes the suite's own data."""
         data = out / "benchmark"
@@ -95,8 +99,8 @@ def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> l
             command += [*filled(options, places), *(["--curriculum", made(counts)] if counts else [])]
             command += ["--resume"] if script not in (COUNT, IMITATE) else []
             parts.append(Part(name, command, folder(name) / DONE[script]))
-        for arm, (_, policy, options, sets) in suite.arms.items():
-            for asked in sets or suite.sets if policy.partition("/")[0] == name else ():
+        for arm, (_, policy, options, _) in suite.arms.items():
+            for asked in suite.sets_of(arm) if policy.partition("/")[0] == name else ():
                 if "{other}" not in suite.sets[asked] or places["other"]:
                     done = folder(name).parent / "evaluation" / asked / arm
                     command = ["evaluate.py", *shared, *filled(suite.sets[asked], places)]
