@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mtsql.agent.env import Environment, Episode
@@ -167,22 +168,17 @@ class Event:
 Show = Callable[[Event], None]
 
 
-def show_steps(show: Show) -> Callable[[Trajectory], None]:
-    """The function that shows what a trajectory did and saw since it was last called, an SQL once."""
-    acted, seen, shown = 0, 0, ""
-
-    def told(trajectory: Trajectory) -> None:
-        nonlocal acted, seen, shown
-        for action in trajectory.actions[acted:]:
-            sql = action.sql or ""
-            show(Event(str(action.type), sql if sql != shown else "", action.passed))
-            shown = sql
-        for observation in trajectory.observations[seen:]:
-            recalled = observation.tool == MEMORY_RETRIEVE
-            show(Event("recall" if recalled else "observe", observation.text))
-        acted, seen = len(trajectory.actions), len(trajectory.observations)
-
-    return told
+def show_step(trajectory: Trajectory, show: Show) -> None:
+    """Show what the last message did, an SQL once, and what came back."""
+    before = ""
+    for action in trajectory.actions:
+        sql = action.sql or ""
+        if action.message == trajectory.messages - 1:
+            show(Event(str(action.type), sql if sql != before else "", action.passed))
+        before = sql
+    if trajectory.segments[-1].role == "environment":
+        seen = trajectory.observations[-1]
+        show(Event("recall" if seen.tool == MEMORY_RETRIEVE else "observe", seen.text))
 
 
 @dataclass(frozen=True)
@@ -227,7 +223,7 @@ class Conversation:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
             names = ", ".join(table.name for table in schema.tables)
             show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
-        trajectory, episode.told = episode.trajectory, show_steps(show)
+        trajectory, episode.told = episode.trajectory, partial(show_step, show=show)
         try:
             self.play([episode])
             sql = trajectory.answer_sql
