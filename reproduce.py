@@ -74,8 +74,7 @@ def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
     for seed in chosen.seeds or suite.seeds:
         made = shipped(MODELS / f"seed{seed}")
         own = str(made) if name in ("quick", "toy") and made.exists() else ""
-        chains = parts_of(suite, chosen.out, seed, places | {"model": chosen.model or own})
-        parts += [part for chain in chains for part in chain]
+        parts += parts_of(suite, chosen.out, seed, places | {"model": chosen.model or own})
     return parts
 
 

@@ -68,13 +68,13 @@ def filled(options: str, places: Mapping[str, str]) -> list[str]:
     return shlex.split(options.format(**{name: shlex.quote(value) for name, value in places.items()}))
 
 
-def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> list[list[Part]]:
+def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> list[Part]:
     """The trainings of one seed, each followed by the evaluations of what it made.
 
     `places` has what stands for data, other and rank in the options, and the model; `imitation` makes one if
     that is "". A later --config takes the place of an earlier one.
     """
-    chains: list[list[Part]] = []
+    parts: list[Part] = []
     places = {**places, "config": suite.config}
     shared = ["--config", *suite.config.split(), "--seed", str(seed)]
 
@@ -90,7 +90,6 @@ def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> l
     for name in sorted((BASE, *suite.trainings), key=lambda name: name != "imitation"):
         if name in suite.once and seed != 0:
             continue
-        chains.append(parts := [])
         if name != BASE and not (name == "imitation" and places["model"]):
             script, start, options, counts = suite.trainings[name]
             command = [*script.split(), *shared, *filled(suite.trained_on, places)]
@@ -106,7 +105,7 @@ def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> l
                     command = ["evaluate.py", *shared, *filled(suite.sets[asked], places)]
                     command += ["--model", made(policy), "--out", str(done), *filled(options, places)]
                     parts.append(Part(f"evaluate {arm} on {asked}", command, done / "summary.json"))
-    return chains
+    return parts
 
 
 def read_suite(name: str) -> Suite:
