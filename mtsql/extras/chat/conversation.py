@@ -31,7 +31,6 @@ INDEX_PARTS = (  # tables of FTS3 to FTS5 and of R-trees
 )  # fmt: skip
 SMALL = r"[^\W\d_A-Z]"  # any letter but ASCII's capitals
 NAME_WORD = re.compile(rf"[A-Z]+(?!{SMALL})|[A-Z]?{SMALL}+|\d+")
-QUESTION_WORD = re.compile(r"\w+")
 SHORT_WORDS = frozenset(
     "a an and are as at by do for from in is it of on or that the their to was what".split()
 )
@@ -124,8 +123,7 @@ def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
     values = _stems(" ".join(str(value) for value in table.example_row or () if isinstance(value, str)))
     total = 0.0
     for place, question in enumerate(questions):
-        asked = {_stem(w) for w in QUESTION_WORD.findall(question.lower())} - SHORT_WORDS
-        weight = 2.0 if place == len(questions) - 1 else 1.0
+        asked, weight = _stems(question), 2.0 if place == len(questions) - 1 else 1.0
         total += weight * 3 * len(asked & own) / max(1, len(own))
         total += weight * sum(len(asked & words) / len(words) for words in columns if words)
         total += weight * 0.5 * len(asked & values)
@@ -133,7 +131,7 @@ def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
 
 
 def _stems(name: str) -> set[str]:
-    """The words in a name such as order_items, OrderItems or "order items"."""
+    """The words in a question, or in a name such as order_items, OrderItems or "order items"."""
     return {_stem(word.lower()) for word in NAME_WORD.findall(name)} - SHORT_WORDS
 
 

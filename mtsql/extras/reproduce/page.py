@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -109,8 +108,8 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
     sets = {
         dataset: {
             "questions": next(row["questions"] for row in rows if row["dataset"] == dataset),
-            "accuracy": accuracy_table(suite, accuracy[dataset]),
-            "differences": difference_table(suite, by_arm),
+            "accuracy": [accuracy_row(suite, arm, of_arm) for arm, of_arm in accuracy[dataset].items()],
+            "differences": difference_rows(suite, by_arm),
             "lacking": [arm for arm in suite.arms if dataset in suite.sets_of(arm) and arm not in by_arm],
         }
         for dataset, by_arm in of.items()
@@ -225,19 +224,16 @@ def accuracies(by_arm: ByArm) -> dict[str, dict[str, Estimate]]:
     }
 
 
-def accuracy_table(suite: Suite, found: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """EX and EM of every arm on one set."""
-    lines = []
-    for arm, of in found.items():
-        what = suite.arms[arm].what if arm in suite.arms else ""
-        cells = [with_interval(of_metric, decimal) for of_metric in of.values()]
-        lines.append([f"`{arm}`", what, *cells, seeds_text(of["ex"], decimal)])
-    return table(["arm", "what it is", "EX", "EM", "EX of each seed"], lines)
+def accuracy_row(suite: Suite, arm: str, of: Mapping[str, Estimate]) -> list[str]:
+    """The cells of an arm on one set: EX, EM, EX of each seed."""
+    what = suite.arms[arm].what if arm in suite.arms else ""
+    cells = [with_interval(of_metric, decimal) for of_metric in of.values()]
+    return [f"`{arm}`", what, *cells, seeds_text(of["ex"], decimal)]
 
 
-def difference_table(suite: Suite, by_arm: ByArm) -> str:
-    """The paired differences on one set."""
-    lines, comparisons = [], len(suite.pairs) if suite.corrected else 1
+def difference_rows(suite: Suite, by_arm: ByArm) -> list[list[str]]:
+    """The cells of the paired differences on one set: EX, EX of each seed, EM."""
+    rows, comparisons = [], len(suite.pairs) if suite.corrected else 1
     for what, better, worse in suite.pairs:
         others = by_arm.get(worse, {})
         pairs = {
@@ -247,21 +243,19 @@ def difference_table(suite: Suite, by_arm: ByArm) -> str:
         }
         if not pairs:
             continue
-        ex, em = (
-            estimate(
+        found = {
+            metric: estimate(
                 {seed: differences(row, other, metric) for seed, (row, other) in pairs.items()},
                 other_seeds=True,
                 comparisons=comparisons,
             )
             for metric in BITS
-        )
+        }
         claimed = not suite.corrected or len(pairs) > 1  # a grid of one seed claims nothing
-        of_ex, of_em = (
-            f"**{with_interval(found, signed)}**" if found.sure and claimed else with_interval(found, signed)
-            for found in (ex, em)
-        )
-        lines.append([what, f"`{better}` - `{worse}`", of_ex, seeds_text(ex, signed), of_em])
-    return table(["difference", "arms", "EX", "EX of each seed", "EM"], lines)
+        bold = {metric: "**" * (claimed and of.sure) for metric, of in found.items()}
+        ex, em = (f"{bold[m]}{with_interval(of, signed)}{bold[m]}" for m, of in found.items())
+        rows.append([what, f"`{better}` - `{worse}`", ex, seeds_text(found["ex"], signed), em])
+    return rows
 
 
 def bar_figure(accuracy: Mapping[str, Mapping[str, Mapping[str, Estimate]]]) -> Figure:
@@ -310,15 +304,3 @@ def curve_figure(rows: Sequence[Row]) -> Figure | None:
 def seeds_text(found: Estimate, show: Callable[[float], str]) -> str:
     """The means of the seeds, each with its number."""
     return ", ".join(f"{seed}: {show(mean)}" for seed, mean in sorted(found.by_seed.items()))
-
-
-def table(header: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; "" without rows.
-
-    Columns of numbers, signs and intervals are aligned right, the others left.
-    """
-    if not rows:
-        return ""
-    numbers = [all(re.match(r"[-+*\[\d–]", cell) for cell in column) for column in zip(*rows, strict=True)]
-    rule = ["---:" if number else "---" for number in numbers]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
