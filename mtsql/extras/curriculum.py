@@ -35,13 +35,7 @@ from mtsql.files import write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.parallel import leave_processes
 from mtsql.recipes.rewards import is_right
-from mtsql.task import (
-    begin_task,
-    refuse_other_run,
-    reward_function,
-    sample_questions,
-    training_questions,
-)
+from mtsql.task import begin_task, refuse_other_run, reward_function, sample_questions, training_questions
 
 
 def main(config: Args) -> None:

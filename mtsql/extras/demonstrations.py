@@ -272,21 +272,17 @@ def renamed_schema(schema: Schema, name: str, stale: str) -> Schema:
 def moved(schema: Schema, column: str, source: str, target: str) -> Schema:
     """The schema with a column, which is no key, at the end of another table, its example cell with it."""
     tables = {table.name: table for table in schema.tables}
-    place = columns_of(schema)[source].index(column)
     old, new = tables[source], tables[target]
+    place = columns_of(schema)[source].index(column)
+
+    def without(cells: tuple | None) -> tuple | None:
+        return cells and cells[:place] + cells[place + 1 :]
+
+    columns, row = without(old.columns), without(old.example_row)
+    tables[source] = replace(old, columns=columns, example_row=row, descriptions=())
     cell = old.example_row and old.example_row[place]
-    tables[source] = replace(
-        old,
-        columns=old.columns[:place] + old.columns[place + 1 :],
-        example_row=old.example_row and old.example_row[:place] + old.example_row[place + 1 :],
-        descriptions=(),
-    )
-    tables[target] = replace(
-        new,
-        columns=(*new.columns, old.columns[place]),
-        example_row=new.example_row and (*new.example_row, cell),
-        descriptions=(),
-    )
+    columns, row = (*new.columns, old.columns[place]), new.example_row and (*new.example_row, cell)
+    tables[target] = replace(new, columns=columns, example_row=row, descriptions=())
     return replace(schema, tables=tuple(tables.values()))
 
 
