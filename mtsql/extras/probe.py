@@ -116,7 +116,7 @@ def probe(task: Task, example: Example, mistake: Mistake) -> dict[str, float] | 
     None if the query does not fail with an error, or the gold SQL does.
     """
     tokens, recipe, question = task.tokens, task.environment.recipe, Question(task.environment, example)
-    if question.failing(mistake.wrong, mistake.shown, False) is None:
+    if question.checked(mistake) is None:
         return None
     (episode,) = task.environment.episodes(example, [0], mistake.shown)
     call = tokens.message_ids(recipe.call(mistake.wrong))
