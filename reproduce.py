@@ -13,7 +13,7 @@
   docs/training.md), {sparc,cosql}/{dev,tables}.json, spider/dev.json and database/
 - recipes: the four papers on the embedded benchmark
 
-A suite is a table of trainings and arms (mtsql/extras/reproduce/suites.py). Each is one command, which is
+A suite is a table of trainings and arms (mtsql/extras/reproduce/suites.toml). Each is one command, which is
 skipped when its result is there: stop it at any time and start it again. Several seeds may run side by side,
 each in a process of its own with the same --out, once seed 0 has made what all share (toy shares nothing).
 quick and toy begin with the tiny models in models/toy; for a seed that has none there one is made first,
@@ -74,8 +74,7 @@ def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
     for seed in chosen.seeds or suite.seeds:
         made = shipped(MODELS / f"seed{seed}")
         own = str(made) if name in ("quick", "toy") and made.exists() else ""
-        chains = parts_of(suite, chosen.out, seed, places | {"model": chosen.model or own})
-        parts += [part for chain in chains for part in chain]
+        parts += parts_of(suite, chosen.out, seed, places | {"model": chosen.model or own})
     return parts
 
 

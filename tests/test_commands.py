@@ -16,7 +16,6 @@ from mtsql.__main__ import COMMANDS
 from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras import ablate, explain
-from mtsql.extras.reproduce import Part
 from mtsql.task import begin_task, training_questions
 from train_grpo import Args as GrpoArgs
 
@@ -75,7 +74,7 @@ def test_pulls_are_advantages_over_lengths_and_add_up(explained):
         assert [token.text for token in tokens] == [text([i]).translate(explain.MARKS) for i in trained]
         total += sum(token.pull for token in tokens)
     assert step.loss == pytest.approx(-total, abs=1e-6)
-    (_, best), (_, worst), *_ = step.shown()
+    (best, *_), (worst, *_), *_ = step.shown()
     assert step.group[best].rewards.total > step.group[worst].rewards.total
     assert step.moved(best) > step.moved(worst)
 
@@ -83,13 +82,13 @@ def test_pulls_are_advantages_over_lengths_and_add_up(explained):
 def test_text_and_page_show_each_number(explained):
     config, step, task = explained
     decode = task.tokens.tokenizer.decode
-    text, page = explain.step_text(config, step, decode, False), explain.step_page(config, step, decode)
+    text, page = (explain.rendered(f"explain.{form}", config, step, decode) for form in ("txt", "html"))
     for shown in (text, page):
         assert step.group[0].example.gold_sql.split("'")[0] in shown
         assert f"{step.statistics['gradient_norm']:.4f}" in shown
         assert all(f"{sample.trajectory.advantage:+.3f}" in shown for sample in step.group)
-    assert "\033" not in text and "\033[32m" in explain.step_text(config, step, decode, True)
-    places = [int(places.partition(",")[0]) for places, _ in step.different()]
+    assert "\033" not in text and "\033[32m" in explain.rendered("explain.txt", config, step, decode, True)
+    places = [places[0] for places in step.different()]
     assert "<script" not in page and page.count('class="token"') == sum(len(step.tokens[p]) for p in places)
 
 
@@ -114,9 +113,9 @@ def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
     assert list(suite.arms)[:3] == ["start", "divide_by=group,tools=both", "divide_by=group,tools=none"]
     assert suite.sets.keys() == {"dev"}
     assert [pair[0] for pair in suite.pairs] == ["tools", "divide_by", "divide_by, tools"]
-    chains = ablate.chains_of(chosen, suite, cells)
-    assert len(chains) == 1 + 8 and len(chains[0]) == 1
-    training, evaluation = chains[8]
+    parts = ablate.parts_of_grid(chosen, suite, cells)
+    assert len(parts) == 1 + 2 * 8 and parts[0].title == "evaluate start on dev"
+    training, evaluation = parts[-2:]
     config = read_options(GrpoArgs, None, training.command[1:])
     assert (config.seed, config.divide_by, config.tools, config.steps) == (1, "none", "none", 3)
     asked = read_options(EvaluateArgs, None, evaluation.command[1:])
@@ -128,7 +127,7 @@ def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
         ablate.suite_of(chosen, ["--seed", "3"], cells)
     cells = ablate.cells_of(["divide_by=group,nonsense"])
     with pytest.raises(SystemExit):  # before anything runs
-        ablate.chains_of(chosen, ablate.suite_of(chosen, rest, cells), cells)
+        ablate.parts_of_grid(chosen, ablate.suite_of(chosen, rest, cells), cells)
     with pytest.raises(UserError, match="--vary steps should be an option, =, and different values"):
         ablate.cells_of(["steps"])
     with pytest.raises(UserError, match="different values"):
@@ -151,8 +150,8 @@ def test_a_branch_is_a_value(tmp_path, monkeypatch):
     cells = ablate.cells_of(chosen.vary)
     for cell in cells.values():
         ablate.clone(cell["branch"], chosen.out)
-    chains = ablate.chains_of(chosen, ablate.suite_of(chosen, rest, cells), cells)
-    scripts = [Path(chain[0].command[0]) for chain in chains[1:]]
+    parts = ablate.parts_of_grid(chosen, ablate.suite_of(chosen, rest, cells), cells)
+    scripts = [Path(part.command[0]) for part in parts[1::2]]
     assert [script.read_text() for script in scripts] == ["main", "my-reward"]
     (tmp_path / "train_grpo.py").write_text("better")
     git("commit", "-aqm", "better")  # a run goes on with what was committed, or begins anew
@@ -165,28 +164,9 @@ def test_a_branch_is_a_value(tmp_path, monkeypatch):
         ablate.cells_of(["branch=my-reward,same"])
 
 
-def test_chains_run_beside_each_other_and_go_on(tmp_path):
-    def part(name, code):
-        done = tmp_path / name / "done"
-        code = f"import pathlib as p, os; {code}; d = p.Path({str(done)!r}); d.parent.mkdir(exist_ok=True)"
-        return Part(name, ["-c", f"{code}; d.touch()"], done)
-
-    after = part("b", f"assert p.Path({str(tmp_path / 'a')!r}).exists()")
-    fails = [part("c", "raise SystemExit(3)"), part("d", "pass")]
-    with pytest.raises(UserError, match=r"c failed with exit code 3; .*\.log says why"):
-        ablate.run_chains([[part("a", "pass"), after], fails], 1)
-    assert [(tmp_path / name / "done").exists() for name in "abcd"] == [True, True, False, False]
-    before = (tmp_path / "a" / "done").stat().st_mtime_ns
-    mended = [part("c", "pass"), part("d", "assert os.environ['OMP_NUM_THREADS']")]
-    ablate.run_chains([[part("a", "pass")], mended], 2)
-    with pytest.raises(UserError, match=r"is of other options; give another --out"):
-        ablate.run_chains([[part("a", "print(1)")]], 1)
-    assert (tmp_path / "d" / "done").exists() and (tmp_path / "a" / "done").stat().st_mtime_ns == before
-
-
 def test_a_grid_is_made_into_a_page(work, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(ablate, "run_logged", lambda part, *_: part.done.exists() or run(*part.command))
+    monkeypatch.setattr(ablate, "run_part", lambda _, command, done: done.exists() or run(*command))
     out = tmp_path / "o"
     given = [*data_of(work), "--vary", "divide_by=group,none", "--out", out, "--steps", 1]
     given += ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--dialogues", 2]
@@ -201,5 +181,8 @@ def test_a_grid_is_made_into_a_page(work, tmp_path, monkeypatch, capsys):
     assert "| divide_by | `divide_by=none` - `divide_by=group` |" in page
     assert "of one seed none is in bold" in page and "**+" not in page.split("## dev")[1]
     assert "## During RL" in page
+    ablate.main(*ablate.read_arguments(given))  # nothing is left to do
+    with pytest.raises(UserError, match="is of other options; give another --out"):
+        ablate.main(*ablate.read_arguments([*given, "--learning-rate", "0.5"]))
     ablate.main(*ablate.read_arguments([*given, "--page"]))
     assert (out / "ablation.json").read_bytes() == rows

@@ -142,7 +142,3 @@ def test_what_cannot_be_learned_from_is_refused(exported):
         segment["loss_mask"] = [0] * len(segment["ids"])
     write(folder / "trajectories.jsonl", record)
     assert "has loss mask 1" in export("trajectories.jsonl", 2)
-    for segment in record["segments"]:
-        del segment["loss_mask"]
-    write(folder / "trajectories.jsonl", record)
-    assert "write trajectories.jsonl anew" in export("trajectories.jsonl", 2)

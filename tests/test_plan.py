@@ -168,7 +168,7 @@ def test_an_adapter_whose_base_is_beside_it_is_planned(tiny, tmp_path):
 WRONG = {
     "--model no/such/folder": "no/such/folder is not a folder", "--lora-rank 8": "give --model",
     "--config missing.toml": "missing.toml: No such file", "--model x --quantise nf4": "--lora-rank above 0",
-    "--gpu-memory nan": "should be a positive number",
+    "--gpu-memory nan": "should be at least 0.01 and finite",
 }  # fmt: skip
 
 

@@ -4,33 +4,31 @@
     mtsql ablate --vary branch=main,my-reward
     mtsql ablate --config C --data D --model M --vary lora_rank=8,32 --split dev
 
-Each cell of the grid is a training of every seed, then an evaluation, in parts that are skipped when they are
-done: stop it at any time and start it again. The first value of each --vary makes the first cell, from which
-the differences are; values that hold commas stand between |. `branch` takes local branches of the repository,
-as they are committed, so that a change of code is varied; each is trained and evaluated by its own code, with
-the settings that are here. Other options go to the script that has them: those of both to both, so that an
-agent is evaluated as it was trained, those of evaluate.py alone (--dialogues 20) to it. Without --data it is
-the embedded benchmark with the tiny model in models/toy/seed0. --out gets ablation.md, its figures, its rows
-as JSON, and a log of each part.
+Each cell of the grid is a training of every seed, then an evaluation, in parts that are skipped when they
+are done: stop it at any time and start it again. Seeds may run side by side, each in a process of its own
+with the same --out, and with OMP_NUM_THREADS=1 or a GPU in CUDA_VISIBLE_DEVICES. The first value of each
+--vary makes the first cell, from which the differences are; values that hold commas stand between |.
+`branch` takes local branches of the repository, as they are committed, so that a change of code is varied;
+each is trained and evaluated by its own code, with the settings that are here. Other options go to the
+script that has them: those of both to both, so that an agent is evaluated as it was trained, those of
+evaluate.py alone (--dialogues 20) to it. Without --data it is the embedded benchmark with the tiny model in
+models/toy/seed0. --out gets ablation.md, its figures, and its rows as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
 
 from mtsql.config import Common, command_line, read_options, user_errors
 from mtsql.errors import UserError
-from mtsql.extras.reproduce import Part, python, run_part
+from mtsql.extras.reproduce import Part, run_part
 
 Cells = Mapping[str, Mapping[str, str]]  # title, which is a folder too: the cell's options and their values
 
@@ -47,7 +45,6 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--data", default="", help="[the embedded benchmark, made in --out]")
     parser.add_argument("--model", default="", help="what the trainings begin with [models/toy/seed0]")
     parser.add_argument("--split", default="", help="to evaluate on [test of the benchmark, else dev]")
-    parser.add_argument("--jobs", type=int, default=0, help="cells at once [one a GPU, without: one a core]")
     parser.add_argument("--dry-run", action="store_true", help="show the commands, and stop")
     parser.add_argument("--page", action="store_true", help="write the page of what is there, and stop")
     return parser.parse_known_args(argv)
@@ -56,13 +53,10 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 if __name__ == "__main__":  # before torch is imported, so that --help is answered at once
     CHOSEN = read_arguments(sys.argv[1:])
 
-import torch
-from tqdm import tqdm
-
 from evaluate import Args as EvaluateArgs
 from mtsql.extras.reproduce.page import write_page
-from mtsql.extras.reproduce.suites import BASE, TOY_BENCHMARK, Arm, Suite, Training, parts_of
-from mtsql.files import file_errors, shipped
+from mtsql.extras.reproduce.suites import BASE, SUITES, Arm, Suite, Training, parts_of
+from mtsql.files import load_json, shipped
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
@@ -142,29 +136,33 @@ def suite_of(chosen: argparse.Namespace, rest: Sequence[str], cells: Cells) -> S
         trainings,
         arms,
         tuple((changed[other], other, first) for other in others),
-        seeds=tuple(chosen.seeds),
+        seeds=chosen.seeds,
         once=(BASE,),
-        benchmark="" if chosen.data else TOY_BENCHMARK,
+        benchmark="" if chosen.data else SUITES["toy"].benchmark,
         corrected=True,
     )
 
 
-def chains_of(chosen: argparse.Namespace, suite: Suite, cells: Cells) -> list[list[Part]]:
-    """For each seed and cell the training and its evaluation; of a branch, with the scripts of its clone.
+def parts_of_grid(chosen: argparse.Namespace, suite: Suite, cells: Cells) -> list[Part]:
+    """The data, and for each seed and cell the training and its evaluation, by the clone of a branch.
 
-    Exits with one sentence for an option or value that a script does not have.
+    Exits with one sentence for an option or value that a script does not have. Raises UserError for a part
+    that was done with other options.
     """
     data, model = chosen.data or str(chosen.out / "benchmark"), chosen.model or shipped(MODELS / "seed0")
     places = {"data": data, "model": str(model)}
-    chains = [chain for seed in suite.seeds for chain in parts_of(suite, chosen.out, seed, places)]
-    for chain in chains:
-        branch = cells.get(chain[0].title, {}).get("branch")
-        for place, (title, (script, *options), done) in enumerate(chain):
-            read_options(ARGS[script], None, options)
-            if branch:
-                script = str(clone_folder(branch, chosen.out) / script)
-                chain[place] = Part(title, [script, *options], done)
-    return chains
+    parts = [suite.benchmark_part(chosen.out)] if suite.benchmark else []
+    for part in (part for seed in suite.seeds for part in parts_of(suite, chosen.out, seed, places)):
+        script, *options = part.command
+        read_options(ARGS[script], None, options)
+        run = part.done.with_name("run.json")
+        if part.done.exists() and load_json(run)["command"] != part.command:
+            raise UserError(f"{run.parent} is of other options; give another --out")
+        branch = cells.get(run.parent.name, {}).get("branch")
+        if branch:
+            script = str(clone_folder(branch, chosen.out) / script)
+        parts.append(part._replace(command=[script, *options]))
+    return parts
 
 
 def clone_folder(branch: str, out: Path) -> Path:
@@ -182,70 +180,18 @@ def clone(branch: str, out: Path) -> None:
         print("the changes that are not committed are in none of the branches")
 
 
-def run_chains(chains: Sequence[Sequence[Part]], jobs: int) -> None:
-    """Run what is not done yet, so many chains at once; when one fails, or after Ctrl-C, no other begins.
-
-    Raises UserError for a part that fails, and for one that was done with other options.
-    """
-    slots: SimpleQueue[int] = SimpleQueue()
-    for slot in range(jobs):
-        slots.put(slot)
-
-    def run_chain(chain: Sequence[Part]) -> None:
-        slot = slots.get()
-        try:
-            for part in chain:
-                run_logged(part, slot, jobs)
-        finally:
-            slots.put(slot)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(run_chain, chain) for chain in chains]
-        try:
-            for ended in tqdm(as_completed(running), "ablation", len(chains), unit="cell"):
-                ended.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def run_logged(part: Part, slot: int, jobs: int) -> None:
-    """Run a part that is not done, on one of `jobs` shares of the machine, its output in a log beside it."""
-    title, command, done = part
-    log, shown = done.parent.with_name(f"{done.parent.name}.log"), f"$ python {' '.join(command)}\n"
-    if done.exists():
-        if log.exists() and f"\n{shown}" not in "\n" + log.read_text():
-            raise UserError(f"{done.parent} is of other options; give another --out")
-        return
-    own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
-    own |= {"CUDA_VISIBLE_DEVICES": str(slot)} if torch.cuda.device_count() > 1 else {}
-    with file_errors(log):
-        log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as file:
-        file.write(shown)
-        file.flush()
-        process = subprocess.run(python(command), stdout=file, stderr=file, env=os.environ | own)
-    if process.returncode:
-        raise UserError(f"{title} failed with exit code {process.returncode}; {log} says why")
-
-
 def main(chosen: argparse.Namespace, rest: list[str]) -> None:
     """Run the grid, then write the page."""
     cells = cells_of(chosen.vary)
     suite = suite_of(chosen, rest, cells)
-    chains = chains_of(chosen, suite, cells)
+    parts = [] if chosen.page else parts_of_grid(chosen, suite, cells)
     if chosen.dry_run:
-        print("\n".join(part.listed() for chain in chains for part in chain))
+        print("\n".join(part.listed() for part in parts))
         return
-    if not chosen.page:
-        for branch in {cell["branch"] for cell in cells.values() if "branch" in cell}:
-            clone(branch, chosen.out)
-        if suite.benchmark:
-            run_part(*suite.benchmark_part(chosen.out))
-        try:
-            run_chains(chains, chosen.jobs or torch.cuda.device_count() or os.cpu_count() or 1)
-        except KeyboardInterrupt:
-            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-            sys.exit(130)
+    for branch in {cell["branch"] for cell in cells.values() if parts and "branch" in cell}:
+        clone(branch, chosen.out)
+    for part in parts:
+        run_part(*part)
     words = " ".join(word for word in sys.argv[1:] if word != "--page")
     page = write_page(suite, f"mtsql ablate {words}", chosen.out / "ablation.md")
     print(f"\n{page.read_text()}\n{page}")

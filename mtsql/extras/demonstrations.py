@@ -127,11 +127,11 @@ class Question:
         """What a query gives in the question's database."""
         return self.environment.executor.execute(self.schema.path, sql)
 
-    def failing(self, wrong: str, shown: tuple[Example, Schema], learned: bool) -> Mistake | None:
-        """The mistake, if the query fails with an error where the gold SQL does not."""
-        outcomes = [outcome_of(self.execute(sql)) for sql in (wrong, self.gold)]
-        fails = outcomes[0] == "error" and outcomes[1] != "error"
-        return Mistake(wrong, shown, learned) if fails else None
+    def checked(self, mistake: Mistake) -> Mistake | None:
+        """The mistake, if its query fails where the gold SQL does not; before a look it finds nothing."""
+        wrong, gold = (outcome_of(self.execute(sql)) for sql in (mistake.wrong, self.gold))
+        fails = (wrong, gold) == ("null", "ok") if mistake.look else wrong == "error" != gold
+        return mistake if fails else None
 
 
 def columns_of(schema: Schema) -> dict[str, list[str]]:
@@ -159,7 +159,8 @@ def stale_name(question: Question, rng: random.Random, of_tables: bool) -> Mista
     shown = renamed_question(question.example, name, stale, rng.random() < STALE_QUESTION)
     spoken = shown.question.lower()
     told = of_tables or stale.lower() in spoken or _spoken(stale) in spoken
-    return question.failing(_renamed(gold, name, stale), (shown, renamed_schema(schema, name, stale)), told)
+    shows = (shown, renamed_schema(schema, name, stale))
+    return question.checked(Mistake(_renamed(gold, name, stale), shows, told))
 
 
 def moved_column(question: Question, rng: random.Random) -> Mistake | None:
@@ -179,7 +180,7 @@ def moved_column(question: Question, rng: random.Random) -> Mistake | None:
     alias, column, other = rng.choice(pairs)
     wrong = re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
     shown = moved(schema, column, table_of[alias], table_of[other])
-    return question.failing(wrong, (question.example, shown), learned=True)
+    return question.checked(Mistake(wrong, (question.example, shown), learned=True))
 
 
 def ambiguous_column(question: Question, rng: random.Random) -> Mistake | None:
@@ -191,7 +192,7 @@ def ambiguous_column(question: Question, rng: random.Random) -> Mistake | None:
         return None
     place = rng.choice(places)
     wrong = gold[: place.start()] + place[2] + gold[place.end() :]
-    return question.failing(wrong, (question.example, question.schema), learned=False)
+    return question.checked(Mistake(wrong, (question.example, question.schema)))
 
 
 def other_value(question: Question, rng: random.Random) -> Mistake | None:
@@ -211,11 +212,9 @@ def other_value(question: Question, rng: random.Random) -> Mistake | None:
     seen = environment.recipe.observe_execution(
         example.question, look, question.execute(look), False, environment.limits.max_interactions
     )
-    outcomes = [outcome_of(question.execute(sql)) for sql in (wrong, gold)]
-    if outcomes != ["null", "ok"] or value not in seen:
-        return None
     asked = replace(example, question=example.question.replace(said[0], form))
-    return Mistake(wrong, (asked, question.schema), look=look)
+    mistake = Mistake(wrong, (asked, question.schema), look=look)
+    return question.checked(mistake) if value in seen else None
 
 
 KINDS: dict[str, Callable[[Question, random.Random], Mistake | None]] = {
@@ -272,21 +271,17 @@ def renamed_schema(schema: Schema, name: str, stale: str) -> Schema:
 def moved(schema: Schema, column: str, source: str, target: str) -> Schema:
     """The schema with a column, which is no key, at the end of another table, its example cell with it."""
     tables = {table.name: table for table in schema.tables}
-    place = columns_of(schema)[source].index(column)
     old, new = tables[source], tables[target]
+    place = columns_of(schema)[source].index(column)
+
+    def without(cells: tuple | None) -> tuple | None:
+        return cells and cells[:place] + cells[place + 1 :]
+
+    columns, row = without(old.columns), without(old.example_row)
+    tables[source] = replace(old, columns=columns, example_row=row, descriptions=())
     cell = old.example_row and old.example_row[place]
-    tables[source] = replace(
-        old,
-        columns=old.columns[:place] + old.columns[place + 1 :],
-        example_row=old.example_row and old.example_row[:place] + old.example_row[place + 1 :],
-        descriptions=(),
-    )
-    tables[target] = replace(
-        new,
-        columns=(*new.columns, old.columns[place]),
-        example_row=new.example_row and (*new.example_row, cell),
-        descriptions=(),
-    )
+    columns, row = (*new.columns, old.columns[place]), new.example_row and (*new.example_row, cell)
+    tables[target] = replace(new, columns=columns, example_row=row, descriptions=())
     return replace(schema, tables=tuple(tables.values()))
 
 

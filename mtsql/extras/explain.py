@@ -49,13 +49,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import torch
 from jinja2 import Environment as Templates
+from jinja2 import FileSystemLoader
 from torch import Tensor
 
 from mtsql.data.datasets import Example, examples
@@ -75,9 +75,9 @@ from train_grpo import Args, clipped_step, rewards_of, sample_groups, set_advant
 FEW = {"train": {"known": (12, 4)}}  # databases and dialogues in each
 DRAWS = 20  # of a question, until one has rewards that differ
 MARKS = {ord(CAPITAL): None, ord(GLUE): None}  # of the tiny tokenizer, which only a whole text is rid of
-MOVED, LEAST = 8, 5e-4  # tokens shown of a trajectory, and the least change of p of one that is shown
-SHOWN = 3  # trajectories whose tokens are shown in the terminal
-GREEN, YELLOW, BOLD, RESET = (f"\033[{code}m" for code in (32, 33, 1, 0))
+MOST, LEAST = 8, 5e-4  # tokens shown of a trajectory in the terminal, and the least change of p of one
+COLOURS = {"model": 32, "environment": 33, "bold": 1}  # in a terminal
+TOKEN_HEADER = ["token", "p before", "p after", "after / before", "pull"]
 
 
 class Token(NamedTuple):
@@ -93,6 +93,17 @@ class Token(NamedTuple):
         """What the importance ratio of a second update of the batch would be."""
         return self.after / self.before if self.before else 1.0
 
+    @property
+    def moved(self) -> float:
+        """How much likelier it is after the step."""
+        return self.after - self.before
+
+    @property
+    def row(self) -> list[str]:
+        """Its cells below TOKEN_HEADER."""
+        numbers = (f"{self.before:.4f}", f"{self.after:.4f}", f"{self.ratio:.3f}", f"{self.pull:+.2e}")
+        return [repr(self.text), *numbers]
+
 
 class Step(NamedTuple):
     """A step of GRPO on the group of one question. `tokens` are those of each sample in the loss."""
@@ -106,20 +117,27 @@ class Step(NamedTuple):
         """The probability of a whole trajectory after the step over that before it."""
         return math.prod(token.ratio for token in self.tokens[index])
 
-    def different(self) -> list[tuple[str, Sample]]:
-        """The places of samples with the same tokens, as a text, and the first of them."""
-        places: dict[tuple[int, ...], list[int]] = {}
+    def different(self) -> list[tuple[int, ...]]:
+        """The places of the samples that have the same tokens, for each of their trajectories."""
+        places: dict[tuple[int, ...], tuple[int, ...]] = {}
         for place, sample in enumerate(self.group):
-            places.setdefault(tuple(sample.trajectory.ids), []).append(place)
-        return [(", ".join(map(str, found)), self.group[found[0]]) for found in places.values()]
+            ids = tuple(sample.trajectory.ids)
+            places[ids] = (*places.get(ids, ()), place)
+        return list(places.values())
 
-    def shown(self) -> list[tuple[str, int]]:
-        """Places and place of the samples of the highest and the lowest reward, then of the most changed."""
-        ways = [(places, int(places.partition(",")[0])) for places, _ in self.different()]
-        ways.sort(key=lambda way: -abs(math.log(max(self.moved(way[1]), 1e-30))))
-        rewards = [self.group[place].rewards.total for _, place in ways]
-        best, worst = (ways[rewards.index(end(rewards))] for end in (max, min))
-        return list(dict.fromkeys((best, worst, *ways)))
+    def shown(self) -> list[tuple[int, ...]]:
+        """Of these the one of the highest and the one of the lowest reward, then the most changed."""
+
+        def reward(places: tuple[int, ...]) -> float:
+            return self.group[places[0]].rewards.total
+
+        ways = sorted(self.different(), key=lambda way: -abs(math.log(max(self.moved(way[0]), 1e-30))))
+        return list(dict.fromkeys((max(ways, key=reward), min(ways, key=reward), *ways)))
+
+    def most_moved(self, index: int) -> list[Token]:
+        """The tokens of a sample that the step has moved most."""
+        moved = sorted(self.tokens[index], key=lambda token: -abs(token.moved))[:MOST]
+        return [token for token in moved if abs(token.moved) >= LEAST]
 
 
 def one_step(config: Args, task: Task, asked: Sequence[Example]) -> Step:
@@ -172,39 +190,20 @@ def pulls_of(config: Args, task: Task, group: Sequence[Sample]) -> tuple[float, 
     return loss.item(), pulls, logprobs.detach()
 
 
-def step_text(config: Args, step: Step, decode: Decode, colour: bool) -> str:
-    """The step for a terminal."""
+def rendered(template: str, config: Args, step: Step, decode: Decode, colour: bool = False) -> str:
+    """The step as explain.txt has it, for a terminal, or as explain.html, a page without any script."""
 
-    def paint(text: str, code: str) -> str:
-        return f"{code}{printable(text)}{RESET}" if colour else printable(text)
+    def paint(text: str, kind: str = "") -> str:
+        painted = colour and kind
+        return f"\033[{COLOURS[kind]}m{printable(text)}\033[0m" if painted else printable(text)
 
-    def title(text: str) -> list[str]:
-        return ["", paint(text, BOLD), ""]
-
-    example, rewards = step.group[0].example, rewards_of([step.group])[0]
-    lines = title(f"1. Rollout: {len(step.group)} trajectories of {example.id}; left the loss mask")[1:]
-    lines += [printable(f"   {turn.question}  ->  {turn.sql}") for turn in example.history]
-    lines += [printable(f"   {example.question}"), printable(f"   gold: {example.gold_sql}")]
-    for places, sample in step.different():
-        lines += title(f"   [{places}] {sample.trajectory.status}, reward {sample.rewards.total:.3f}")[:2]
-        for segment in sample.trajectory.segments[1:]:
-            own = segment.role == "model"
-            said = [f"   {int(own)}   {line}" for line in decode(segment.ids).strip().splitlines()]
-            lines += [paint(line, GREEN if own else YELLOW) for line in said]
-    lines += title(f"2. Rewards and advantages: {rewards_text(config)}")
-    lines += aligned(reward_rows(step))
-    spread = f"standard deviation {rewards.std():.4f} (n - 1); divided by: {config.divide_by}"
-    lines += ["", f"   mean {rewards.mean():.4f}, {spread}"]
-    lines += title("3. The clipped step")
-    lines += [f"   {sentence}" for sentence in step_sentences(config, step)]
-    for places, index in step.shown()[:SHOWN]:
-        lines += title(
-            f"   [{places}] is {step.moved(index):.3f} times as likely as before. What moved most:"
-        )
-        moved = sorted(step.tokens[index], key=lambda token: -abs(token.after - token.before))[:MOVED]
-        moved = [token for token in moved if abs(token.after - token.before) >= LEAST]
-        lines += aligned([TOKEN_HEADER, *map(token_row, moved)])
-    return "\n".join(lines)
+    of_text = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": False}
+    how = {"autoescape": True} if template.endswith(".html") else of_text
+    templates = Templates(loader=FileSystemLoader(Path(__file__).parent), **how)
+    templates.globals |= {"paint": paint, "aligned": aligned, "decode": decode, "header": TOKEN_HEADER}
+    shown = {"config": config, "step": step, "example": step.group[0].example, "rows": reward_rows(step)}
+    shown |= {"rewards": rewards_of([step.group])[0], "of_rewards": rewards_text(config)}
+    return templates.get_template(template).render(shown, sentences=step_sentences(config, step))
 
 
 def step_sentences(config: Args, step: Step) -> list[str]:
@@ -245,32 +244,14 @@ def reward_rows(step: Step) -> list[list[str]]:
     return rows
 
 
-TOKEN_HEADER = ["token", "p before", "p after", "after / before", "pull"]
-
-
-def token_row(token: Token) -> list[str]:
-    """A token's cells below TOKEN_HEADER."""
-    numbers = (f"{token.before:.4f}", f"{token.after:.4f}", f"{token.ratio:.3f}", f"{token.pull:+.2e}")
-    return [repr(token.text), *numbers]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; its first column stands to the left."""
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as a table; its first column stands to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         lines.append("  ".join(["   " + first.ljust(widths[0]), *cells]))
-    return lines
-
-
-def step_page(config: Args, step: Step, decode: Decode) -> str:
-    """The step as one page for a browser, without any script: pointing at a token shows its numbers."""
-    template = (files("mtsql.extras") / "explain.html").read_text(encoding="utf-8")
-    shown = {"config": config, "step": step, "decode": decode, "token_row": token_row}
-    shown |= {"rewards": rewards_of([step.group])[0], "rows": reward_rows(step), "header": TOKEN_HEADER}
-    shown |= {"of_rewards": rewards_text(config), "sentences": step_sentences(config, step)}
-    return Templates(autoescape=True).from_string(template).render(shown)
+    return "\n".join(lines)
 
 
 def main(own: argparse.Namespace, rest: list[str]) -> None:
@@ -289,10 +270,11 @@ def main(own: argparse.Namespace, rest: list[str]) -> None:
             raise UserError(f"--question {own.question} is not in the data; ids are as in trajectories.jsonl")
         step, decode = one_step(config, task, asked), task.tokens.tokenizer.decode
     if own.html:
-        write_atomically(Path(own.html), step_page(config, step, decode))
+        write_atomically(Path(own.html), rendered("explain.html", config, step, decode))
         print(own.html)
     else:
-        print(step_text(config, step, decode, sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print(rendered("explain.txt", config, step, decode, colour), end="")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,6 @@ def with_ids(record: dict[str, Any]) -> dict[str, list[int]]:
     """`input_ids` and `labels` of a record of trajectories.jsonl. Raises UserError if nothing is learned."""
     ids, labels = [], []
     for segment in record["segments"]:
-        if segment["role"] == "model" and "loss_mask" not in segment:
-            raise UserError("a record has no loss mask of each token; write trajectories.jsonl anew")
         ids += segment["ids"]
         loss_mask = segment.get("loss_mask", [0] * len(segment["ids"]))
         labels += [i if bit else IGNORED for i, bit in zip(segment["ids"], loss_mask, strict=True)]

@@ -16,7 +16,6 @@ the run fits, 1 if not, 2 for wrong input.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import warnings
 import weakref
@@ -43,7 +42,7 @@ from mtsql.agent.decoder import Decoder
 from mtsql.agent.generator import TOKENS_PER_FORWARD_ELSEWHERE, WIDEST, Generator, Sampling
 from mtsql.agent.pages import PAGE, Pages, few_shapes
 from mtsql.agent.trajectory import Segment, Trajectory
-from mtsql.config import Training, from_toml, read_options, user_errors
+from mtsql.config import Training, from_toml, read_options, reader_of, user_errors
 from mtsql.errors import UserError, loading
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
 from mtsql.learn.model import DTYPES
@@ -65,11 +64,9 @@ def read_plan(argv: list[str]) -> tuple[Training, float]:
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--stage", choices=("grpo", "sft"), default="grpo")
-    early.add_argument("--gpu-memory", type=float, default=24.0)
+    early.add_argument("--gpu-memory", type=reader_of(float, 0.01), default=24.0)
     early.add_argument("--config", nargs="+", action="extend", default=[])
     chosen, given = early.parse_known_args(argv)
-    if not 0 < chosen.gpu_memory < math.inf:
-        raise UserError("--gpu-memory should be a positive number")
     files = ["--config", *chosen.config] if chosen.config else []
     given = [*files, "--data", "none", "--out", "none", *given]
     if chosen.stage == "sft":

@@ -39,6 +39,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 import json
 import random
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -49,7 +50,7 @@ from mtsql.agent.tokens import shared_length
 from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, examples
-from mtsql.errors import UserError
+from mtsql.errors import loading
 from mtsql.extras.demonstrations import KINDS, Mistake, Question
 from mtsql.files import load_json_lines, write_atomically
 from mtsql.recipes.mtsql_r1 import verdict
@@ -84,11 +85,10 @@ def own_failures(config: Args, task: Task) -> Iterator[tuple[str, Example, Mista
     """The answers in --failures; UserError for another file."""
     asked = {example.id: example for example in examples(task.dataset.dialogues)}
     for number, row in load_json_lines(Path(config.failures)) if config.failures else ():
-        named, answer = map(row.get, ("example_id", "predicted")) if isinstance(row, dict) else (None, None)
-        if not (isinstance(named, str) and isinstance(answer, str | None)):
-            raise UserError(f"{config.failures}, line {number}: give an evaluation's predictions.jsonl")
-        if answer and named in asked:
-            example, schema = asked[named], task.environment.schemas[asked[named].db_id]
+        with loading(f"{config.failures}, line {number}: give an evaluation's predictions.jsonl"):
+            example, answer = asked.get(row["example_id"]), row["predicted"]
+        if answer and example:
+            schema = task.environment.schemas[example.db_id]
             shown = (in_normal_form(example, schema), schema)
             yield "own", example, Mistake(normal_form(answer, schema), shown)
 
@@ -97,15 +97,16 @@ def made_failures(config: Args, task: Task) -> Iterator[tuple[str, Example, Mist
     """--questions questions with each kind of mistake that ends in an error."""
     asked = examples(task.dataset.dialogues)
     random.Random(config.seed).shuffle(asked)
-    for kind, make in KINDS.items():
-        left = config.questions
-        for example in asked if left else ():
-            mistake = make(Question(task.environment, example), random.Random(f"{config.seed}/{example.id}"))
+
+    def failures(kind: str) -> Iterator[tuple[str, Example, Mistake]]:
+        for example in asked:
+            rng = random.Random(f"{config.seed}/{example.id}")
+            mistake = KINDS[kind](Question(task.environment, example), rng)
             if mistake and not mistake.look:
                 yield kind, example, mistake
-                left -= 1
-            if not left:
-                break
+
+    for kind in KINDS:
+        yield from islice(failures(kind), config.questions)
 
 
 @torch.no_grad()
@@ -115,7 +116,7 @@ def probe(task: Task, example: Example, mistake: Mistake) -> dict[str, float] | 
     None if the query does not fail with an error, or the gold SQL does.
     """
     tokens, recipe, question = task.tokens, task.environment.recipe, Question(task.environment, example)
-    if question.failing(mistake.wrong, mistake.shown, False) is None:
+    if question.checked(mistake) is None:
         return None
     (episode,) = task.environment.episodes(example, [0], mistake.shown)
     call = tokens.message_ids(recipe.call(mistake.wrong))

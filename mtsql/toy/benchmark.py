@@ -99,8 +99,7 @@ def make_dialogue(
         rows = connection.execute(gold).fetchall()
         if not _useful(rows) or rows == before or _tie(connection, query):
             continue
-        found = [{"kind": kind, "query": sql} for kind, sql in mistakes(query, previous, database)]
-        wrong = [m for m in found if _answer(connection, m["query"]) != rows]
+        wrong = [m for m in mistakes(query, previous, database) if _answer(connection, m["query"]) != rows]
         turns.append(Turn(said(question), gold, wrong))
         if len(turns) == length:
             break

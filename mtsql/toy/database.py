@@ -130,10 +130,8 @@ class Inventor:
             return replace(known, names=names, phrases=phrases, kind="", values=pools.get(known.kind, ()))
 
         def entity(known: EntityWords) -> EntityWords:
-            columns, parent = (
-                [column(words) for words in known.columns],
-                known.parent and rename(known.parent),
-            )
+            columns = [column(words) for words in known.columns]
+            parent = known.parent and rename(known.parent)
             return EntityWords(rename(known.singular), rename(known.plural), columns, parent, known.person)
 
         for known in entities:
@@ -165,9 +163,7 @@ class Inventor:
         return [word.capitalize() if known.form == "proper" else word for word in values.values()]
 
 
-RENAMED = (
-    0.1  # share of columns whose name is drawn from all that they can have, most not the question's word
-)
+RENAMED = 0.1  # share of columns whose name is drawn from all that they can have, most not the question's
 NUMBERS = ("amount", "year")  # forms of columns, see `Column`
 CATEGORIES = {  # forms whose values repeat, so that questions can ask for one: how they are stored, at random
     "proper": ("title", "title", "lower", "lower"),

@@ -1,8 +1,7 @@
 """The stand-in for a pre-trained language model: a tiny Qwen3 that imitates a scripted agent.
 
 `python -m mtsql.toy.imitation --config configs/toy.toml` writes an ordinary Hugging Face folder, in
-bfloat16; models/toy holds those of some seeds. It takes an hour or more, and goes on with --resume after an
-interruption.
+bfloat16; models/toy holds those of some seeds. It takes an hour or more.
 
 The scripted agent (`mtsql.toy.scripted_agent`) knows the SQL and uses its tools unevenly. So the model's most
 likely behaviour is flawed, as an untrained base model's is, while its SQL skill is not. Beside demonstrations
@@ -218,9 +217,17 @@ def take_step(model: PreTrainedModel, optimizers: Sequence, rate: float, phase: 
     return total
 
 
-def imitate(config: ImitationConfig) -> None:
-    """Train tokenizer and model, and save them."""
-    out, dataset = Path(config.out), load_split(config, "train")
+def main(config: ImitationConfig) -> None:
+    """Make tokenizer and model: a Hugging Face folder with its run.json.
+
+    Raises UserError for a shape that cannot be, and if --out exists.
+    """
+    if config.hidden < 1 or config.hidden % 96 or config.layers < 2:
+        raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
+    out = Path(config.out)
+    refuse_filled(out)
+    lock = hold_folder(out)
+    dataset = load_split(config, "train")
     tokenizer = make_tokenizer(config, dataset)
     model = tiny_qwen3(tokenizer, config.hidden, config.layers, config.seed).to(pick_device())
     print(f"tiny Qwen3: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -231,23 +238,9 @@ def imitate(config: ImitationConfig) -> None:
     for step, (phase, groups) in enumerate(bar):
         loss = take_step(model, optimizers, rate_at(config, step), phase, groups)
         bar.set_postfix_str(f"{phase}, loss {loss:.3f}", refresh=False)
-    with folder_atomically(out) as whole:
+    with lock, folder_atomically(out) as whole:
         save_policy(model.to(torch.bfloat16), tokenizer, whole)
         save_config(config, whole)
-
-
-def main(config: ImitationConfig) -> None:
-    """Make the model, a Hugging Face folder with its run.json.
-
-    Raises UserError for a shape that cannot be, and if --out exists; the minutes and the checkpoints of an
-    attempt that was interrupted may stand in it.
-    """
-    out = Path(config.out)
-    if config.hidden < 1 or config.hidden % 96 or config.layers < 2:
-        raise UserError("--hidden should be a multiple of 96 (heads of 48 in pairs) and --layers at least 2")
-    refuse_filled(out)
-    with hold_folder(out):
-        imitate(config)
 
 
 if __name__ == "__main__":

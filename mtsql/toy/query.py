@@ -169,8 +169,8 @@ def _replace_column(query: Query, old: Column, new: Column) -> Query:
     )
 
 
-def mistakes(query: Query, previous: Query | None, database: Database) -> list[tuple[str, str]]:
-    """(kind, SQL) of wrong versions of `query`, which followed `previous` (None for a first question).
+def mistakes(query: Query, previous: Query | None, database: Database) -> list[dict[str, str]]:
+    """Wrong versions of `query`, {kind, query}; it followed `previous` (None for a first question).
 
     Kinds: lost_constraint, stale_value, value_form, look_alike, misnamed_column.
     """
@@ -196,4 +196,4 @@ def mistakes(query: Query, previous: Query | None, database: Database) -> list[t
         for wrong in (n for n in column.names if n not in own):
             found.append(("misnamed_column", _replace_column(query, column, replace(column, name=wrong))))
     rendered = dict.fromkeys((kind, render(wrong)) for kind, wrong in found)
-    return [(kind, sql) for kind, sql in rendered if sql != render(query)]
+    return [{"kind": kind, "query": sql} for kind, sql in rendered if sql != render(query)]

@@ -36,11 +36,8 @@ class Args(Served, Agent):
     yes: bool = option(False, "fetch the base of the agent in models/ without asking")
 
 
-SHIPPED, ITS_BASE, ITS_CONFIG = (
-    "models/qwen2.5-coder-0.5b-sql",
-    "qwen2.5-coder-0.5b",
-    "configs/real_qwen.toml",
-)
+SHIPPED, ITS_BASE = "models/qwen2.5-coder-0.5b-sql", "qwen2.5-coder-0.5b"
+ITS_CONFIG = "configs/real_qwen.toml"
 
 
 def chat_options(argv: list[str]) -> Args:

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mtsql.agent.env import Environment, Episode
@@ -30,7 +31,6 @@ INDEX_PARTS = (  # tables of FTS3 to FTS5 and of R-trees
 )  # fmt: skip
 SMALL = r"[^\W\d_A-Z]"  # any letter but ASCII's capitals
 NAME_WORD = re.compile(rf"[A-Z]+(?!{SMALL})|[A-Z]?{SMALL}+|\d+")
-QUESTION_WORD = re.compile(r"\w+")
 SHORT_WORDS = frozenset(
     "a an and are as at by do for from in is it of on or that the their to was what".split()
 )
@@ -123,8 +123,7 @@ def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
     values = _stems(" ".join(str(value) for value in table.example_row or () if isinstance(value, str)))
     total = 0.0
     for place, question in enumerate(questions):
-        asked = {_stem(w) for w in QUESTION_WORD.findall(question.lower())} - SHORT_WORDS
-        weight = 2.0 if place == len(questions) - 1 else 1.0
+        asked, weight = _stems(question), 2.0 if place == len(questions) - 1 else 1.0
         total += weight * 3 * len(asked & own) / max(1, len(own))
         total += weight * sum(len(asked & words) / len(words) for words in columns if words)
         total += weight * 0.5 * len(asked & values)
@@ -132,7 +131,7 @@ def _relevance(table: SchemaTable, questions: Sequence[str]) -> float:
 
 
 def _stems(name: str) -> set[str]:
-    """The words in a name such as order_items, OrderItems or "order items"."""
+    """The words in a question, or in a name such as order_items, OrderItems or "order items"."""
     return {_stem(word.lower()) for word in NAME_WORD.findall(name)} - SHORT_WORDS
 
 
@@ -167,22 +166,17 @@ class Event:
 Show = Callable[[Event], None]
 
 
-def show_steps(show: Show) -> Callable[[Trajectory], None]:
-    """The function that shows what a trajectory did and saw since it was last called, an SQL once."""
-    acted, seen, shown = 0, 0, ""
-
-    def told(trajectory: Trajectory) -> None:
-        nonlocal acted, seen, shown
-        for action in trajectory.actions[acted:]:
-            sql = action.sql or ""
-            show(Event(str(action.type), sql if sql != shown else "", action.passed))
-            shown = sql
-        for observation in trajectory.observations[seen:]:
-            recalled = observation.tool == MEMORY_RETRIEVE
-            show(Event("recall" if recalled else "observe", observation.text))
-        acted, seen = len(trajectory.actions), len(trajectory.observations)
-
-    return told
+def show_step(trajectory: Trajectory, show: Show) -> None:
+    """Show what the last message did, an SQL once, and what came back."""
+    before = ""
+    for action in trajectory.actions:
+        sql = action.sql or ""
+        if action.message == trajectory.messages - 1:
+            show(Event(str(action.type), sql if sql != before else "", action.passed))
+        before = sql
+    if trajectory.segments[-1].role == "environment":
+        seen = trajectory.observations[-1]
+        show(Event("recall" if seen.tool == MEMORY_RETRIEVE else "observe", seen.text))
 
 
 @dataclass(frozen=True)
@@ -227,7 +221,7 @@ class Conversation:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
             names = ", ".join(table.name for table in schema.tables)
             show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
-        trajectory, episode.told = episode.trajectory, show_steps(show)
+        trajectory, episode.told = episode.trajectory, partial(show_step, show=show)
         try:
             self.play([episode])
             sql = trajectory.answer_sql

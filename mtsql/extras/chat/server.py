@@ -67,30 +67,28 @@ class Handler(BaseHTTPRequestHandler):
         named = len(hosts) == 1 and hosts[0].lower() in own
         return named and all(origin in [f"http://{name}" for name in own] for origin in origins)
 
-    def send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+    def send(self, content: bytes | dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
+        """Answer with the page, or with an object as JSON."""
+        is_page = isinstance(content, bytes)
+        sent = content if is_page else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Type", f"{'text/html' if is_page else 'application/json'}; charset=utf-8")
+        self.send_header("Content-Length", str(len(sent)))
         policy = "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
         self.send_header("Content-Security-Policy", policy)
         self.end_headers()
-        self.wfile.write(content)
-
-    def send_json(self, content: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
-        self.send(status, json.dumps(content).encode(), "application/json")
+        self.wfile.write(sent)
 
     def refuse(self, status: HTTPStatus, problem: str) -> None:
-        self.send_json({"problem": problem}, status)
+        self.send({"problem": problem}, status)
 
     def do_GET(self) -> None:
         if not self.trusted():
             self.refuse(HTTPStatus.FORBIDDEN, "another host or origin than this page's own")
         elif self.path == "/":
-            self.send(HTTPStatus.OK, self.server.page, "text/html")
-        elif self.path == "/favicon.ico":  # every browser asks
-            self.send(HTTPStatus.NO_CONTENT, b"", "image/x-icon")
+            self.send(self.server.page)
         elif self.path == "/dialogue":
-            self.send_json(described_dialogue(self.server.conversation))
+            self.send(described_dialogue(self.server.conversation))
         else:
             self.refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
@@ -114,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
                 finally:
                     self.server.busy.release()
                 if self.path == "/undo":  # after the release: who reads it may ask at once
-                    self.send_json(described_dialogue(self.server.conversation))
+                    self.send(described_dialogue(self.server.conversation))
 
     def answer(self, question: str) -> None:
         """Send each event as a line, then the answer or the problem; the end is that of the connection.

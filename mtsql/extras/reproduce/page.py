@@ -1,4 +1,4 @@
-"""The page of a suite: a table and paired differences for every set of questions, curves, and bars.
+"""The page of a suite (page.md.jinja): tables and differences for every set of questions, curves, bars.
 
 All of it is made of rows, one an evaluation, which stand beside the page as JSON. Finished evaluations below
 the run folder replace their rows, and the others stay: parts may run on several machines. Intervals are over
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +17,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from jinja2 import Template
 from matplotlib.figure import Figure
 
 from mtsql.errors import UserError
@@ -30,19 +30,6 @@ Values: TypeAlias = Sequence[tuple[str, float]]  # database and value of each qu
 Row = dict[str, Any]
 ByArm = dict[str, dict[int, Row]]  # arm: seed: row
 BITS = {"ex": "right", "em": "exact"}  # a character a question
-READING = (
-    "EX is execution accuracy, EM exact set match, greedy, in %; a mean is over seeds. In brackets: 95 "
-    "% intervals, for which databases are drawn anew. In the differences, on the same questions and in "
-    "points, the spread of the seeds is added to that as Student's t; with one seed they say nothing of "
-    "others. **In bold**: 0 is outside by more than the interval's own Monte-Carlo error. {} "
-    "An arm that seed 0 has made for all stands beside every "
-    "seed. Where there is no interval, the single answers were not kept."
-)
-UNCORRECTED = "Nothing is corrected for the number of differences."
-CORRECTED = (
-    "The intervals of differences are widened for their number in a table (Bonferroni); of one seed none is "
-    "in bold."
-)
 
 
 class Estimate(NamedTuple):
@@ -59,16 +46,14 @@ class Estimate(NamedTuple):
 
 def estimate(
     by_seed: Mapping[int, Values], other_seeds: bool = False, draws: int = RESAMPLES, comparisons: int = 1
-) -> Estimate | None:
-    """Mean and interval of some questions' values, all seeds together; None without any.
+) -> Estimate:
+    """Mean and interval of some questions' values, all seeds together.
 
     Databases are drawn anew with replacement, a database's answers of all seeds together. Seeds are too few
     for that: five of the same sign, drawn with replacement, would be beside 0 without any effect. So with
     `other_seeds` the spread of the seeds' own means is added as Student's t with one degree of freedom less
     than seeds. Without, or with one seed, nothing is said of others. `comparisons` widens the interval.
     """
-    if not by_seed:
-        return None
     means = {seed: fmean(value for _, value in values) for seed, values in by_seed.items()}
     mean = fmean(means.values())
     pooled = [pair for values in by_seed.values() for pair in values]
@@ -112,23 +97,28 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
     rows = up_to_date_rows(suite, path)
     of = by_set(rows)
     accuracy = {dataset: accuracies(by_arm) for dataset, by_arm in of.items()}
-    bars = save_figure(bar_figure(accuracy), path.with_name(f"{path.stem}_bars.png"))
-    sections = [
-        f"# {suite.title}",
-        heading(suite, made_by, of, rows, path),
-        READING.format(CORRECTED if suite.corrected else UNCORRECTED),
-        f"![EX of every arm]({bars.name})",
-    ]
-    for dataset, by_arm in of.items():
-        count = next(row["questions"] for by_seed in by_arm.values() for row in by_seed.values())
-        sections.append(f"## {dataset}: {count} questions")
-        sections += [accuracy_table(suite, accuracies(by_arm)), difference_table(suite, by_arm)]
-    curves = curve_figure(rows)
-    if curves:
-        file = save_figure(curves, path.with_name(f"{path.stem}_curves.png"))
-        shown = "EX during RL, on the dialogues that it evaluates, or without any on the sampled batch"
-        sections.append(f"## During RL\n\n![{shown}]({file.name})\n\n{shown}; thick: the mean of the seeds.")
-    write_atomically(path, "\n\n".join(filter(None, sections)) + "\n")
+    figures = {"bars": bar_figure(accuracy), "curves": curve_figure(rows)}
+    for name, figure in figures.items():
+        if figure:
+            save_figure(figure, path.with_name(f"{path.stem}_{name}.png"))
+
+    def listed(key: str, length: int = 99) -> str:
+        return ", ".join(sorted({str(r[key])[:length] for r in rows if r.get(key) is not None})) or "not kept"
+
+    sets = {
+        dataset: {
+            "questions": next(row["questions"] for row in rows if row["dataset"] == dataset),
+            "accuracy": [accuracy_row(suite, arm, of_arm) for arm, of_arm in accuracy[dataset].items()],
+            "differences": difference_rows(suite, by_arm),
+            "lacking": [arm for arm in suite.arms if dataset in suite.sets_of(arm) and arm not in by_arm],
+        }
+        for dataset, by_arm in of.items()
+    }
+    shown = {"suite": suite, "made_by": made_by, "sets": sets, "listed": listed, "stem": path.stem}
+    shown |= {"curves": figures["curves"], "notes": path.with_name(f"{path.stem}_notes.md").exists()}
+    template = Path(__file__).with_name("page.md.jinja").read_text(encoding="utf-8")
+    text = Template(template, trim_blocks=True, lstrip_blocks=True).render(shown)
+    write_atomically(path, text.rstrip() + "\n")
     return path
 
 
@@ -234,19 +224,16 @@ def accuracies(by_arm: ByArm) -> dict[str, dict[str, Estimate]]:
     }
 
 
-def accuracy_table(suite: Suite, found: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """EX and EM of every arm on one set."""
-    lines = []
-    for arm, of in found.items():
-        what = suite.arms[arm].what if arm in suite.arms else ""
-        cells = [with_interval(of_metric, decimal) for of_metric in of.values()]
-        lines.append([f"`{arm}`", what, *cells, seeds_text(of["ex"], decimal)])
-    return table(["arm", "what it is", "EX", "EM", "EX of each seed"], lines)
+def accuracy_row(suite: Suite, arm: str, of: Mapping[str, Estimate]) -> list[str]:
+    """The cells of an arm on one set: EX, EM, EX of each seed."""
+    what = suite.arms[arm].what if arm in suite.arms else ""
+    cells = [with_interval(of_metric, decimal) for of_metric in of.values()]
+    return [f"`{arm}`", what, *cells, seeds_text(of["ex"], decimal)]
 
 
-def difference_table(suite: Suite, by_arm: ByArm) -> str:
-    """The paired differences on one set."""
-    lines, comparisons = [], len(suite.pairs) if suite.corrected else 1
+def difference_rows(suite: Suite, by_arm: ByArm) -> list[list[str]]:
+    """The cells of the paired differences on one set: EX, EX of each seed, EM."""
+    rows, comparisons = [], len(suite.pairs) if suite.corrected else 1
     for what, better, worse in suite.pairs:
         others = by_arm.get(worse, {})
         pairs = {
@@ -256,43 +243,19 @@ def difference_table(suite: Suite, by_arm: ByArm) -> str:
         }
         if not pairs:
             continue
-        ex, em = (
-            estimate(
+        found = {
+            metric: estimate(
                 {seed: differences(row, other, metric) for seed, (row, other) in pairs.items()},
                 other_seeds=True,
                 comparisons=comparisons,
             )
             for metric in BITS
-        )
+        }
         claimed = not suite.corrected or len(pairs) > 1  # a grid of one seed claims nothing
-        of_ex, of_em = (
-            f"**{with_interval(found, signed)}**" if found.sure and claimed else with_interval(found, signed)
-            for found in (ex, em)
-        )
-        lines.append([what, f"`{better}` - `{worse}`", of_ex, seeds_text(ex, signed), of_em])
-    return table(["difference", "arms", "EX", "EX of each seed", "EM"], lines)
-
-
-def heading(suite: Suite, made_by: str, of: Mapping[str, ByArm], rows: Sequence[Row], path: Path) -> str:
-    """Where the numbers come from, and what is missing."""
-
-    def listed(key: str, length: int = 99) -> str:
-        return ", ".join(sorted({str(r[key])[:length] for r in rows if r.get(key) is not None})) or "not kept"
-
-    lines = [
-        f"- Dates: {listed('date')}. Hardware: {listed('hardware')}. Seeds: {listed('seed')}.",
-        f"- Commits: {listed('commit', 10)}.",
-        f"- `{made_by}` makes it, in parts that resume; with `--page` again "
-        f"from [{path.stem}.json]({path.stem}.json).",
-    ]
-    notes = path.with_name(f"{path.stem}_notes.md")
-    if notes.exists():
-        lines.append(f"- How to read it, and what was tried: [{notes.name}]({notes.name})")
-    for dataset, by_arm in of.items():
-        asked = [arm for arm, spec in suite.arms.items() if dataset in (spec.sets or suite.sets)]
-        lacking = ", ".join(f"`{arm}`" for arm in asked if arm not in by_arm)
-        lines += [f"- **Not measured** on {dataset}: {lacking}"] if lacking else []
-    return "\n".join(lines)
+        bold = {metric: "**" * (claimed and of.sure) for metric, of in found.items()}
+        ex, em = (f"{bold[m]}{with_interval(of, signed)}{bold[m]}" for m, of in found.items())
+        rows.append([what, f"`{better}` - `{worse}`", ex, seeds_text(found["ex"], signed), em])
+    return rows
 
 
 def bar_figure(accuracy: Mapping[str, Mapping[str, Mapping[str, Estimate]]]) -> Figure:
@@ -341,15 +304,3 @@ def curve_figure(rows: Sequence[Row]) -> Figure | None:
 def seeds_text(found: Estimate, show: Callable[[float], str]) -> str:
     """The means of the seeds, each with its number."""
     return ", ".join(f"{seed}: {show(mean)}" for seed, mean in sorted(found.by_seed.items()))
-
-
-def table(header: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; "" without rows.
-
-    Columns of numbers, signs and intervals are aligned right, the others left.
-    """
-    if not rows:
-        return ""
-    numbers = [all(re.match(r"[-+*\[\d–]", cell) for cell in column) for column in zip(*rows, strict=True)]
-    rule = ["---:" if number else "---" for number in numbers]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
