@@ -17,7 +17,7 @@ from mtsql.agent.tools import MemoryEntry, make_tools, recall
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import load_schemas
 from mtsql.recipes import load_recipe
-from mtsql.recipes.mtsql_r1 import memory_text, result_text
+from mtsql.recipes.mtsql_r1 import result_text
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import ExecutionResult, Executor
 
@@ -241,7 +241,7 @@ def test_cuts_of_d2():
     rows = tuple((f"form {i}", i) for i in range(100))
     result = ExecutionResult("rows", ("a", "b"), rows, False)
     assert result_text(result, 200) == f"The sql results example is: {list(rows)}"[:200]
-    text = memory_text("Q?", "SELECT 1", result, (MemoryEntry("P?", "SELECT 2", None, result),), 200)
+    text = R1.observe_memory("Q?", "SELECT 1", result, (MemoryEntry("P?", "SELECT 2", None, result),))
     assert f"SQL Results (truncated to 50 characters): {str(list(rows))[:50]}\n== Turn 0 ==" in text
 
 
