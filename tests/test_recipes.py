@@ -13,6 +13,7 @@ import torch
 from conftest import EXAMPLE, GOLD, environment_of
 from hostile import STATEMENTS
 
+from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Stop
@@ -332,6 +333,7 @@ def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name,
         (MTIR, GrpoArgs, {"max_interactions": 5, "prompts_per_step": 64, "samples_per_prompt": 5}),
         (TRAIL, GrpoArgs, {"max_interactions": 9, "clip_high": 0.28, "samples_per_prompt": 6}),
         (TRAIL, GrpoArgs, {"learning_rate": 1e-6}),  # appendix A.5's is that of SFT alone
+        (SKYRL, EvaluateArgs, {"temperature": 0}),  # that above is of training alone
         (TRAIL, SftArgs, {"learning_rate": 1e-5, "epochs": 2, "trajectories_per_step": 128}),
     ],
 )
