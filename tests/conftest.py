@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import multiprocessing
 import os
 import runpy
@@ -11,6 +12,8 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +21,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from mtsql.agent.env import Environment, Episode, Limits
+from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Stop
@@ -27,10 +30,13 @@ from mtsql.data.schema import Schema, load_schemas
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import Executor
+from mtsql.sql.score import Scorer
 from mtsql.toy import benchmark as toy
 from mtsql.toy.tiny import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
+SAMPLE = ROOT / "tests" / "data" / "sparc"
+SHARED = ROOT.parent / "shared"  # real data and papers, not there on most machines
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TOY = ["--config", "configs/toy.toml"]
 CLOCKS = {"minutes", "rollout_seconds", "train_seconds", "sampled_tokens_per_second"}
@@ -38,6 +44,7 @@ FORKS = multiprocessing.get_context("forkserver")  # of a process that has impor
 FORKS.set_forkserver_preload(["mtsql.task", "mtsql.learn.samples", "mtsql.extras.plot", "peft"])
 QUESTION = "Which singers are from France?"
 GOLD = "SELECT name FROM singer WHERE country = 'france'"
+EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
 TABLES = """[{"db_id": "music", "table_names": ["label", "singer"],
  "table_names_original": ["label", "singer"],
  "column_names": [[-1, "*"], [0, "label id"], [0, "city"], [1, "singer id"], [1, "name"],
@@ -56,6 +63,7 @@ class Tiny:
     schema: Schema
     tokens: ChatTokens
     executor: Executor
+    scorer: Scorer
 
 
 @pytest.fixture(scope="session")
@@ -63,21 +71,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder = tmp_path_factory.mktemp("music")
     path = folder / "database" / "music" / "music.sqlite"
     path.parent.mkdir(parents=True)
-    connection = sqlite3.connect(path)
-    connection.executescript(
+    make_database(
+        path,
         """create table label (id integer primary key, city text);
         create table singer (id integer primary key, name text, country text, age integer, label_id integer
             references label(id));
         insert into label values (1, 'paris'), (2, 'rome');
         insert into singer values (1, 'Anna', null, 31, 1), (2, 'Bruno', 'france', 45, 1),
-            (3, 'Carla', 'italy', 27, 2);"""
+            (3, 'Carla', 'italy', 27, 2);""",
     )
-    connection.commit()
-    connection.close()
     (folder / "tables.json").write_text(TABLES)
     schema = load_schemas(folder / "tables.json", folder / "database")["music"]
     texts = [GOLD, QUESTION, schema.text(compact=True), "SELECT count(*) FROM singer AS t1 JOIN label AS t2"]
-    return Tiny(folder, schema, ChatTokens(train_tokenizer(texts * 3, 300)), Executor())
+    tokens, executor = ChatTokens(train_tokenizer(texts * 3, 300)), Executor()
+    return Tiny(folder, schema, tokens, executor, Scorer({"music": schema}, executor))
+
+
+def make_database(path: Path, script: str) -> Path:
+    """The file, after the statements of the script."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(script)
+    return path
 
 
 def make_episode(tiny: Tiny, history: bool = False, gold_history: bool = True, **options) -> Episode:
@@ -95,9 +109,10 @@ def environment_of(
     compact: bool = True,
     result_characters: int = 40,
     error_hints: bool = False,
+    recipe: Recipe | None = None,
 ) -> Environment:
-    """The environment of the tiny database."""
-    recipe = MtsqlR1(PromptOptions(compact, result_characters))
+    """The environment of the tiny database, by default MTSQL-R1's."""
+    recipe = recipe or MtsqlR1(PromptOptions(compact, result_characters))
     schemas, chosen = {"music": tiny.schema}, make_tools(tools)
     return Environment(schemas, recipe, tiny.tokens, tiny.executor, limits, chosen, error_hints)
 
@@ -154,6 +169,25 @@ def run_here(words: list[str], printed: Path, environment: dict[str, str]) -> No
         sys.argv = words
         sys.path[0] = str((ROOT / words[0]).parent)
         runpy.run_path(words[0], run_name="__main__")
+
+
+def refusal(capsys: pytest.CaptureFixture, command: Callable, *arguments: object) -> str:
+    """The sentence with which a command of this process ends with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        command(*arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def json_lines(path: Path) -> list:
+    """What a JSONL file holds."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def write_lines(path: Path, records: Iterable) -> Path:
+    """The JSONL file of these records."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 def data_of(work: Path) -> list:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, data_of, rows_of, run
+from conftest import ROOT, data_of, json_lines, rows_of, run
 
 from evaluate import Args as EvaluateArgs
 from mtsql.__main__ import COMMANDS
@@ -55,7 +54,7 @@ def test_the_step_explained_is_the_step_that_is_trained(explained, work, tmp_pat
     trained = next(r for r in rows_of(tmp_path / "metrics.csv") if float(r["informative_groups"]))
     for name in ("gradient_norm", "entropy", "learning_rate", "logprob_gap"):
         assert step.statistics[name] == pytest.approx(float(trained[name]), rel=1e-4, abs=1e-6), name
-    records = map(json.loads, (tmp_path / "trajectories.jsonl").read_text().splitlines())
+    records = json_lines(tmp_path / "trajectories.jsonl")
     records = [record for record in records if record["step"] == int(trained["step"])]
     assert [s.rewards.total for s in step.group] == pytest.approx([r["reward"] for r in records])
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -18,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, run
+from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, environment_of, make_database
 
-from mtsql.agent.env import Environment, Episode, Limits
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
+from mtsql.agent.env import Episode, Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
 from mtsql.extras.chat.__main__ import (
@@ -39,8 +38,7 @@ from mtsql.extras.chat.conversation import Conversation, Event, Show, read_schem
 from mtsql.extras.chat.server import Handler, Server
 from mtsql.model_folder import PACKAGED
 from mtsql.pretrained import MODELS
-from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, tool_call, verdict
-from mtsql.recipes.prompt_options import PromptOptions
+from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.report.records import read_records
 from mtsql.sql.execute import ExecutionResult
 
@@ -62,10 +60,7 @@ def make_conversation(tiny: Tiny, *answers: Sequence[str], **limits: int) -> Con
             if shown.step(ids, [0.0] * len(ids), Stop.END_OF_TURN) is None:
                 return
 
-    schema = read_schema(tiny.schema.path)
-    recipe, tools = MtsqlR1(PromptOptions(True, 40)), make_tools("both")
-    environment = Environment({"music": schema}, recipe, tiny.tokens, tiny.executor, Limits(**limits), tools)
-    return Conversation(environment, schema, play)
+    return Conversation(environment_of(tiny, limits=Limits(**limits)), read_schema(tiny.schema.path), play)
 
 
 def test_each_step_is_shown_and_the_memory_holds_the_agents_own_answers(tiny):
@@ -119,10 +114,7 @@ def test_a_long_word_is_cut_and_not_left_out(capsys, monkeypatch):
 
 
 def test_an_error_cannot_steer_the_terminal(tiny, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "odd.sqlite"
-    connection = sqlite3.connect(path)
-    connection.execute('create table "a\033[2J" (id integer primary key)')
-    connection.close()
+    path = make_database(tmp_path / "odd.sqlite", 'create table "a\033[2J" (id integer primary key)')
     conversation = make_conversation(tiny, FIRST, max_prompt_tokens=60)
     conversation.schema = read_schema(path)
     lines = iter([QUESTION * 20, ":quit"])
@@ -239,17 +231,18 @@ def test_a_reader_who_takes_nothing_does_not_keep_others_from_asking(server, mon
         assert request("POST", "/undo", "{}")[0] == 200 and capfd.readouterr().err == ""
 
 
-def test_the_command_talks_in_a_terminal(work):
-    database = next((work / "benchmark" / "database").glob("*/*.sqlite"))
-    command = [sys.executable, "-m", "mtsql.extras.chat", *TOY]
-    command += ["--model", str(work / "imitation"), "--database"]
-    said = b":schema\nHow many caf\xe9s?\n:history\n:nonsense\n:quit\n"
-    outcome = subprocess.run([*command, str(database)], cwd=ROOT, input=said, capture_output=True)
-    assert outcome.returncode == 0, outcome.stderr
-    printed = outcome.stdout.decode()
+def type_in(monkeypatch, said: bytes) -> None:
+    """Let the terminal's user type this."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(said), encoding="utf-8"))
+
+
+def test_the_command_talks_in_a_terminal(tiny, work, monkeypatch, capsys):
+    type_in(monkeypatch, b":schema\nHow many caf\xe9s?\n:history\n:nonsense\n:quit\n")
+    given = ["--model", str(work / "imitation"), "--database", str(tiny.schema.path)]
+    main(chat_options([*TOY, *given]))
+    printed = capsys.readouterr().out
     assert "create table" in printed and "1. How many caf\ufffds?" in printed
     assert "error: :nonsense is no command" in printed
-    assert "is not a file" in run(*command[1:], work, expect=2)
 
 
 def test_the_base_of_the_shipped_agent_is_fetched_only_if_the_user_agrees(tmp_path, tiny):
@@ -259,10 +252,9 @@ def test_the_base_of_the_shipped_agent_is_fetched_only_if_the_user_agrees(tmp_pa
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     command = [sys.executable, "-m", "mtsql.extras.chat", "--database", tiny.schema.path]
     where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
-    for said in ("", "n\n"):
-        outcome = subprocess.run(command, input=said, capture_output=True, **where)
-        assert outcome.returncode == 2 and "0.5 GB to download" in outcome.stdout
-        assert f"make it: python -m mtsql pretrained {ITS_BASE} models/{ITS_BASE}\n" in outcome.stderr
+    outcome = subprocess.run(command, input="n\n", capture_output=True, **where)
+    assert outcome.returncode == 2 and "0.5 GB to download" in outcome.stdout
+    assert f"make it: python -m mtsql pretrained {ITS_BASE} models/{ITS_BASE}\n" in outcome.stderr
     assert not (tmp_path / "models" / ITS_BASE).exists()
 
 
@@ -272,8 +264,7 @@ def test_after_the_base_is_fetched_the_dialogue_begins(tmp_path, tiny, work, mon
     monkeypatch.setattr("mtsql.pretrained.main", lambda *asked: fetched.append(asked))
     options = chat_options(["--database", str(tiny.schema.path), "--config", str(ROOT / ITS_CONFIG)])
     monkeypatch.chdir(tmp_path)
-    said = io.BytesIO(b"y\n:schema \xe9\n:quit\n")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(said, encoding="utf-8"))
+    type_in(monkeypatch, b"y\n:schema\n:quit\n")
     main(replace(options, model=SHIPPED))
     assert fetched == [(ITS_BASE, (tmp_path / SHIPPED).with_name(ITS_BASE).relative_to(tmp_path))]
     assert "create table singer" in capsys.readouterr().out
@@ -286,7 +277,7 @@ def test_an_installed_agent_is_found_with_its_base_beside_it(tmp_path, tiny, wor
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b":quit\n"), encoding="utf-8"))
+    type_in(monkeypatch, b":quit\n")
     shutil.copytree(ROOT / "configs", tmp_path / "share" / "mtsql" / "configs")
     main(chat_options(["--database", str(tiny.schema.path)]))
     assert "Ask a question" in capsys.readouterr().out

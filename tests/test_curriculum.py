@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import GOLD, QUESTION
+from conftest import GOLD, QUESTION, write_lines
 
 from mtsql.data.datasets import Example
 from mtsql.learn.curriculum import SuccessCount, curriculum_levels, level_of_step, question_order, read_counts
@@ -56,9 +56,8 @@ def test_an_epoch_of_a_level_asks_every_question_once():
 
 
 def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
-    path = tmp_path / "counts.jsonl"
     counts = [SuccessCount("00000/0", 3, 8, "zoo"), SuccessCount("00000/1", 8, 8, "zoo")]
-    path.write_text("".join(json.dumps(vars(count)) + "\n" for count in counts))
+    path = write_lines(tmp_path / "counts.jsonl", map(vars, counts))
     assert read_counts(path) == counts
     for line in (
         '{"example_id": "00000/2"}',
@@ -70,7 +69,7 @@ def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
         path.write_text(json.dumps(vars(counts[0])) + "\n" + line + "\n")
         with pytest.raises(ValueError, match="line 2: not a success count"):
             read_counts(path)
-    path.write_text(json.dumps(vars(counts[0])) + "\n" + json.dumps(vars(counts[0])) + "\n")
+    write_lines(path, [vars(counts[0])] * 2)
     with pytest.raises(ValueError, match="line 2: question 00000/0 is counted twice"):
         read_counts(path)
     path.write_text("")  # all questions in one level is not what was asked for

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, ROOT, environment_of, make_episode
+from conftest import GOLD, SAMPLE, environment_of, make_episode
 
 from mtsql.agent.env import Environment, Limits, outcome_of
 from mtsql.agent.tools import make_tools
@@ -19,7 +19,6 @@ from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import Executor
 from mtsql.sql.text import PIECE, normal_form
 
-SAMPLE = ROOT / "tests" / "data" / "sparc"
 WIDE = Limits(max_prompt_tokens=10**5, max_response_tokens=10**5)
 
 

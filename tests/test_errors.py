@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
-import sqlite3
-from contextlib import closing
 from time import process_time
 
 import pytest
-from conftest import GOLD, ROOT, environment_of, make_episode, say
+from conftest import GOLD, SHARED, environment_of, json_lines, make_database, make_episode, say
 from hostile import STATEMENTS
 
-from mtsql.data.schema import Schema, SchemaTable
+from mtsql.data.schema import Schema
+from mtsql.extras.chat.conversation import read_schema
 from mtsql.extras.errors import ERRORS, add_errors, error_kinds
 from mtsql.sql.execute import Executor, error_hint
 from mtsql.sql.grammar import SqlSchema
-from mtsql.sql.score import Scorer
 
-SHARED = ROOT.parent / "shared"
 VERDICTS = SHARED / "conformance" / "sparc.jsonl"
 COLUMNS = {"singer": "id name country age label_id", "label": "id city owner", "concert": "singer_id year"}
 SCHEMA = SqlSchema({table: tuple(columns.split()) for table, columns in COLUMNS.items()})
@@ -121,8 +117,7 @@ def test_unreadable_or_odd_sql_never_raises():
 @pytest.mark.skipif(not VERDICTS.exists(), reason="the recorded verdicts are not on this machine")
 def test_wrong_predictions_of_other_systems():
     """None raises; one mutation is nearly always one kind; hardly any is without a kind."""
-    records = [json.loads(line) for line in VERDICTS.read_text(encoding="utf-8").splitlines()]
-    wrong = [record for record in records if record["ex"] == 0 and record["pred_parses"]]
+    wrong = [record for record in json_lines(VERDICTS) if record["ex"] == 0 and record["pred_parses"]]
     found = []
     for record in random.Random(0).sample(wrong, 300):
         path = SHARED / "data" / "database" / record["db_id"] / f"{record['db_id']}.sqlite"
@@ -139,7 +134,7 @@ def test_shares_of_an_evaluation_by_hand(tiny):
     wrong = right | {"predicted": GOLD.replace("france", "italy"), "ex": 0}
     failing = right | {"predicted": "SELECT x", "ex": 0}
     records = [right, wrong, failing, right | {"ex": 0, "gold_problem": "no such table"}]
-    shares = add_errors(records, Scorer({"music": tiny.schema}, tiny.executor))["errors"]
+    shares = add_errors(records, tiny.scorer)["errors"]
     assert [r["errors"] for r in records] == [[], ["constraint"], ["execution"], []]
     assert shares == dict.fromkeys(ERRORS, 0.0) | {"constraint": 0.25, "execution": 0.25}
 
@@ -150,15 +145,8 @@ def test_shares_of_an_evaluation_by_hand(tiny):
 @pytest.fixture(scope="module")
 def schema(tmp_path_factory) -> Schema:
     """Albums of singers, in a file and as the agent knows it."""
-    path = tmp_path_factory.mktemp("hints") / "music.sqlite"
-    columns = {"Singer": ("id", "Name", "Home Town"), "album": ("id", "singer_id", "year")}
-    with closing(sqlite3.connect(path)) as connection:
-        for table, names in columns.items():
-            quoted = ", ".join(f'"{name}"' for name in names)
-            connection.execute(f"create table {table} ({quoted})")
-    typed = {table: tuple((name, "text") for name in names) for table, names in columns.items()}
-    tables = tuple(SchemaTable(table, names, (), (), None) for table, names in typed.items())
-    return Schema("music", path, tables, {})
+    script = 'create table Singer (id, Name, "Home Town"); create table album (id, singer_id, year);'
+    return read_schema(make_database(tmp_path_factory.mktemp("hints") / "music.sqlite", script))
 
 
 @pytest.mark.parametrize(

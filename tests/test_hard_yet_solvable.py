@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, QUESTION
+from conftest import GOLD, QUESTION, write_lines
 
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError
@@ -46,8 +45,7 @@ def test_ties_are_broken_by_the_seed():
 
 def test_grpo_trains_on_the_chosen_questions(tmp_path, capsys):
     counts = [SuccessCount(f"{number:05d}/0", number % 7, 6, "music", "easy") for number in range(28)]
-    path = tmp_path / "counts.jsonl"
-    path.write_text("".join(json.dumps(vars(count)) + "\n" for count in counts))
+    path = write_lines(tmp_path / "counts.jsonl", map(vars, counts))
     config = Args(counts=str(path), out=str(tmp_path / "chosen"), balanced=6, exploration=99)
     main(config)
     chosen = read_counts(tmp_path / "chosen" / "counts.jsonl")

@@ -10,16 +10,16 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, rows_of, say
+from conftest import EXAMPLE, GOLD, QUESTION, ROOT, SAMPLE, Tiny, data_of, environment_of, rows_of, say
 from jinja2 import ChoiceLoader, DictLoader
 
 import train_grpo
-from mtsql.agent.env import Environment, Episode, Limits, Recipe
-from mtsql.agent.tools import Tool, make_tools
+from mtsql.agent.env import Episode, Recipe
+from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Status
 from mtsql.config import Data, read_options
 from mtsql.data import datasets
-from mtsql.data.datasets import Example, load_dataset
+from mtsql.data.datasets import load_dataset
 from mtsql.data.schema import load_schemas
 from mtsql.extras.chat.conversation import read_schema
 from mtsql.learn.samples import Sample
@@ -27,7 +27,6 @@ from mtsql.recipes import prompt_options
 from mtsql.recipes.mtsql_r1 import make_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Rewards
-from mtsql.sql.score import Scorer
 from mtsql.task import load_split
 from train_grpo import Args as GrpoArgs
 
@@ -37,7 +36,6 @@ BLOCKS = {
     for heading, section in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
 }
 WRONG = "SELECT name FROM singer WHERE country = 'France'"
-EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
 COMPACT = PromptOptions(compact=True)
 ABLATIONS = "An ablation of a paper"
 
@@ -49,9 +47,8 @@ def run_block(heading: str, number: int = 0) -> dict:
     return namespace
 
 
-def episode_of(tiny: Tiny, recipe: Recipe, tools: dict[str, Tool]) -> Episode:
-    environment = Environment({"music": tiny.schema}, recipe, tiny.tokens, tiny.executor, Limits(), tools)
-    return environment.episodes(EXAMPLE, [0])[0]
+def episode_of(tiny: Tiny, recipe: Recipe, tools: str = "no_memory") -> Episode:
+    return environment_of(tiny, tools, recipe=recipe).episodes(EXAMPLE, [0])[0]
 
 
 def call(name: str, argument: str) -> str:
@@ -60,7 +57,7 @@ def call(name: str, argument: str) -> str:
 
 def corrected(tiny: Tiny) -> Episode:
     """An episode with one wrong query, one right one, and the answer."""
-    episode = episode_of(tiny, make_recipe(COMPACT), make_tools("no_memory"))
+    episode = episode_of(tiny, make_recipe(COMPACT))
     assert say(episode, call("exec_sql", WRONG))
     assert say(episode, "<exec_verify>no_pass</exec_verify>" + call("exec_sql", GOLD))
     assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
@@ -163,10 +160,9 @@ def test_process_rewards_from_the_second_level(monkeypatch, step, total):
 
 
 def test_edits_choose_questions_and_set_the_optimizer(tiny, monkeypatch):
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
     empty = replace(EXAMPLE, gold_sql="SELECT name FROM singer WHERE age > 99")
     scorable = edited(6, "mtsql/sql/score.py", monkeypatch).scorable
-    assert scorable([EXAMPLE, empty], scorer) == [EXAMPLE]
+    assert scorable([EXAMPLE, empty], tiny.scorer) == [EXAMPLE]
     optimizer = edited(7, "mtsql/learn/model.py", monkeypatch)
     made = optimizer.make_optimizer(torch.nn.Linear(1, 1), 0.1).defaults
     assert (made["betas"], made["weight_decay"]) == ((0.9, 0.95), 0.01)
@@ -174,8 +170,8 @@ def test_edits_choose_questions_and_set_the_optimizer(tiny, monkeypatch):
 
 
 def test_other_questions_take_the_place_of_groups_without_variance(work, tmp_path, monkeypatch):
-    words = [*TOY, "--data", work / "benchmark", "--model", work / "imitation", "--temperature", "0.3"]
-    words += ["--steps", 1, "--prompts-per-step", 4, "--samples-per-prompt", 2]
+    words = [*data_of(work), "--temperature", "0.3", "--steps", 1, "--prompts-per-step", 4]
+    words += ["--samples-per-prompt", 2]
     informative = []
     for number, module in enumerate((train_grpo, edited(8, "train_grpo.py", monkeypatch))):
         out = tmp_path / str(number)
@@ -191,7 +187,8 @@ def test_a_tool(tiny, monkeypatch, compact):
     source = source.replace(tools, f"\n{BLOCKS['A tool'][0]}\n{tools}    COLUMN_VALUES,\n")
     chosen = module_of("tools", source, monkeypatch).make_tools("both")
     assert set(chosen) == {*make_tools("both"), "column_values"}
-    episode = episode_of(tiny, make_recipe(PromptOptions(compact)), chosen)
+    environment = replace(environment_of(tiny, compact=compact), tools=chosen)
+    (episode,) = environment.episodes(EXAMPLE, [0])
     assert "column_values" in tiny.tokens.decode(episode.trajectory.ids)
     assert say(episode, call("column_values", "singer.country"))
     assert say(episode, call("column_values", "singer.continent"))
@@ -206,8 +203,8 @@ def test_a_tool(tiny, monkeypatch, compact):
 def test_a_recipe(tiny):
     module = run_block("A recipe")
     recipe = module["make_recipe"](PromptOptions())
-    reward = module["make_reward"]("", Scorer({"music": tiny.schema}, tiny.executor), None, 4)
-    episode = episode_of(tiny, recipe, make_tools("no_memory"))
+    reward = module["make_reward"]("", tiny.scorer, None, 4)
+    episode = episode_of(tiny, recipe)
     assert say(episode, "<think>Who is there?</think><sql>SELECT name, age FROM singer</sql>")
     assert "name,age\nAnna,31\nBruno,45\nCarla,27" in episode.trajectory.observations[0].text
     assert not say(episode, f"<think>France.</think><solution>{GOLD}</solution>")
@@ -215,12 +212,11 @@ def test_a_recipe(tiny):
 
 
 def test_a_reward(tiny):
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = run_block("A reward")["make_reward"]("", scorer, tiny.tokens.decode, 5)
+    reward = run_block("A reward")["make_reward"]("", tiny.scorer, tiny.tokens.decode, 5)
     right = reward(corrected(tiny).trajectory, EXAMPLE)
     assert (right.ex, right.em, right.parts) == (1, 1, {"interactions": 2})
     assert right.total == pytest.approx(0.8)
-    wrong = episode_of(tiny, make_recipe(COMPACT), make_tools("none"))
+    wrong = episode_of(tiny, make_recipe(COMPACT), "none")
     assert not say(wrong, f"<answer_sql>{WRONG}</answer_sql>")
     assert reward(wrong.trajectory, EXAMPLE).total == 0
 
@@ -232,12 +228,12 @@ def test_an_advantage():
 
 
 def test_a_metric(tiny):
-    first_try, scorer = run_block("A metric")["first_try"], Scorer({"music": tiny.schema}, tiny.executor)
-    assert first_try(corrected(tiny).trajectory, EXAMPLE, scorer) == 0
-    at_once = episode_of(tiny, make_recipe(COMPACT), make_tools("none"))
-    assert first_try(at_once.trajectory, EXAMPLE, scorer) == 0
+    first_try = run_block("A metric")["first_try"]
+    assert first_try(corrected(tiny).trajectory, EXAMPLE, tiny.scorer) == 0
+    at_once = episode_of(tiny, make_recipe(COMPACT), "none")
+    assert first_try(at_once.trajectory, EXAMPLE, tiny.scorer) == 0
     assert not say(at_once, f"<answer_sql>{GOLD}</answer_sql>")
-    assert first_try(at_once.trajectory, EXAMPLE, scorer) == 1
+    assert first_try(at_once.trajectory, EXAMPLE, tiny.scorer) == 1
 
 
 def test_a_tracker(tmp_path, monkeypatch):
@@ -270,7 +266,7 @@ def test_a_dataset_of_dialogues(tiny, tmp_path):
 
 
 def test_tables_json_of_databases_of_ones_own(tmp_path):
-    folder = ROOT / "tests" / "data" / "sparc" / "database"
+    folder = SAMPLE / "database"
     files = sorted(folder.glob("*/*.sqlite"))
     entries = [run_block("A tables.json")["tables_entry"](path) for path in files]
     (tmp_path / "tables.json").write_text(json.dumps(entries))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, ROOT, environment_of, make_episode, say
+from conftest import GOLD, SAMPLE, SHARED, environment_of, make_episode, say
 
 from mtsql.agent.tools import MEMORY_RETRIEVE
 from mtsql.data.datasets import HistoryTurn, examples, load_dataset
@@ -15,9 +15,8 @@ from mtsql.sql.execute import Executor
 from mtsql.sql.score import Scorer
 from mtsql.sql.text import normal_form
 
-SAMPLE, SHARED = ROOT / "tests" / "data" / "sparc", ROOT.parent / "shared" / "data"
-FILES = [SAMPLE / "dev.json"]
-FILES += [SHARED / f"{name}.json" for name in ("sparc/dev", "cosql/dev", "spider/dev")]
+REAL = SHARED / "data"
+FILES = [SAMPLE / "dev.json", *(REAL / f"{name}/dev.json" for name in ("sparc", "cosql", "spider"))]
 
 
 T1 = "SELECT T1 . Name FROM singer AS T1 join label as t2 ON t1 . label_id = T2 . ID"
@@ -57,9 +56,10 @@ def test_no_verdict_depends_on_it(file):
     """EX and EM of every gold SQL's normal form against the gold SQL; no exception is known."""
     if not file.exists():
         pytest.skip("../shared/data is not here")
-    folder = SAMPLE if file.is_relative_to(SAMPLE) else SHARED
-    tables = folder / "tables.json" if folder == SAMPLE else SHARED / "sparc" / "tables.json"
-    dataset = load_dataset(file, tables, folder / "database", allow_missing=True)
+    own = file.is_relative_to(SAMPLE)
+    places = (SAMPLE / "tables.json", SAMPLE / "database")
+    places = places if own else (REAL / "sparc" / "tables.json", REAL / "database")
+    dataset = load_dataset(file, *places, allow_missing=True)
     scorer, seen = Scorer(dataset.schemas, Executor()), set()
     for example in examples(dataset.dialogues):
         key = example.db_id, example.gold_sql

@@ -4,11 +4,11 @@ import io
 import itertools
 import json
 import shutil
-import sqlite3
 import sys
-from contextlib import closing, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+from conftest import make_database
 
 from mtsql.config import user_errors
 from mtsql.errors import UserError
@@ -114,16 +114,12 @@ def test_every_database_of_a_test_suite_must_agree(files):
     music = files / "database" / "music"
     shutil.copy(music / "music.sqlite", music / "music_2.sqlite")
 
-    def change(statement):
-        with closing(sqlite3.connect(music / "music_2.sqlite")) as connection:
-            connection.executescript(statement)
-
-    change("UPDATE singer SET age = 100 WHERE id = 1")
+    make_database(music / "music_2.sqlite", "UPDATE singer SET age = 100 WHERE id = 1")
     names = "SELECT name FROM singer WHERE age"
     assert evaluated_pair(files, f"{names} = 27", f"{names} < 30")["ex"] == 1
     item = evaluated_pair(files, f"{names} = 45", f"{names} > 31")
     assert [item[name] for name in ("ex", "ex_keep_distinct", "ex_bird", "status")] == [0, 0, 0, "rows"]
-    change("ALTER TABLE singer DROP country")
+    make_database(music / "music_2.sqlite", "ALTER TABLE singer DROP country")
     item = evaluated_pair(files, f"{names} = 45", f"{names} = 45 AND country <> 'x'")
     assert (item["ex"], item["status"]) == (0, "error")  # of the database that made it wrong
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import GOLD, QUESTION, ROOT
+from conftest import GOLD, QUESTION, SHARED
 from transformers import AutoTokenizer
 
 from mtsql.agent.tokens import ChatTokens
@@ -21,7 +21,6 @@ from mtsql.recipes.mtsql_r1 import result_text
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import ExecutionResult, Executor
 
-SHARED = ROOT.parent / "shared"
 OTHERS = ("skyrl_sql", "sql_trail", "mtir_sql")  # recipes with one message of the user and one tool
 EARLIER = HistoryTurn("How many singers are there?", "SELECT count(*) FROM singer")
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TOY, run
+from conftest import data_of, json_lines, run, write_lines
 
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.tools import EXEC_SQL
@@ -23,21 +23,19 @@ KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
 
 
 def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
-    data = ["--data", work / "benchmark", "--model", work / "imitation", "--held-out", 1]
-    wrong = tmp_path / "predictions.jsonl"
     asked = json.loads((work / "benchmark" / "train.json").read_text())
     lines = [
         {"example_id": f"{number:05d}/0", "predicted": sql}
         for number in range(len(asked))
         for sql in ("SELECT absent FROM nowhere", "SELECT 1", None)
     ]
-    wrong.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wrong = write_lines(tmp_path / "predictions.jsonl", lines)
     out = run(
-        "-m", "mtsql.extras.probe", *TOY, *data, "--error-hints", "--questions", 3, "--failures", wrong,
-        "--out", tmp_path / "probe",
+        "-m", "mtsql.extras.probe", *data_of(work), "--held-out", 1, "--error-hints", "--questions", 3,
+        "--failures", wrong, "--out", tmp_path / "probe",
     )  # fmt: skip
     means = json.loads((tmp_path / "probe" / "probe.json").read_text())
-    rows = [json.loads(line) for line in (tmp_path / "probe" / "probe.jsonl").open()]
+    rows = json_lines(tmp_path / "probe" / "probe.jsonl")
     assert "gold_seen" in out and {"own", "stale column", "stale table"} <= set(means)
     assert all(set(row) == KEYS for row in means.values())
     own = [row for row in rows if row["kind"] == "own"]

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import SAMPLE, SHARED, json_lines
 from decoders import SIZES
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
@@ -29,7 +29,7 @@ from mtsql.sql.score import Scorer
 from mtsql.task import load_split, make_environment, reward_function
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
-SHARED, SAMPLE = ROOT.parent / "shared" / "data", ROOT / "tests" / "data" / "sparc"
+REAL = SHARED / "data"
 QUESTIONS = 25
 FIRST_THOUGHT = "The question names what to select; I run the query to see whether the result looks right."
 SECOND_THOUGHT = "The result has the columns that were asked for, and nothing else."
@@ -40,19 +40,19 @@ HIGHEST = {
     "sql_trail": 11.0,  # Equation 12: 5 + 2 + 1 + 1 + 1 + 1 with every r = 1; two messages are quick enough
     "mtir_sql": 1.2,  # Equations 5 to 7: R_f 0.1 + R_e 0.1 + R_r 1
 }
-with_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
+with_shared_data = pytest.mark.skipif(not REAL.is_dir(), reason="../shared/data is not here")
 
 
 def config_of(recipe: str, **options: object) -> EvaluateArgs:
     paper = [] if recipe == "mtsql_r1" else ["--config", f"configs/{recipe}.toml"]
     files = {"data": "spider/dev.json", "tables": "sparc/tables.json", "databases": "database"}
-    given = {name: SHARED / path for name, path in files.items()} | {"model": "", "out": "none"} | options
+    given = {name: REAL / path for name, path in files.items()} | {"model": "", "out": "none"} | options
     return read_options(EvaluateArgs, "", [*paper, *(f"--{name}={value}" for name, value in given.items())])
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(SHARED / "tokenizer_qwen3")
+    return AutoTokenizer.from_pretrained(REAL / "tokenizer_qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +115,14 @@ def test_a_random_model_is_played_by_every_recipe(tokenizer, tmp_path, capsys):
     Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape)).save_pretrained(tmp_path / "random")
     tokenizer.save_pretrained(tmp_path / "random")
     for file in ("spider/dev.json", "sparc/tables.json"):
-        rows = [row for row in json.loads((SHARED / file).read_text()) if row["db_id"] == "concert_singer"]
+        rows = [row for row in json.loads((REAL / file).read_text()) if row["db_id"] == "concert_singer"]
         (tmp_path / Path(file).name).write_text(json.dumps(rows))
     given = {"data": tmp_path, "tables": tmp_path / "tables.json", "model": tmp_path / "random"}
     given |= {"dialogues": 4, "max-turn-tokens": 12, "rows": 4}
     for name in RECIPES:
         evaluate.main(config_of(name, out=tmp_path / name, **given))
         assert json.loads((tmp_path / name / "summary.json").read_text())["questions"] == 4
-        records = list(map(json.loads, (tmp_path / name / "predictions.jsonl").read_text().splitlines()))
+        records = json_lines(tmp_path / name / "predictions.jsonl")
         assert [r["example_id"] for r in records] == [f"0000{i}/0" for i in range(4)]
         assert all(r["sampled_tokens"] for r in records) and "EX" in capsys.readouterr().out
 

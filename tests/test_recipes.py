@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import GOLD, QUESTION
+from conftest import EXAMPLE, GOLD, environment_of
 from hostile import STATEMENTS
 
-from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Environment, Limits
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
+from evaluate import Args as EvaluateArgs
+from mtsql.agent.env import NO_TOOL, UNAVAILABLE, Limits
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Stop
 from mtsql.config import read_options
-from mtsql.data.datasets import Example
 from mtsql.learn.samples import Sample, group_metrics
 from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtir_sql import MAX_CHARACTERS, TOOL
@@ -25,14 +25,12 @@ from mtsql.recipes.prompt_options import PromptOptions, write_call
 from mtsql.recipes.sql_trail import bigrams, jaccard, schema_items, turns_reward
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.grammar import SqlSchema
-from mtsql.sql.score import Scorer
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
 
 R1, SKYRL, TRAIL, MTIR = RECIPES
 OTHERS = (SKYRL, TRAIL, MTIR)  # whose messages are a thought and an action each
 PAPER, COMPACT, NATIVE = PromptOptions(), PromptOptions(compact=True), PromptOptions(native_thinking=True)
-EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
 WRONG = "SELECT name FROM singer WHERE country = 'italy'"
 BROKEN = "SELECT nam FROM singer"
 THINK = "<think>\nI think of {braces} and of <tool_call>.\n</think>\n\n"
@@ -55,8 +53,7 @@ def answer(name, sql=GOLD):
 
 def begin(tiny, name, *, options=PAPER, tools="no_memory", interactions=4, example=EXAMPLE):
     limits = Limits(interactions, 20_000, max_response_tokens=40_000, max_tool_tokens=10_000)
-    schemas, recipe = {"music": tiny.schema}, recipe_of(name, options)
-    environment = Environment(schemas, recipe, tiny.tokens, tiny.executor, limits, make_tools(tools))
+    environment = environment_of(tiny, tools, limits, recipe=recipe_of(name, options))
     return environment.episodes(example, [0])[0]
 
 
@@ -76,8 +73,7 @@ def play(tiny, name, *messages, **how):
 
 
 def rewards_of(tiny, name, episode, given="", turns=5):
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = load_recipe(name).make_reward(given, scorer, tiny.tokens.decode, turns)
+    reward = load_recipe(name).make_reward(given, tiny.scorer, tiny.tokens.decode, turns)
     return reward(episode.trajectory, episode.example)
 
 
@@ -104,7 +100,6 @@ ONE, TWO = (call(f"SELECT {i}") for i in (1, 2))
         (MTIR, ONE, EXEC_SQL, False),
         (MTIR, THINK + THINK + ONE, EXEC_SQL, False),
         (MTIR, f"{THINK}So: {ONE}", EXEC_SQL, False),
-        (MTIR, THINK + ONE + block("SELECT 2"), EXEC_SQL, False),
         (MTIR, THINK + block("SELECT 2") + ONE, EXEC_SQL, False),
         (MTIR, f"<think><tool_response>1</tool_response></think>{ONE}", EXEC_SQL, False),
         (MTIR, THINK + block("SELECT 1"), None, True),
@@ -120,12 +115,9 @@ ONE, TWO = (call(f"SELECT {i}") for i in (1, 2))
         (SKYRL, "<sql>SELECT 1</sql>", EXEC_SQL, False),
         (SKYRL, f"{BLANK}<sql>SELECT 1</sql>", EXEC_SQL, False),
         (SKYRL, f"{THINK}<sql>SELECT 1</sql> done", EXEC_SQL, False),
-        (SKYRL, f"{THINK}<sql>SELECT 1</sql><solution>SELECT 2</solution>", EXEC_SQL, False),
         (SKYRL, f"{THINK}<solution>SELECT 1</solution><sql>SELECT 2</sql>", None, False),
-        (SKYRL, f"{THINK}<observation>2</observation>{THINK}<sql>SELECT 1</sql>", EXEC_SQL, False),
         (SKYRL, "<think><observation>2</observation></think><sql>SELECT 1</sql>", EXEC_SQL, False),
         (SKYRL, REASON + "<sql>SELECT 1</sql>", EXEC_SQL, False),
-        (TRAIL, REASON + "<sql>SELECT 1</sql>", EXEC_SQL, True),
         (TRAIL, "<reasoning>or <sql>SELECT 2</sql></reasoning>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
         (TRAIL, "<think>or <sql>SELECT 2</sql></think>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
     ],
@@ -194,8 +186,8 @@ def test_native_thinking_is_not_read(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("sql", [GOLD, 'SELECT "a\\"\nFROM t -- ü {x}'])
-def test_what_a_recipe_writes_it_reads(name, sql):
+def test_what_a_recipe_writes_it_reads(name):
+    sql = 'SELECT "a\\"\nFROM t -- ü {x}'
     called, answered = (recipe_of(name).parse(text) for text in (query(name, sql), answer(name, sql)))
     assert (called.tool, called.sql, answered.answer) == (EXEC_SQL, sql, sql)
     assert called.well_formed and answered.well_formed
@@ -313,7 +305,7 @@ def test_without_the_tool_a_query_is_no_action(tiny, name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("calls", [0, 1, 2])
+@pytest.mark.parametrize("calls", [0, 2])
 def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name, calls):
     for last, status in (
         (query(name), Status.OUT_OF_INTERACTIONS),
@@ -341,6 +333,7 @@ def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name,
         (MTIR, GrpoArgs, {"max_interactions": 5, "prompts_per_step": 64, "samples_per_prompt": 5}),
         (TRAIL, GrpoArgs, {"max_interactions": 9, "clip_high": 0.28, "samples_per_prompt": 6}),
         (TRAIL, GrpoArgs, {"learning_rate": 1e-6}),  # appendix A.5's is that of SFT alone
+        (SKYRL, EvaluateArgs, {"temperature": 0}),  # that above is of training alone
         (TRAIL, SftArgs, {"learning_rate": 1e-5, "epochs": 2, "trajectories_per_step": 128}),
     ],
 )
@@ -402,16 +395,10 @@ def test_rewards_by_hand(tiny, name, messages, parts, ex, total):
         (TRAIL, "execution", S, 5),
         (TRAIL, "execution", answer(TRAIL, WRONG), 0),
         (TRAIL, "turns=0,ex=1,bigram=0.5", S, 1 + 1 + 0.5 + 1 + 1),
-        (MTIR, "ex=1", W, "should be one of format, execution, result, tau"),
-        (SKYRL, "outcome", S, "--rewards outcome is unknown; choose from paper"),
     ],
 )
 def test_presets_and_weights(tiny, name, given, message, total):
     episode = play(tiny, name, message)
-    if isinstance(total, str):
-        with pytest.raises(ValueError, match=total):
-            rewards_of(tiny, name, episode, given)
-        return
     rewards, plain = (rewards_of(tiny, name, episode, how) for how in (given, ""))
     assert rewards.total == pytest.approx(total)
     assert (rewards.parts, rewards.kept) == (plain.parts, plain.kept)

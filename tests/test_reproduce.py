@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, run, write_lines
 from matplotlib.image import imread
 
 from evaluate import Args as EvaluateArgs
@@ -163,7 +163,7 @@ def lay_out(out: Path, arm: str, bits: str, seed: int = 0, dataset: str = "test"
         {"db_id": name, "ex": int(bit), "em": int(bit) * (n == 0)} for n, (name, bit) in enumerate(ids)
     ]
     means = {key: {"mean": sum(r[key] for r in records) / len(records)} for key in ("ex", "em")}
-    (folder / "predictions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    write_lines(folder / "predictions.jsonl", records)
     (folder / "summary.json").write_text(json.dumps({"questions": len(records), **means}))
     (folder / "run.json").write_text(json.dumps({"commit": "abc", "hardware": "two cores"}))
     return folder

@@ -24,7 +24,6 @@ from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_rewards, is_right
 from mtsql.recipes.skyrl_sql import SkyrlSql
 from mtsql.report.evaluation import abilities
-from mtsql.sql.score import Scorer
 
 NO_ROW = "SELECT name FROM singer WHERE country = 'France'"
 SPAIN = "SELECT name FROM singer WHERE country = 'italy'"  # of three clauses two are right: F1 is 2/3
@@ -57,8 +56,7 @@ def paid(tiny, episode, preset="process", gold=GOLD):
     """The rewards of a preset, of the released code where it is "authors"."""
     module = authors_rewards if preset == "authors" else mtsql_r1_rewards
     given = preset.replace("authors", "mtsql.extras.authors_rewards")
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    reward = module.make_reward(given, scorer, tiny.tokens.decode, 5)
+    reward = module.make_reward(given, tiny.scorer, tiny.tokens.decode, 5)
     return reward(episode.trajectory, replace(episode.example, gold_sql=gold))
 
 
@@ -171,7 +169,6 @@ def test_right_is_what_the_presets_rewards_say(tiny):
 
 
 def test_abilities_of_those_that_called_are_counted_apart(tiny):
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
     names = ("call_execution", "e_verify", "e_verify_called", "call_memory", "m_verify", "m_verify_called")
     executed, checked = (call(BROKEN), PASS + answer(GOLD)), (memory(GOLD), AGREES + answer(GOLD))
     for said, history, expected in (
@@ -181,10 +178,10 @@ def test_abilities_of_those_that_called_are_counted_apart(tiny):
         (checked, False, (0, 0, None, None, None, None)),
     ):
         episode = play(tiny, *said, history=history)
-        measured = abilities(episode.trajectory, episode.example, scorer, verifies=True)
+        measured = abilities(episode.trajectory, episode.example, tiny.scorer, verifies=True)
         assert tuple(measured[name] for name in names) == expected
     episode = play(tiny, *executed)
-    others = abilities(episode.trajectory, episode.example, scorer, verifies=False)
+    others = abilities(episode.trajectory, episode.example, tiny.scorer, verifies=False)
     assert {name: value for name, value in others.items() if value is not None} == {"call_execution": 1}
 
 
@@ -263,7 +260,7 @@ def test_the_released_code_compares_the_limits_of_subqueries(tiny, limit, em):
 
 def test_a_gold_that_the_official_grammar_cannot_read_is_rewarded(tiny):
     gold = "SELECT name FROM singer ORDER BY age LIMIT 0,1"  # SQLite runs it, as it does CoSQL's
-    assert Scorer({"music": tiny.schema}, tiny.executor).gold_problem("music", gold) is None
+    assert tiny.scorer.gold_problem("music", gold) is None
     episode = play(tiny, call(gold), PASS + answer(gold))
     rewards = [paid(tiny, episode, preset, gold) for preset in ("process", "authors")]
     assert [(r.ex, r.parts["proposal"]) for r in rewards] == [(1, 1), (1, 0)]

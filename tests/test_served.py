@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import GOLD, ROOT, TOY, Tiny, environment_of, make_episode, run, say
+from conftest import GOLD, ROOT, TOY, Tiny, environment_of, json_lines, make_episode, run, say
 from tqdm import tqdm
 
 from evaluate import Args as EvaluateArgs
@@ -492,8 +492,8 @@ def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
 
     given, _ = there(stub, "taught")
     run("evaluate.py", *data, *given, "--split", "train", "--dialogues", 4, "--protocol", "chat")
-    lines = (tmp_path / "taught" / "chat.jsonl").read_text().splitlines()  # for train_sft.py --teacher
-    assert lines and all("weight" not in m for line in lines for m in json.loads(line)["messages"])
+    chats = json_lines(tmp_path / "taught" / "chat.jsonl")  # for train_sft.py --teacher
+    assert chats and all("weight" not in message for chat in chats for message in chat["messages"])
     with pytest.raises(UserError, match="give --model FOLDER"):
         check_policy(EvaluateArgs(data=(), out=""))
     with pytest.raises(UserError, match="needs --api-model"):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import GOLD, QUESTION, ROOT, TABLES, Tiny, environment_of
+from conftest import GOLD, QUESTION, TABLES, Tiny, environment_of, make_database
 
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment
@@ -32,7 +30,6 @@ from mtsql.task import load_split, make_environment
 from mtsql.toy import benchmark as toy
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
 
-SHARED = ROOT.parent / "shared" / "data"
 SPIDER = {"db_id": "music", "question": QUESTION, "query": GOLD, "sql": {"limit": None}, "query_toks": []}
 SYN = {"db_id": "music", "SpiderQuestion": QUESTION, "SpiderSynQuestion": "Which vocalists?", "query": GOLD}
 BIRD = {"question_id": 7, "db_id": "music", "question": QUESTION, "SQL": GOLD, "difficulty": "moderate"}
@@ -203,9 +200,8 @@ def test_several_sources_are_one_dataset(tiny, tmp_path, capsys):
     assert dict(dataset.missing) == {"spider": 1}
     assert capsys.readouterr().out == "left out 1 dialogues of spider: their database is missing\n"
     another = lay_out(tiny, tmp_path / "other", {"dev.json": [SPIDER], "tables.json": TABLES}, "database")
-    with closing(sqlite3.connect(another / "database/music/music.sqlite")) as other:
-        other.execute("insert into singer values (0, 'someone', 'peru', 30, 1)")
-        other.commit()
+    someone = "insert into singer values (0, 'someone', 'peru', 30, 1)"
+    make_database(another / "database/music/music.sqlite", someone)
     with pytest.raises(UserError, match="two sources have different databases 'music'"):
         together(folder, another)
 
@@ -219,9 +215,8 @@ def test_what_cannot_be_scored_is_counted_by_source(dataset_of, capsys):
 
 
 def test_gold_that_ex_repairs_runs(tiny):
-    scorer = Scorer({"music": tiny.schema}, Executor())
-    assert scorer.runs("music", "SELECT name FROM singer WHERE age > = 30")
-    assert not scorer.runs("music", "SELECT nme FROM singer")
+    assert tiny.scorer.runs("music", "SELECT name FROM singer WHERE age > = 30")
+    assert not tiny.scorer.runs("music", "SELECT nme FROM singer")
 
 
 def test_broken_tables_are_named(tiny, tmp_path):

@@ -2,19 +2,16 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
+from conftest import SAMPLE, SHARED, json_lines
 
 from mtsql.extras.prediction_files import official_prediction
 from mtsql.sql.execute import Executor, execution_match
 from mtsql.sql.grammar import SqlParseError, SqlSchema, foreign_key_map, parse_sql
 from mtsql.sql.match import exact_set_match, hardness, partial_match
 
-HERE = Path(__file__).parent / "data"
-SHARED = Path(__file__).parents[2] / "shared"
 VERDICTS = SHARED / "conformance" / "sparc.jsonl"
-SAMPLE = 600
 
 
 def verdicts(executor, path, schema, keys, record):
@@ -53,17 +50,13 @@ def check(records, tables, databases):
     assert not disagreements
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_the_sample_agrees_with_the_official_evaluator():
-    records = read(HERE / "verdicts.jsonl")
+    records = json_lines(SAMPLE.with_name("verdicts.jsonl"))
     assert len(records) == 200 and {r["ex"] for r in records} == {r["em"] for r in records} == {0, 1}
-    check(records, HERE / "sparc/tables.json", HERE / "sparc/database")
+    check(records, SAMPLE / "tables.json", SAMPLE / "database")
 
 
 @pytest.mark.skipif(not VERDICTS.exists(), reason="the recorded verdicts are not on this machine")
 def test_verdicts_agree_with_the_official_evaluator():
-    records = random.Random(0).sample(read(VERDICTS), SAMPLE)
+    records = random.Random(0).sample(json_lines(VERDICTS), 600)
     check(records, SHARED / "data/sparc/tables.json", SHARED / "data/database")

@@ -1,11 +1,10 @@
 """Parsing, exact set match and clause F1: sections 2 to 4 and 7 of the notes."""
 
 import random
-import sqlite3
 import time
-from contextlib import closing
 
 import pytest
+from conftest import make_database
 
 from mtsql.extras.prediction_files import official_prediction
 from mtsql.sql.grammar import SqlParseError, SqlSchema, foreign_key_map, parse_sql
@@ -27,13 +26,9 @@ NAMES, COUNT = "SELECT name FROM singer", "SELECT count(*) FROM "
 
 @pytest.fixture(scope="module")
 def schema(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sql") / "concerts.sqlite"
-    with closing(sqlite3.connect(path)) as connection:
-        for table, columns in TABLES.items():
-            connection.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
-        counted = "SELECT country, count(*) AS total FROM Singer GROUP BY country"
-        connection.execute(f"CREATE VIEW v AS {counted}")
-    return SqlSchema.from_database(path)
+    script = "".join(f"CREATE TABLE {table} ({', '.join(columns)});" for table, columns in TABLES.items())
+    script += "CREATE VIEW v AS SELECT country, count(*) AS total FROM Singer GROUP BY country;"
+    return SqlSchema.from_database(make_database(tmp_path_factory.mktemp("sql") / "concerts.sqlite", script))
 
 
 def test_foreign_keys_to_one_key_share_its_first_column():

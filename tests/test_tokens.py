@@ -6,11 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import GOLD, ROOT, make_episode, say
+from conftest import GOLD, ROOT, SHARED, environment_of, make_episode, say
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mtsql.agent.env import Environment, Limits
+from mtsql.agent.env import Limits
 from mtsql.agent.rollout import stop_string_test
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
@@ -21,7 +21,7 @@ from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record
 
-QWEN3 = ROOT.parent / "shared" / "data" / "tokenizer_qwen3"
+QWEN3 = SHARED / "data" / "tokenizer_qwen3"
 CALL = '<tool_call>\n{"name": "exec_sql", "arguments": {"code": "SELECT 1"}}\n</tool_call>'
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -244,9 +244,8 @@ def test_tags_of_one_or_several_tokens(tiny, tags):
 def test_what_a_prompt_opened_is_part_of_the_message(tiny, name, native):
     """An answer within a thought without end is none; behind its end it is, and in the format."""
     tokens = ChatTokens(character_tokenizer(THINKS, ()))
-    made, tools = load_recipe(name).make_recipe(PromptOptions(native_thinking=native)), make_tools("both")
-    limits = Limits(*[9999] * 5)
-    environment = Environment({"music": tiny.schema}, made, tokens, tiny.executor, limits, tools)
+    made = load_recipe(name).make_recipe(PromptOptions(native_thinking=native))
+    environment = environment_of(replace(tiny, tokens=tokens), limits=Limits(*[9999] * 5), recipe=made)
     example, episode = make_episode(tiny).example, None
 
     def answered(text: str, whole: bool = False) -> tuple[str | None, int]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import json_lines, refusal, write_lines
 
 from mtsql.agent.trajectory import Segment, Status, Trajectory, trajectory_record
 from mtsql.config import user_errors
@@ -35,17 +36,7 @@ def record_of(decode=decode, reward=None):
 
 @pytest.fixture
 def records(tmp_path):
-    path = tmp_path / "trajectories.jsonl"
-    path.write_text("".join(json.dumps(record_of(reward=reward)) + "\n" for reward in (0.25, 0.75)))
-    return path
-
-
-def refusal(capsys, *arguments):
-    """The sentence with which the viewer ends with exit code 2."""
-    with pytest.raises(SystemExit) as stop:
-        user_errors(main, [str(argument) for argument in arguments])
-    assert stop.value.code == 2
-    return capsys.readouterr().err
+    return write_lines(tmp_path / "trajectories.jsonl", [record_of(reward=reward) for reward in (0.25, 0.75)])
 
 
 def page_data(page):
@@ -87,12 +78,13 @@ def test_options(records, capsys, monkeypatch):
 
 
 def test_errors_are_one_sentence(records, tmp_path, capsys):
-    few = f"error: --index 2: {records} has 2 trajectories, from 0\n"
-    assert refusal(capsys, records, "--index", 2) == few
-    assert "none: No such file" in refusal(capsys, tmp_path / "none")
-    assert refusal(capsys, records, "--html", tmp_path) == f"error: {tmp_path}: Is a directory\n"
-    assert "File exists" in refusal(capsys, records, "--html", records / "page.html")
-    assert "--beside needs --html" in refusal(capsys, records, "--beside", records)
+    def said(*arguments):
+        return refusal(capsys, user_errors, main, [str(argument) for argument in (records, *arguments)])
+
+    assert said("--index", 2) == f"error: --index 2: {records} has 2 trajectories, from 0\n"
+    assert said("--html", tmp_path) == f"error: {tmp_path}: Is a directory\n"
+    assert "File exists" in said("--html", records / "page.html")
+    assert "--beside needs --html" in said("--beside", records)
     row = records.read_text().splitlines()[0]
     whole = json.loads(row)
     for broken in (
@@ -102,11 +94,13 @@ def test_errors_are_one_sentence(records, tmp_path, capsys):
         whole | {"segments": [whole["segments"][0] | {"role": "nobody"}]},
         whole | {"segments": [{"role": "model", "text": "x"}]},
     ):
-        records.write_text(json.dumps(broken) + "\n")
-        assert refusal(capsys, records).startswith(f"error: {records}, line 1: not a trajectory (")
+        write_lines(records, [broken])
+        assert said().startswith(f"error: {records}, line 1: not a trajectory (")
     for noise in ("[" * 100_000, "9" * 5_000, row.replace("0.25", "1" + "0" * 5_000 + '"')):
         records.write_text(noise + "\n")
-        assert refusal(capsys, records).count("\n") == 1
+        assert said().count("\n") == 1
+    records.unlink()
+    assert "does not exist" in said()
 
 
 def test_numbers_that_no_page_can_hold_are_shown_as_none(records, tmp_path, capsys):
@@ -121,10 +115,10 @@ def test_numbers_that_no_page_can_hold_are_shown_as_none(records, tmp_path, caps
 
 def test_the_page_holds_every_record_and_is_safe_from_what_they_say(records, tmp_path, capsys):
     hostile = "</script><script>alert(1)</script> <|im_end|> \ud800"
-    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    rows = json_lines(records)
     rows[1] |= {"question": hostile, "answer_sql": hostile}
     rows[1]["segments"][2]["text"] = hostile
-    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(records, rows)
     page = tmp_path / "new" / "page.html"
     main([str(records), "--html", str(page), "--beside", str(records)])
     assert f"2 trajectories in {page}" in capsys.readouterr().out

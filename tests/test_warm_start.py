@@ -15,7 +15,6 @@ from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.learn.warm_start import Collected, Progress, rejection
 from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward
 from mtsql.recipes.skyrl_sql import SkyrlSql
-from mtsql.sql.score import Scorer
 
 REWRITTEN = GOLD.replace("SELECT", "select")  # another string, the same clauses
 OTHER_CLAUSES = "SELECT name FROM singer WHERE country IN ('france')"  # the same result
@@ -42,8 +41,7 @@ def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, recipe
         episode.step([1, 2], [0.0, 0.0], Stop.LIMIT)
     else:
         say(episode, final_answer(sql))
-    scorer = Scorer({"music": tiny.schema}, tiny.executor)
-    rewards = make_reward(preset, scorer, tiny.tokens.decode, 5)(episode.trajectory, episode.example)
+    rewards = make_reward(preset, tiny.scorer, tiny.tokens.decode, 5)(episode.trajectory, episode.example)
     assert rejection(episode.trajectory, rewards, recipe) == expected
 
 
