@@ -2,8 +2,8 @@
 
 A TOML file has a table [common] and one for each command. What [common] sets holds for every command that
 has such an option; what neither the command nor any training knows is an error. An option's type says what is
-allowed, a Literal its values; of a number there is a least one. The defaults are MTSQL-R1's; another paper's
-are its file, configs/<paper>.toml. Of several files the later overrides the earlier.
+allowed, a Literal its values, and a number may have a least value. The defaults are MTSQL-R1's; another
+paper's are its file, configs/<paper>.toml. Of several files the later overrides the earlier.
 """
 
 from __future__ import annotations

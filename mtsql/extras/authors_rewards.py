@@ -77,7 +77,7 @@ def authors_reward(
             e_verify.append(E_VERIFY_TABLE[outcome, call.passed])
         elif call.tool == MEMORY_RETRIEVE:
             m_verify.append(f1 if call.passed else 1.0 - f1)
-    return r_all(weights, float(ex), float(em), proposals, e_verify, m_verify)
+    return r_all(weights, float(ex), float(em), (proposals, e_verify, m_verify))
 
 
 def _calls(messages: list[str]) -> list[Call]:

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeAlias
 
 from mtsql.agent.trajectory import ActionType, Trajectory
 from mtsql.data.datasets import Example
@@ -35,6 +36,9 @@ from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_reward
 from mtsql.sql.match import string_match
 from mtsql.sql.score import Scorer
 from mtsql.sql.text import query_words
+
+# What the actions of PROPOSE and SELF-CORRECT, of E-VERIFY and of M-VERIFY have earned.
+ProcessRewards: TypeAlias = tuple[Collection[float], Collection[float], Collection[float]]
 
 # The E-verify table: (execution outcome, verdict is pass) -> reward. No verdict gives 0.
 E_VERIFY_TABLE = {
@@ -70,55 +74,40 @@ def make_reward(rewards: str, scorer: Scorer, decode: Decode, turns: int) -> Rew
     does is --rewards mtsql.extras.authors_rewards. Raises UserError for an unknown preset or weight.
     """
     preset, weights = chosen_rewards(PRESETS, rewards)
-    string_em, plain = preset in ("paper", "formula"), preset == "formula"
-    return lambda trajectory, example: reward(trajectory, example, scorer, weights, string_em, plain)
+    return lambda trajectory, example: reward(trajectory, example, scorer, weights, preset)
 
 
 def reward(
-    trajectory: Trajectory,
-    example: Example,
-    scorer: Scorer,
-    weights: RewardWeights,
-    string_em: bool = False,
-    plain: bool = False,
+    trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights, preset: str = "process"
 ) -> Rewards:
     """R_all of a trajectory, from its recorded actions, which come from what the model wrote, and from whether
     its queries failed, were empty or gave rows.
 
-    An unanswered question is never right. EM is the official exact set match, with `string_em` the strict
-    match of strings. `plain` are the process rewards without the rules above. They are not computed where they
-    have no weight.
+    An unanswered question is never right. EM is the official exact set match, of `preset` "paper" and "formula"
+    the strict match of strings; "formula" has the process rewards without the rules above. They are not
+    computed where they have no weight.
     """
     ex, em = ex_em(trajectory, example, scorer)
-    if string_em:
+    if preset in ("paper", "formula"):
         em = float(string_match(example.gold_sql, trajectory.answer_sql))
     if weights.proposal or weights.verify:
-        process = plain_process_rewards if plain else process_rewards
-        return r_all(weights, ex, em, *process(trajectory, example, scorer))
+        process = plain_process_rewards if preset == "formula" else process_rewards
+        return r_all(weights, ex, em, process(trajectory, example, scorer))
     total = weights.ex * ex + weights.em * em
     return Rewards(ex, em, total, {})
 
 
-def r_all(
-    weights: RewardWeights,
-    ex: float,
-    em: float,
-    proposals: Collection[float],
-    e_verify: Collection[float],
-    m_verify: Collection[float],
-) -> Rewards:
+def r_all(weights: RewardWeights, ex: float, em: float, process: ProcessRewards) -> Rewards:
     """R_all = w1 R_EX + w2 R_EM + w3 R_Propose/Self-Correct + w4 (R_E-Verify + R_M-Verify).
 
     The last three are means over the actions of their type, 0 where there is none.
     """
-    means = [fmean(values) if values else 0.0 for values in (proposals, e_verify, m_verify)]
+    means = [fmean(values) if values else 0.0 for values in process]
     total = weights.ex * ex + weights.em * em + weights.proposal * means[0] + weights.verify * sum(means[1:])
     return Rewards(ex, em, total, dict(zip(("proposal", "e_verify", "m_verify"), means, strict=True)))
 
 
-def process_rewards(
-    trajectory: Trajectory, example: Example, scorer: Scorer
-) -> tuple[Collection[float], Collection[float], Collection[float]]:
+def process_rewards(trajectory: Trajectory, example: Example, scorer: Scorer) -> ProcessRewards:
     """The rewards of PROPOSE and SELF-CORRECT, of E-VERIFY, and of M-VERIFY: one a candidate.
 
     A verification without a verdict earns 0. What an evaluation reports as abilities are these numbers too.
@@ -147,9 +136,7 @@ def process_rewards(
     return f1.values(), e_verify.values(), m_verify.values()
 
 
-def plain_process_rewards(
-    trajectory: Trajectory, example: Example, scorer: Scorer
-) -> tuple[Collection[float], Collection[float], Collection[float]]:
+def plain_process_rewards(trajectory: Trajectory, example: Example, scorer: Scorer) -> ProcessRewards:
     """The same by the letter of section 3.3.2: one a PROPOSE or SELF-CORRECT, E-VERIFY, and M-VERIFY."""
     proposals, e_verify, m_verify = [], [], []
     for action in trajectory.actions:

@@ -223,8 +223,10 @@ class MetricsLog:
 
     def _lines(self, rows: list[dict]) -> str:
         """The text of rows, below the header if they are the first."""
-        text, first = io.StringIO(), self.columns is None and rows
-        self.columns = list(rows[0]) if first else self.columns
+        first = self.columns is None and bool(rows)
+        if first:
+            self.columns = list(rows[0])
+        text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         if first:
             writer.writeheader()
