@@ -16,7 +16,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from mtsql.agent import cache, generator, pages
 from mtsql.agent.cache import cache_bytes_per_token
-from mtsql.agent.decoder import Decoder
 from mtsql.agent.generator import Generator, Sampling, new_cache
 from mtsql.agent.head import float32_logits
 from mtsql.agent.pages import Pages
@@ -213,7 +212,7 @@ def test_sampler_and_trainer_have_the_heads_logits_in_float32(dtype, monkeypatch
     rounded = lambda hidden, weight: (hidden @ weight.t().to(hidden.dtype)).float()  # noqa: E731
     head = model.lm_head.weight.detach()
     monkeypatch.setattr("mtsql.learn.logprobs.float32_logits", rounded)
-    monkeypatch.setattr(Decoder, "logits", lambda _, hidden: rounded(hidden, head))
+    monkeypatch.setattr("mtsql.agent.decoder.float32_logits", lambda hidden, _: rounded(hidden, head))
     assert exact < gaps(model).mean()
     hidden, weight = torch.randn(64, 256).to(model.dtype), torch.randn(512, 256).to(model.dtype)
     sums = hidden.double() @ weight.double().t()
