@@ -195,7 +195,8 @@ def test_flash_attention_gets_the_borders_of_the_sequences():
     model, batch = make_decoder("qwen3"), LAYOUTS["packed for flash-attn"](groups)
     # All before the last trained token, which predicts nothing; of one without any its prompt.
     trained = [[i for i, bit in enumerate(t.loss_mask) if bit] for t in flatten(groups)]
-    lengths = [max(of, default=t.prompt_length) for of, t in zip(trained, flatten(groups), strict=True)]
+    prompts = [len(t.segments[0].ids) for t in flatten(groups)]
+    lengths = [max(of, default=prompt) for of, prompt in zip(trained, prompts, strict=True)]
     expected = np.cumsum([0, *lengths]).tolist()
     assert batch.layout is None and batch.borders.tolist() == expected and batch.borders.dtype == torch.int32
 

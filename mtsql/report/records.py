@@ -155,7 +155,7 @@ class AnswerLog:
         if trajectory.status is None:
             return
         with self.lock, writing_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(trajectory.to_plain()) + "\n")
+            file.write(json.dumps(trajectory, default=vars) + "\n")
 
 
 def play_unanswered(
