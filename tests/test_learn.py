@@ -29,7 +29,7 @@ from mtsql.learn.logprobs import (
     token_logprobs,
 )
 from mtsql.learn.loss import group_advantages, informative_groups, loss_denominator, sft_loss, truncation_cap
-from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step
 from mtsql.learn.samples import logprob_gaps
 
 DEFAULTS = {"aggregate": "trajectory", "clip_high": 0.2, "beta": 0.0}
@@ -431,7 +431,7 @@ def test_beta2_is_the_optimizers():
     optimizer = make_optimizer(layer, 0.1, beta2=0.95)
     for gradient in (0.5, 0.0):  # AdamW: m / sqrt(v) = 1 in the first step
         layer.weight.grad = torch.full_like(layer.weight, gradient)
-        optimizer_step(optimizer, stepped_parameters(optimizer), 0.1)
+        optimizer_step(optimizer, 0.1)
     m, v = 0.9 * 0.1 * 0.5 / (1 - 0.9**2), 0.95 * 0.05 * 0.5**2 / (1 - 0.95**2)
     assert layer.weight.item() == pytest.approx(1 - 0.1 - 0.1 * m / v**0.5, rel=1e-6)
     assert [cosine_rate(1.0, at, 0.1) for at in (0.1, 0.55, 1)] == pytest.approx([1, 0.5, 0])
@@ -443,7 +443,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(bad):
     before, optimizer = layer.weight.detach().clone(), make_optimizer(layer, 0.1)
     layer.weight.grad = torch.full_like(layer.weight, bad)
     with pytest.raises(UserError, match=r"the gradient's norm is (nan|inf); the weights are as before"):
-        optimizer_step(optimizer, stepped_parameters(optimizer), 0.1)
+        optimizer_step(optimizer, 0.1)
     assert torch.equal(before, layer.weight)
 
 

@@ -43,7 +43,7 @@ def rollout(
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}
     waiting: dict[Row, Future[list[int] | None]] = {}
-    started_at, sampled, steps, busy = time.perf_counter(), 0, 0, 0
+    started_at, sampled = time.perf_counter(), 0
     in_order = model.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
 
@@ -74,8 +74,6 @@ def rollout(
                 )
                 playing.update(zip(rows, fresh, strict=True))
 
-            steps += 1
-            busy += sum(row.decoding for row in generator.in_cache)
             for row in generator.step():
                 sampled += len(row.ids)
                 waiting[row] = pool.submit(playing[row].step, row.ids, row.logprobs, row.stop)
@@ -94,8 +92,8 @@ def rollout(
                     generator.release(finished)
                 for row in finished:
                     del playing[row]
-                rate, used = sampled / (time.perf_counter() - started_at), busy / steps
-                bar.set_postfix_str(f"{rate:.0f} tokens/s, {used:.0f} rows a step", refresh=False)
+                rate = sampled / (time.perf_counter() - started_at)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(len(finished))
     return [episode.trajectory for episode in episodes]
 
