@@ -233,7 +233,7 @@ def clipped_step(
     shared = shares_prompts(task.policy)
     parts = micro_batches(task.processes.share(trained), config.micro_batch_positions, shared)
     old_logprobs: list[Tensor | None] = [None] * len(parts)
-    parameters, rate = stepped_parameters(optimizer), warmup_rate(config.learning_rate, step)
+    rate = warmup_rate(config.learning_rate, step)
     tis_cap = truncation_cap(task.policy)
     task.policy.train()
     sums: Counter[str] = Counter()  # added up by `update`: a Counter's + drops zeros
@@ -259,8 +259,8 @@ def clipped_step(
                 gaps.append((logprobs.detach() - batch.sampling_logprobs).abs().cpu())  # (tokens,)
                 sums.update({"entropy": entropy.sum().item(), "trained_tokens": len(entropy)})
         if trained:  # else the weights stay as they are: no step, not even of the moments
-            task.processes.sum_gradients(parameters)
-            norm = optimizer_step(optimizer, parameters, rate)
+            task.processes.sum_gradients(stepped_parameters(optimizer))
+            norm = optimizer_step(optimizer, rate)
     totals: Counter[str] = Counter()
     for sums_of_one in task.processes.all_gather(sums):
         totals.update(sums_of_one)

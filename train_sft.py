@@ -204,7 +204,6 @@ def fine_tune(
     Returns whether it was interrupted.
     """
     task.policy.train()
-    parameters = stepped_parameters(optimizer)
     shared = shares_prompts(task.policy)
     databases, size = None, 1
     if config.databases_per_step:
@@ -228,9 +227,9 @@ def fine_tune(
                 task.raise_not_finite(progress.step, part)
             loss.backward()
             sums.update(loss=loss.item(), entropy=entropy.sum().item() / denominator)
-        task.processes.sum_gradients(parameters)
+        task.processes.sum_gradients(stepped_parameters(optimizer))
         rate = cosine_rate(config.learning_rate, (index + 0.5) / steps)
-        norm = optimizer_step(optimizer, parameters, rate)
+        norm = optimizer_step(optimizer, rate)
         totals: Counter[str] = Counter()
         for share in task.processes.all_gather(sums):
             totals.update(share)

@@ -119,8 +119,8 @@ class Task:
                 number = trajectory_seed(seed, *map(int, example.id.split("/")))
                 episodes += self.environment.episodes(example, [number])
             waiting = [e for e in episodes if e.example.id not in known and e.trajectory.status is None]
-            for episode in waiting:
-                episode.told = log.add if log else None
+            for episode in waiting if log else ():
+                episode.told = log.add
             self.play(waiting, sampling, title)
             for episode in episodes:
                 trajectory = known.get(episode.example.id, episode.trajectory)

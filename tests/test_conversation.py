@@ -86,7 +86,7 @@ def test_a_question_that_does_not_fit_is_refused_and_forgotten(tiny):
         conversation.ask(QUESTION * 20, shown.append)
     assert conversation.history == ()
     conversation = make_conversation(tiny, FIRST)
-    whole = conversation.ask("Which label?", shown.append).trajectory.prompt_length
+    whole = len(conversation.ask("Which label?", shown.append).trajectory.segments[0].ids)
     conversation = make_conversation(tiny, FIRST, max_prompt_tokens=whole - 1)
     shown.clear()
     conversation.ask("Which label?", shown.append)

@@ -16,14 +16,13 @@ from transformers.utils import is_flash_attn_2_available
 
 from mtsql.agent import cache, generator, pages
 from mtsql.agent.cache import cache_bytes_per_token
-from mtsql.agent.decoder import Decoder
 from mtsql.agent.generator import Generator, Sampling, new_cache
 from mtsql.agent.head import float32_logits
 from mtsql.agent.pages import Pages
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.extras import planner
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_batch, token_logprobs
-from mtsql.learn.model import load_policy, make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.model import load_policy, make_optimizer, optimizer_step
 from mtsql.task import pick_device
 from train_grpo import Args as GrpoArgs
 
@@ -201,7 +200,7 @@ def test_a_training_step_peaks_within_the_plan(tmp_path):
     torch.cuda.reset_peak_memory_stats()
     batch = shared_prompt_batch(planner.largest_micro_batch(config, 8000), "cuda")
     token_logprobs(model, batch)[0].mean().backward()
-    optimizer_step(optimizer, stepped_parameters(optimizer), 1e-5)
+    optimizer_step(optimizer, 1e-5)
     assert 0.7 * planned < torch.cuda.max_memory_allocated() <= planned
 
 
@@ -213,7 +212,7 @@ def test_sampler_and_trainer_have_the_heads_logits_in_float32(dtype, monkeypatch
     rounded = lambda hidden, weight: (hidden @ weight.t().to(hidden.dtype)).float()  # noqa: E731
     head = model.lm_head.weight.detach()
     monkeypatch.setattr("mtsql.learn.logprobs.float32_logits", rounded)
-    monkeypatch.setattr(Decoder, "logits", lambda _, hidden: rounded(hidden, head))
+    monkeypatch.setattr("mtsql.agent.decoder.float32_logits", lambda hidden, _: rounded(hidden, head))
     assert exact < gaps(model).mean()
     hidden, weight = torch.randn(64, 256).to(model.dtype), torch.randn(512, 256).to(model.dtype)
     sums = hidden.double() @ weight.double().t()

@@ -29,7 +29,7 @@ from mtsql.learn.logprobs import (
     token_logprobs,
 )
 from mtsql.learn.loss import group_advantages, informative_groups, loss_denominator, sft_loss, truncation_cap
-from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step, stepped_parameters
+from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step
 from mtsql.learn.samples import logprob_gaps
 
 DEFAULTS = {"aggregate": "trajectory", "clip_high": 0.2, "beta": 0.0}
@@ -109,14 +109,15 @@ def difference(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_gradients_equal_naive_full_logits(model, layout):
+def test_values_and_gradients_equal_naive_full_logits(model, layout, monkeypatch):
     groups, temperature = make_groups(), 0.6
     expected = [reference_logprobs(model, t, temperature) for t in flatten(groups)]
     logprobs, entropies = (torch.cat(x) for x in zip(*expected, strict=True))
     expected_gradient = gradients(model, logprobs.square().mean())
     batch = LAYOUTS[layout](groups)
     for chunk in (1024, 7):
-        got, entropy = token_logprobs(model, batch, temperature, chunk)
+        monkeypatch.setattr(attention, "HEAD_CHUNK_BYTES", 4 * VOCABULARY * chunk)
+        got, entropy = token_logprobs(model, batch, temperature)
         assert difference([got, entropy], [logprobs, entropies]) <= 1e-5
         assert got.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
         assert difference(gradients(model, got.square().mean()), expected_gradient) <= 1e-5
@@ -195,7 +196,8 @@ def test_flash_attention_gets_the_borders_of_the_sequences():
     model, batch = make_decoder("qwen3"), LAYOUTS["packed for flash-attn"](groups)
     # All before the last trained token, which predicts nothing; of one without any its prompt.
     trained = [[i for i, bit in enumerate(t.loss_mask) if bit] for t in flatten(groups)]
-    lengths = [max(of, default=t.prompt_length) for of, t in zip(trained, flatten(groups), strict=True)]
+    prompts = [len(t.segments[0].ids) for t in flatten(groups)]
+    lengths = [max(of, default=prompt) for of, prompt in zip(trained, prompts, strict=True)]
     expected = np.cumsum([0, *lengths]).tolist()
     assert batch.layout is None and batch.borders.tolist() == expected and batch.borders.dtype == torch.int32
 
@@ -268,9 +270,8 @@ def test_the_heads_gradient_adds_up_in_float32():
 def test_shared_prompts_are_refused_where_they_would_be_wrong():
     groups, model = make_groups(), make_decoder("qwen3")
     for group, problem in (
-        ([groups[0][0], groups[1][0]], "share no prefix"),
-        ([Trajectory("1/0", 0, [Segment.given("prompt", [1, 2])])], "at least one token"),
-        ([Trajectory("1/0", 0, [Segment.sampled([1, 2], [0.0, 0.0])])], "has tokens of loss mask 1"),
+        ([groups[0][0], groups[1][0]], "share no token"),
+        ([Trajectory("1/0", 0, [Segment.sampled([1, 2], [0.0, 0.0])])], "have loss mask 1"),
     ):
         with pytest.raises(ValueError, match=problem):
             shared_prompt_batch([group])
@@ -430,7 +431,7 @@ def test_beta2_is_the_optimizers():
     optimizer = make_optimizer(layer, 0.1, beta2=0.95)
     for gradient in (0.5, 0.0):  # AdamW: m / sqrt(v) = 1 in the first step
         layer.weight.grad = torch.full_like(layer.weight, gradient)
-        optimizer_step(optimizer, stepped_parameters(optimizer), 0.1)
+        optimizer_step(optimizer, 0.1)
     m, v = 0.9 * 0.1 * 0.5 / (1 - 0.9**2), 0.95 * 0.05 * 0.5**2 / (1 - 0.95**2)
     assert layer.weight.item() == pytest.approx(1 - 0.1 - 0.1 * m / v**0.5, rel=1e-6)
     assert [cosine_rate(1.0, at, 0.1) for at in (0.1, 0.55, 1)] == pytest.approx([1, 0.5, 0])
@@ -442,7 +443,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(bad):
     before, optimizer = layer.weight.detach().clone(), make_optimizer(layer, 0.1)
     layer.weight.grad = torch.full_like(layer.weight, bad)
     with pytest.raises(UserError, match=r"the gradient's norm is (nan|inf); the weights are as before"):
-        optimizer_step(optimizer, stepped_parameters(optimizer), 0.1)
+        optimizer_step(optimizer, 0.1)
     assert torch.equal(before, layer.weight)
 
 

@@ -89,7 +89,7 @@ def test_small_steps_in_bfloat16_move_the_weights_as_in_float32(base):
                 drawn = torch.randn(p.shape, generator=gradients).to(torch.bfloat16).to(p.dtype)
                 for _ in range(2):
                     (p * drawn).sum().backward()
-            optimizer_step(optimizer, stepped_parameters(optimizer), rate)
+            optimizer_step(optimizer, rate)
         masters = stepped_parameters(optimizer)
         moved[policy] = flat(masters) - start
         assert torch.equal(flat(policy.parameters()), flat(p.to(policy.dtype) for p in masters))
@@ -104,12 +104,10 @@ def test_master_copies_go_on_where_they_were(base):
     def step(policy, optimizer):
         for p in policy.parameters():
             p.sum().backward()
-        optimizer_step(optimizer, stepped_parameters(optimizer), rate)
+        optimizer_step(optimizer, rate)
 
     step(policies[0], optimizers[0])
-    state = optimizer_state(policies[0], optimizers[0])
-    policies[1].load_state_dict(policies[0].state_dict())
-    restore_optimizer(optimizers[1], copy.deepcopy(state))
+    restore_optimizer(policies[1], optimizers[1], copy.deepcopy(optimizer_state(optimizers[0])))
     for policy, optimizer in zip(policies, optimizers, strict=True):
         step(policy, optimizer)
     for one, other in zip(*map(stepped_parameters, optimizers), strict=True):

@@ -142,16 +142,13 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(tmp
     for step in (20, 40, 60):
         optimizer = make_optimizer(model, 1e-3, 0.95)
         save_checkpoint(tmp_path, model, SimpleNamespace(save_pretrained=lambda _: None), optimizer, step, {})
-    older, newer = sorted((tmp_path / "checkpoints").iterdir())
+    _, newer = sorted((tmp_path / "checkpoints").iterdir())
     assert resumed() == 60
     (newer / "training_state.pt").write_bytes(b"cut")
     with pytest.raises(UserError, match=f"loaded from {newer}/training_state.pt; remove {newer}"):
         resumed()
     shutil.rmtree(newer)
     assert resumed() == 40
-    (older / "policy" / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(UserError, match=f"could be loaded from {older}/policy"):
-        resumed()
 
 
 def test_a_damaged_run_json_is_said(tmp_path):

@@ -186,7 +186,7 @@ def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, cap
     assert set(kept(replace(config, questions=2), lambda own: [own])) == set(random.Random(0).sample(ids, 2))
     assert fitting(10_000) == asked and capsys.readouterr().out == ""
     episodes = task_of(config, None).environment.episodes
-    lengths = {e.id: episodes(e, [0])[0].trajectory.prompt_length for e in asked}
+    lengths = {e.id: len(episodes(e, [0])[0].trajectory.ids) for e in asked}
     middle = sorted(lengths.values())[len(asked) // 2]
     short = [e for e in asked if lengths[e.id] <= middle]
     assert 0 < len(short) < len(asked) and fitting(middle) == short

@@ -8,8 +8,8 @@ and rounded once, 4 bits become numbers of the dtype that they are multiplied in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from mtsql.agent.cache import Piece
-from mtsql.agent.head import factors_in_bfloat16, float32_logits, plain_head
+from mtsql.agent.head import float32_logits, linear, packed, plain_head
 from mtsql.errors import UserError
 from mtsql.model_folder import Policy
 
@@ -37,8 +37,8 @@ class Decoder:
         config, body, head = inner.config, inner.base_model, plain_head(inner)
         rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
         known = config.model_type in FAMILY and rotation in ROTATIONS and config.hidden_act == "silu"
-        partial = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
-        if not known or head is None or partial or getattr(config, "sliding_window", None):
+        windows = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+        if not known or head is None or windows or getattr(config, "sliding_window", None):
             raise UserError(
                 "rollouts are for Llama, Mistral, Qwen2 and Qwen3 with only full attention; this model is "
                 f"another kind of {config.model_type}"
@@ -91,14 +91,7 @@ class Decoder:
             x += layer.out(torch.cat(seen))
             gate, up = layer.gate_up(self._norm(x, layer.norm_2)).chunk(2, -1)
             x += layer.down(F.silu(gate).mul_(up))
-        return self.logits(self._norm(x, self.norm))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (rows, hidden) to (rows, vocabulary) float32."""
-        if self.head.device.type != "cpu":
-            return float32_logits(hidden, self.head)
-        with factors_in_bfloat16() if hidden.dtype == torch.bfloat16 else nullcontext():
-            return linear(hidden.float(), self.head)
+        return float32_logits(self._norm(x, self.norm), self.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -113,35 +106,29 @@ class Layer:
         turned = (of.heads + of.kv_heads) * of.head_dim
         order = torch.arange(turned + of.kv_heads * of.head_dim, device=of.embedding.device)
         order[:turned] = order[:turned].view(-1, 2, of.head_dim // 2).transpose(1, 2).flatten()
-        self.norm_1, self.norm_2 = (
-            layer.input_layernorm.weight.data,
-            layer.post_attention_layernorm.weight.data,
-        )
-        self.qkv = Product([attention.q_proj, attention.k_proj, attention.v_proj], order)
+        self.norm_1 = layer.input_layernorm.weight.data
+        self.norm_2 = layer.post_attention_layernorm.weight.data
+        self.qkv = product([attention.q_proj, attention.k_proj, attention.v_proj], order)
         self.head_norms = None
         if hasattr(attention, "q_norm"):
             norms = [attention.q_norm] * of.heads + [attention.k_norm] * of.kv_heads
             self.head_norms = torch.stack([norm.weight for norm in norms])[:, order[: of.head_dim]]
-        self.out = Product([attention.o_proj])
-        self.gate_up = Product([mlp.gate_proj, mlp.up_proj])
-        self.down = Product([mlp.down_proj])
+        self.out = product([attention.o_proj])
+        self.gate_up = product([mlp.gate_proj, mlp.up_proj])
+        self.down = product([mlp.down_proj])
 
 
-class Product:
-    """x @ weight.t() + bias, for several linear layers with one input at once."""
+def product(layers: Sequence[nn.Module], order: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """From x (tokens, in) to x @ weight.t() + bias, (tokens, out), of several linear layers with one input.
 
-    def __init__(self, layers: Sequence[nn.Module], order: Tensor | None = None) -> None:
-        """`order` (out,) int64 is a new order of the outputs."""
-        weights, biases = [full_weight(layer) for layer in layers], [layer.bias for layer in layers]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)  # (out, in)
-        bias = None if biases[0] is None else torch.cat(biases)
-        if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        self.weight, self.bias = packed(weight), bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(tokens, in) to (tokens, out)."""
-        return linear(x, self.weight, self.bias)
+    `order` (out,) int64 is a new order of the outputs.
+    """
+    weights, biases = [full_weight(layer) for layer in layers], [layer.bias for layer in layers]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)  # (out, in)
+    bias = None if biases[0] is None else torch.cat(biases)
+    if order is not None:
+        weight, bias = weight[order], None if bias is None else bias[order]
+    return partial(linear, weight=packed(weight), bias=bias)
 
 
 def full_weight(layer: nn.Module) -> Tensor:
@@ -159,18 +146,3 @@ def full_weight(layer: nn.Module) -> Tensor:
         return weight
     changes = [layer.get_delta_weight(name).float() for name in layer.active_adapters]
     return sum(changes, weight.float()).to(weight.dtype)
-
-
-def packed(weight: Tensor) -> Tensor:
-    """On a CPU a copy in oneDNN's layout, with which products of few rows take half the time; else itself."""
-    half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.device.type != "cpu" or not (half or weight.dtype == torch.float32):
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (tokens, in) @ weight (out, in) transposed + bias (out,); the weight may be packed."""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)

@@ -134,7 +134,7 @@ class Episode:
         self.candidate: str | None = None
         self.result: ExecutionResult | None = None  # of the last query that ran
         self.called: str | None = None  # the tool of the last message
-        self.told: Callable[[Trajectory], None] | None = None
+        self.told: Callable[[Trajectory], None] = lambda trajectory: None
         if len(prompt_ids) > self.limits.max_prompt_tokens:
             self.trajectory.status = Status.OUT_OF_TOKENS
 
@@ -160,15 +160,13 @@ class Episode:
         to be learned throughout.
         """
         suffix = self._step(ids, logprobs, stop, loss_mask)
-        if self.told is not None:
-            self.told(self.trajectory)
+        self.told(self.trajectory)
         return suffix
 
     def give_up(self) -> None:
         """End the episode: its next message does not come, as from a server that refuses."""
         self._end(Status.NO_ACTION)
-        if self.told is not None:
-            self.told(self.trajectory)
+        self.told(self.trajectory)
 
     def _step(
         self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None

@@ -42,8 +42,8 @@ def rollout(
     """
     queue = deque(episodes)
     playing: dict[Row, Episode] = {}
-    waiting: list[tuple[Row, Future[list[int] | None]]] = []
-    started_at, sampled, steps, busy = time.perf_counter(), 0, 0, 0
+    waiting: dict[Row, Future[list[int] | None]] = {}
+    started_at, sampled = time.perf_counter(), 0
     in_order = model.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
 
@@ -74,30 +74,26 @@ def rollout(
                 )
                 playing.update(zip(rows, fresh, strict=True))
 
-            steps += 1
-            busy += sum(row.decoding for row in generator.in_cache)
             for row in generator.step():
                 sampled += len(row.ids)
-                step = playing[row].step
-                waiting.append((row, pool.submit(step, row.ids, row.logprobs, row.stop)))
+                waiting[row] = pool.submit(playing[row].step, row.ids, row.logprobs, row.stop)
 
             if waiting and len(waiting) >= ANSWER_SHARE * len(generator.in_cache):
                 if not in_order and not any(row.decoding for row in generator.in_cache):
-                    wait([future for _, future in waiting], return_when=FIRST_COMPLETED)
-                there = {row for row, future in waiting if in_order or future.done()}
-                answers = [(row, future.result()) for row, future in waiting if row in there]
-                waiting = [(row, future) for row, future in waiting if row not in there]
-                finished = [row for row, ids in answers if ids is None]
-                going_on = [(row, ids) for row, ids in answers if ids is not None]
+                    wait(waiting.values(), return_when=FIRST_COMPLETED)
+                there = [row for row, future in waiting.items() if in_order or future.done()]
+                answers = {row: waiting.pop(row).result() for row in there}
+                going_on = {row: ids for row, ids in answers.items() if ids is not None}
+                finished = [row for row in answers if row not in going_on]
                 if going_on:
-                    rows, observations = zip(*going_on, strict=True)
-                    generator.append(rows, observations, [limit(playing[row]) for row in rows])
+                    limits = [limit(playing[row]) for row in going_on]
+                    generator.append(list(going_on), list(going_on.values()), limits)
                 if finished:
                     generator.release(finished)
                 for row in finished:
                     del playing[row]
-                rate, used = sampled / (time.perf_counter() - started_at), busy / steps
-                bar.set_postfix_str(f"{rate:.0f} tokens/s, {used:.0f} rows a step", refresh=False)
+                rate = sampled / (time.perf_counter() - started_at)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(len(finished))
     return [episode.trajectory for episode in episodes]
 

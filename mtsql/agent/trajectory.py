@@ -83,10 +83,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.loss_mask) == len(self.logprobs):
-            raise ValueError(
-                f"segment of unequal lengths: {len(self.ids)} ids, "
-                f"{len(self.loss_mask)} loss-mask bits, {len(self.logprobs)} log-probabilities"
-            )
+            raise ValueError("a segment needs a loss-mask bit and a log-probability for each id")
 
     @classmethod
     def given(cls, role: str, ids: list[int]) -> Segment:
@@ -130,14 +127,9 @@ class Trajectory:
         """Messages that the model wrote."""
         return sum(s.role == "model" for s in self.segments)
 
-    def to_plain(self) -> dict:
-        """All of it as dictionaries, sequences, numbers and strings, for JSON."""
-        parts = ("segments", "actions", "observations")
-        return vars(self) | {name: [dict(vars(part)) for part in getattr(self, name)] for name in parts}
-
     @classmethod
     def from_plain(cls, plain: dict) -> Trajectory:
-        """What `to_plain` gave, read back from JSON."""
+        """One that was written by json.dumps(trajectory, default=vars), read back from JSON."""
         known = {
             "segments": [
                 Segment(s["role"], tuple(s["ids"]), tuple(s["loss_mask"]), tuple(s["logprobs"]))
@@ -164,11 +156,6 @@ class Trajectory:
     def logprobs(self) -> list[float]:
         """Log-probability under the sampler, 0.0 where the loss mask is 0."""
         return [p for s in self.segments for p in s.logprobs]
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt segment."""
-        return len(self.segments[0].ids)
 
     @property
     def response_length(self) -> int:

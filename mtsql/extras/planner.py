@@ -45,7 +45,6 @@ from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import Training, from_toml, read_options, reader_of, user_errors
 from mtsql.errors import UserError, loading
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
-from mtsql.learn.model import DTYPES
 from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
@@ -101,7 +100,7 @@ def build_model(config: Training) -> nn.Module:
             lora = LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[config.dtype])
+        model = AutoModelForCausalLM.from_config(shape, dtype=config.dtype)
         model = get_peft_model(model, lora) if lora else model
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

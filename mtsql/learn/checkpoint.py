@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from mtsql.config import Training
 from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically, recover_folder
-from mtsql.learn.model import make_optimizer, optimizer_state, restore_optimizer, restore_policy, save_policy
+from mtsql.learn.model import make_optimizer, optimizer_state, restore_optimizer, save_policy
 from mtsql.learn.parallel import Processes
 from mtsql.model_folder import Policy
 
@@ -51,15 +50,13 @@ def resume(
         for sentence in changed_options(config, out):
             print(sentence)
     checkpoint = processes.all_gather(found)[0]
-    if checkpoint is not None:
-        restore_policy(policy, checkpoint / "policy", config.dtype)
     optimizer = make_optimizer(policy, config.learning_rate, config.BETA2)
     if checkpoint is None:
         return optimizer, 0, None
     before = f"remove {checkpoint} to go on from the one before it"
     with loading(f"no training state could be loaded from {checkpoint / STATE_FILE}; {before}"):
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
-    restore_optimizer(optimizer, state["optimizer"])
+        restore_optimizer(policy, optimizer, state["optimizer"])
     torch.set_rng_state(state["torch_rng"])
     for gpu, generator in enumerate(state["cuda_rng"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(generator, gpu)
@@ -74,29 +71,22 @@ def save_checkpoint(
     step: int,
     extra: dict[str, Any],
 ) -> None:
-    """Write the state of a training run after `step` steps; `extra` holds tensors and plain Python values."""
-    with new_checkpoint(out, step) as folder:
-        save_policy(policy, tokenizer, folder / "policy")
+    """Write the state of a training run after `step` steps, then delete all but the last KEPT_CHECKPOINTS.
+
+    `extra` holds tensors and plain Python values. While it is written the folder has a temporary name, so
+    that a process that is killed leaves the earlier checkpoints whole.
+    """
+    folder = out / "checkpoints" / f"step_{step:08d}"
+    with folder_atomically(folder) as temporary:
+        save_policy(policy, tokenizer, temporary / "policy")
         state = {
-            "optimizer": optimizer_state(policy, optimizer),
+            "optimizer": optimizer_state(optimizer),
             "step": step,
             "extra": extra,
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
-        torch.save(state, folder / STATE_FILE)
-
-
-@contextmanager
-def new_checkpoint(out: Path, step: int) -> Iterator[Path]:
-    """A folder to fill with the state after `step` steps; then all but the last KEPT_CHECKPOINTS are deleted.
-
-    While it is filled it has a temporary name, so that a process that is killed leaves the earlier
-    checkpoints whole.
-    """
-    folder = out / "checkpoints" / f"step_{step:08d}"
-    with folder_atomically(folder) as temporary:
-        yield temporary
+        torch.save(state, temporary / STATE_FILE)
     for old in sorted(folder.parent.glob("step_*"))[:-KEPT_CHECKPOINTS]:
         retired = old.with_name(f".{old.name}.pruned")  # half a checkpoint must not bear its name
         old.rename(retired)
@@ -151,10 +141,8 @@ def finish_step_on_interrupt() -> Iterator[Event]:
         if interrupted.is_set():
             raise KeyboardInterrupt
         interrupted.set()
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        patience = " (for which torchrun waits --shutdown-timeout seconds)" if launched else ""
-        what = f"finishing this step or collection{patience}, then saving"
-        print(f"\ninterrupted: {what}; again to quit now", file=sys.stderr)
+        what = "finishing this step or collection, then saving; again to quit now"
+        print(f"\ninterrupted: {what}", file=sys.stderr)
 
     previous = signal.signal(signal.SIGINT, note)
     try:

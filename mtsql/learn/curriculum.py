@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from mtsql.data.datasets import Example
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import load_json_lines
+
+HOW_TO_MAKE = "make the file with python -m mtsql curriculum"
 
 
 @dataclass(frozen=True)
@@ -32,39 +34,21 @@ class SuccessCount:
 def read_counts(path: Path) -> list[SuccessCount]:
     """The counts that `mtsql.extras.curriculum` wrote.
 
-    Raises UserError if there is no such file, or no count in it, and for a line that is none, or of a
-    question that was counted before, with its number.
+    Raises UserError if no count is in the file, and for a line that is none, or of a question that was
+    counted before, with its number.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is not there; make it with python -m mtsql curriculum")
     counts: dict[str, SuccessCount] = {}
     for number, record in load_json_lines(path):
-        try:
+        with loading(f"{path}, line {number}: not a success count; {HOW_TO_MAKE}"):
             count = SuccessCount(**record)
             if not 0 <= count.right <= count.sampled:
-                raise TypeError
-        except TypeError:
-            raise UserError(
-                f"{path}, line {number}: not a success count; make the file with python -m mtsql curriculum"
-            ) from None
+                raise ValueError(f"{count.right} of {count.sampled}")
         if count.example_id in counts:
             raise UserError(f"{path}, line {number}: question {count.example_id} is counted twice")
         counts[count.example_id] = count
     if not counts:
-        raise UserError(f"{path} holds no success count; make the file with python -m mtsql curriculum")
+        raise UserError(f"{path} holds no success count; {HOW_TO_MAKE}")
     return list(counts.values())
-
-
-def refuse_other_data(questions: Sequence[Example], counts: Sequence[SuccessCount]) -> None:
-    """Raises UserError for counts of other data, whose questions have the same ids."""
-    databases = {question.id: question.db_id for question in questions}
-    for count in counts:
-        if databases.get(count.example_id, count.db_id) != count.db_id:
-            raise UserError(
-                f"the curriculum is of other data: question {count.example_id} is over {count.db_id} in it, "
-                f"but over {databases[count.example_id]} in --data; "
-                "make it from the same --data in the same order"
-            )
 
 
 def curriculum_levels(
@@ -76,9 +60,16 @@ def curriculum_levels(
     Ties stay in the order of the counts. `size` 0 makes one level of all. Raises UserError if no
     question is left, and for counts of other data.
     """
-    refuse_other_data(questions, counts)
     by_id = {question.id: question for question in questions}
-    left = [c for c in counts if c.example_id in by_id and c.sampled and c.right < c.sampled]
+    known = [count for count in counts if count.example_id in by_id]
+    for count in known:
+        if by_id[count.example_id].db_id != count.db_id:
+            raise UserError(
+                f"the curriculum is of other data: question {count.example_id} is over {count.db_id} in it, "
+                f"but over {by_id[count.example_id].db_id} in --data; "
+                "make it from the same --data in the same order"
+            )
+    left = [count for count in known if count.right < count.sampled]
     if not left:
         raise UserError("no question of the curriculum is in the training data and was ever wrong")
     left.sort(key=lambda c: c.right / c.sampled, reverse=True)

@@ -9,9 +9,9 @@ flash-attn; `row_batch`, one padded row a trajectory, is the obvious reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ SEQUENCES_TOGETHER = 4
 KEYS_TOGETHER = 16_384
 HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
 
-T = TypeVar("T")
 Span: TypeAlias = tuple[int, int]  # start and length among the packed positions
 
 
@@ -81,7 +80,7 @@ class TokenBatch:
 
 
 def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
-    """One right-padded row a trajectory. Raises ValueError if no token has loss mask 1.
+    """One right-padded row a trajectory.
 
     Padding comes after everything that matters, so causal attention needs no attention mask.
     """
@@ -126,7 +125,7 @@ def shared_prompt_batch(
     left out of the input, since it predicts nothing. Responses that are equal so far, as samples of a sure
     policy often are, have one place for all. In a group of one, all before its last trained token is the
     prompt. Raises ValueError if the prompts of a group share no first token, if a prompt token has loss
-    mask 1, or if no token has.
+    mask 1.
 
     Of the prompt p q with the responses a b and c d, where c alone has loss mask 0, the row is p q a c, the
     positions are 0 1 2 2, and `source` of a, b, d is 1, 2, 3.
@@ -134,19 +133,17 @@ def shared_prompt_batch(
     ids: list[int] = []
     position_ids: list[int] = []
     sources: list[Tensor] = []
-    prompts: list[Span] = []
+    prompts: list[tuple[Span, Span]] = []  # what comes before, which is nothing, and the prompt's span
     responses: list[tuple[Span, Span]] = []  # the prompt's span, its own
     for group in groups:
         trained = [torch.tensor(t.loss_mask).nonzero()[:, 0] for t in group]  # (tokens,) each
         shared = shared_prefix(group)
-        if shared == 0:
-            raise ValueError(f"the prompts of the group of {group[0].example_id} share no prefix")
-        if any(len(own) and own[0] < shared for own in trained):
-            raise ValueError(f"the prompt of {group[0].example_id} has tokens of loss mask 1")
+        if shared == 0 or any(len(own) and own[0] < shared for own in trained):
+            raise ValueError(f"prompts of {group[0].example_id} share no token, or have loss mask 1")
         if len(group) == 1 and len(trained[0]):  # plain causal attention up to its last trained token
             shared = int(trained[0][-1])
         start = len(ids)
-        prompts.append((start, shared))
+        prompts.append(((0, 0), (start, shared)))
         ids += group[0].ids[:shared]
         position_ids += range(shared)
         places: dict[tuple[int, ...], int] = {}  # of the group's responses
@@ -156,15 +153,14 @@ def shared_prompt_batch(
             end = int(own[-1])  # the token there predicts nothing
             response = tuple(trajectory.ids[shared:end])
             if response and response not in places:
-                responses.append((prompts[-1], (len(ids), end - shared)))
+                responses.append(((start, shared), (len(ids), end - shared)))
                 places[response] = len(ids)
                 ids += response
                 position_ids += range(shared, end)
             place = places.get(response, 0)
             sources.append(torch.where(own > shared, place - shared + own - 1, start + own - 1))  # (tokens,)
     flat = [t for group in groups for t in group]
-    source = torch.cat(sources) if sources else torch.zeros(0)  # (tokens,)
-    batch = _token_batch(flat, torch.tensor([ids]), source, device)
+    batch = _token_batch(flat, torch.tensor([ids]), torch.cat(sources), device)
     layout = _layout(prompts, responses, device)
     return replace(batch, position_ids=torch.tensor([position_ids], device=device), layout=layout)
 
@@ -172,8 +168,6 @@ def shared_prompt_batch(
 def _token_batch(
     trajectories: Sequence[Trajectory], ids: Tensor, source: Tensor, device: torch.device | str
 ) -> TokenBatch:
-    if len(source) == 0:
-        raise ValueError("a batch needs at least one token of loss mask 1")
     trained = [
         (token, index, logprob)
         for index, t in enumerate(trajectories)
@@ -200,24 +194,19 @@ def _slots(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
 
 
 def _layout(
-    prompts: list[Span], responses: list[tuple[Span, Span]], device: torch.device | str
+    prompts: list[tuple[Span, Span]], responses: list[tuple[Span, Span]], device: torch.device | str
 ) -> SharedPromptLayout:
-    most = 0 if torch.device(device).type == "cpu" else KEYS_TOGETHER
     calls: list[AttentionCall] = []  # on the CPU, which knows the shapes without waiting
     reals = []
-    for spans in _chunks(sorted(prompts, key=lambda span: span[1]), lambda span: span[1], most):
-        slots, real = _slots(spans)
-        calls.append(AttentionCall(slots, slots, None))
-        reals.append(real)
-    responses = sorted(responses, key=lambda pair: (pair[0][1], pair[1][1]))
-    for pairs in _chunks(responses, lambda pair: pair[0][1] + pair[1][1], most):
-        (prompt, of_prompt), (slots, real) = (_slots(spans) for spans in zip(*pairs, strict=True))
+    for pairs in (*_chunks(prompts, device), *_chunks(responses, device)):
+        (before, of_before), (slots, real) = (_slots(spans) for spans in zip(*pairs, strict=True))
         count, longest = slots.shape
-        sees_prompt = of_prompt[:, None].expand(-1, longest, -1)
-        causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, -1, -1)
-        attention_mask = torch.cat([sees_prompt, causal], dim=2)[:, None]
-        seen = torch.cat([prompt, slots], dim=1)
-        calls.append(AttentionCall(slots, seen, attention_mask))
+        attention_mask = None
+        if before.numel():
+            sees_before = of_before[:, None].expand(-1, longest, -1)
+            causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, -1, -1)
+            attention_mask = torch.cat([sees_before, causal], dim=2)[:, None]
+        calls.append(AttentionCall(slots, torch.cat([before, slots], dim=1), attention_mask))
         reals.append(real)
     slots = torch.cat([call.slots.flatten() for call in calls])  # (slots,), as `real`
     real = torch.cat([real.flatten() for real in reals])
@@ -225,19 +214,20 @@ def _layout(
     return SharedPromptLayout(tuple(call.to(device) for call in calls), unpad.to(device))
 
 
-def _chunks(items: Sequence[T], keys: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Neighbours that attention takes together: a few, and more while they have `most` keys or less, padded.
-
-    `keys` gives the positions that an item attends to.
+def _chunks(pairs: list[tuple[Span, Span]], device: torch.device | str) -> Iterator[list[tuple[Span, Span]]]:
+    """Pairs of what comes before a sequence and its own span, of similar lengths, that attention takes
+    together: a few, and on a GPU more while they have KEYS_TOGETHER keys or less, padded.
     """
-    chunk: list[T] = []
+    most = 0 if torch.device(device).type == "cpu" else KEYS_TOGETHER
+    chunk: list[tuple[Span, Span]] = []
     longest = 0
-    for item in items:
-        longest = max(longest, keys(item))
+    for before, own in sorted(pairs, key=lambda pair: (pair[0][1], pair[1][1])):
+        keys = before[1] + own[1]
+        longest = max(longest, keys)
         if len(chunk) >= SEQUENCES_TOGETHER and (len(chunk) + 1) * longest > most:
             yield chunk
-            chunk, longest = [], keys(item)
-        chunk.append(item)
+            chunk, longest = [], keys
+        chunk.append((before, own))
     if chunk:
         yield chunk
 
@@ -280,19 +270,15 @@ def _shared_prompt_attention(
         q = _take(query, call.slots).transpose(1, 2)  # (sequences, heads, longest, dim)
         k, v = (_take(x, call.seen).transpose(1, 2) for x in (key, value))  # key heads instead
         causal = call.attention_mask is None
-        grouped = repeats > 1 and _takes_grouped_queries(q, causal)
+        # Where SDPA has a fused kernel in which query heads share key heads: for CUDA it is flash's alone.
+        fused = q.device.type == "cpu" or (causal and q.dtype != torch.float32)
+        grouped = repeats > 1 and fused
         if not grouped:
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         how = {"attn_mask": call.attention_mask, "is_causal": causal, "enable_gqa": grouped}
         out = nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling, **how)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # (sequences x longest, heads, dim)
     return _take(torch.cat(outs), layout.unpad)[None], None
-
-
-def _takes_grouped_queries(query: Tensor, is_causal: bool) -> bool:
-    """Whether SDPA has a fused kernel in which query heads share key heads: for CUDA it is flash's alone."""
-    half = query.dtype != torch.float32
-    return query.device.type == "cpu" or (is_causal and half)
 
 
 AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
@@ -335,7 +321,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """`grad_logprobs` (tokens,) is d loss / d logprob. The weight's gradient adds up in float32."""
         hidden, weight, targets, normalisers = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (tokens, hidden)
+        grad_hidden = torch.empty_like(hidden)  # (tokens, hidden)
         grad_weight = None  # (vocabulary, hidden) float32
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -345,8 +331,7 @@ class _HeadLogprobs(torch.autograd.Function):
             logits = float32_logits(hidden[at], factor).div_(ctx.temperature)  # (chunk, vocabulary)
             grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-slope[at])
             grad_logits = grad_logits.scatter_add_(1, targets[at, None], slope[at]).to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[at])
+            torch.mm(grad_logits, weight, out=grad_hidden[at])
             if grad_weight is not None and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.t(), hidden[at])
             elif grad_weight is not None:
@@ -355,13 +340,11 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def token_logprobs(
-    model: Policy, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: Policy, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability of each trained token and entropy of its distribution, both (tokens,) float32.
 
-    Logits are divided by `temperature`, as the sampler does. The head runs on `chunk` hidden states at a
-    time, by default as many as give HEAD_CHUNK_BYTES of float32 logits. Entropies carry no gradient. On a
+    Logits are divided by `temperature`, as the sampler does. The head runs on as many hidden states at a
+    time as give HEAD_CHUNK_BYTES of float32 logits. Entropies carry no gradient. On a
     CPU float32 adapters over a bfloat16 base are multiplied in bfloat16; their gradients are float32. A
     shared-prompt batch switches the model from "sdpa" to an attention that can do both. Raises UserError if
     that batch meets another attention, and for heads that are more than one matrix.
@@ -388,6 +371,5 @@ def token_logprobs(
     with adapters_in_half(model):
         hidden = inner.base_model(**inputs).last_hidden_state  # (rows, positions, hidden)
     hidden = _take(hidden.flatten(0, 1), batch.source)  # (tokens, hidden)
-    if chunk is None:
-        chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
+    chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
     return _HeadLogprobs.apply(hidden.to(head.weight.dtype), head.weight, batch.targets, temperature, chunk)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -24,8 +22,6 @@ from transformers.utils import logging as transformers_logging
 from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically
 from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, Policy, base_of_adapter, check_exists
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def has_adapter(policy: Policy) -> bool:
@@ -84,13 +80,13 @@ def load_policy(
     source = base_of_adapter(Path(name_or_path)) if adapter else name_or_path
     with loading(f"no model could be loaded from {source}; {WHAT_TO_GIVE}"):
         attention = attention_for(dtype, device)
-        how = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
+        how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": False}
         if quantise == "nf4":
             how["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=DTYPES[dtype],
+                bnb_4bit_compute_dtype=dtype,
             )
             how["device_map"] = {"": device}
         model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **how)
@@ -140,57 +136,34 @@ def _keep_trainable_after_sampling(model: PreTrainedModel) -> None:
 def save_policy(model: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write an ordinary Hugging Face folder, or a PEFT adapter folder; all of it or nothing."""
     with folder_atomically(folder) as temporary:
-        options = {"selected_adapters": ["default"]} if has_adapter(model) else {}
-        model.save_pretrained(temporary, **options)
+        model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
 
-def restore_policy(model: Policy, folder: Path, dtype: str) -> None:
-    """Put the weights that `save_policy` wrote to `folder` into a model of the same kind.
-
-    Raises UserError if one of the two has an adapter and the other has none, and without such a folder.
-    """
-    what = "resume with the first run's --model and --lora-rank, or remove a checkpoint that is damaged"
-    with loading(f"{folder} holds no weights for this model; {what}"):
-        if has_adapter(model):
-            from peft import set_peft_model_state_dict
-
-            set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
-        else:
-            model.load_state_dict(load_policy(folder, dtype).state_dict())
-
-
 class Reference:
-    """The policy as it is now, kept frozen for a KL penalty.
+    """The policy as it is now, kept frozen for a KL penalty: a copy of its trainable weights, a LoRA's alone.
 
-    A LoRA policy gets a second, frozen adapter beside the trained one, so that after a LoRA warm start the
-    reference is the warm-started model and not its base. Any other policy is copied whole.
+    So after a LoRA warm start the reference is the warm-started model and not its base.
     """
 
     def __init__(self, model: Policy) -> None:
         """Copy the weights of `model`; to be called before training changes them, also on resume."""
-        if not has_adapter(model):
-            self._model = copy.deepcopy(model).requires_grad_(False)
-            return
         self._model = model
-        model.add_adapter("reference", model.peft_config["default"])
-        parameters = dict(model.named_parameters())
-        for name, parameter in parameters.items():
-            if ".reference." in name:
-                parameter.requires_grad_(False)
-                parameter.data.copy_(parameters[name.replace(".reference.", ".default.")].data)
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._weights = [p.detach().clone() for p in self._trainable]
 
     @contextmanager
     def policy(self) -> Iterator[Policy]:
-        """The frozen policy; the trained one must not be used while the block runs."""
-        if not has_adapter(self._model):
-            yield self._model
-            return
-        self._model.set_adapter("reference", inference_mode=True)
+        """The frozen policy; the trained one, the same object, must not be used while the block runs."""
+        self._exchange()
         try:
             yield self._model
         finally:
-            self._model.set_adapter("default")
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for place, parameter in enumerate(self._trainable):
+            parameter.data, self._weights[place] = self._weights[place], parameter.data
 
 
 def make_optimizer(model: nn.Module, learning_rate: float, beta2: float = 0.999) -> torch.optim.AdamW:
@@ -236,20 +209,20 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def optimizer_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """The optimizer's state and, by place, the master copies of parameters that are in half precision."""
-    trainable = (p for p in policy.parameters() if p.requires_grad)
-    pairs = zip(trainable, stepped_parameters(optimizer), strict=True)
-    masters = {place: master.detach() for place, (p, master) in enumerate(pairs) if master is not p}
-    return optimizer.state_dict() | {"masters": masters}
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
+    """The optimizer's state and the weights that it steps."""
+    weights = [parameter.detach() for parameter in stepped_parameters(optimizer)]
+    return optimizer.state_dict() | {"weights": weights}
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load what `optimizer_state` gave."""
-    masters = state.pop("masters")
+def restore_optimizer(policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Give a policy and its new optimizer what `optimizer_state` gave."""
+    weights = state.pop("weights")
     optimizer.load_state_dict(state)
-    for place, master in masters.items():
-        stepped_parameters(optimizer)[place].data.copy_(master)
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    for parameter, stepped, weight in zip(trainable, stepped_parameters(optimizer), weights, strict=True):
+        stepped.data.copy_(weight)
+        parameter.data.copy_(weight)
 
 
 def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
@@ -270,16 +243,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def optimizer_step(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], rate: float, largest: float = 1.0
-) -> float:
-    """One step on the gradients, clipped to the norm `largest`; returns the norm before clipping.
+def optimizer_step(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """One step on the gradients, clipped to the norm 1; returns the norm before clipping.
 
     The gradients are dropped after it, so that they take no memory during rollouts. Raises UserError for a
     gradient that is not finite, before it reaches the weights.
     """
     set_learning_rate(optimizer, rate)
-    norm = float(nn.utils.clip_grad_norm_(parameters, largest))  # before clipping
+    norm = float(nn.utils.clip_grad_norm_(stepped_parameters(optimizer), 1.0))  # before clipping
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient's norm is {norm}; the weights are as before: lower --learning-rate, or compute in "

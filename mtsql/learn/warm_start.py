@@ -102,7 +102,7 @@ class Progress:
         """What a checkpoint needs, as plain Python values; T as a text, which is fast to write and read."""
         return {
             "round": self.round,
-            "kept": json.dumps([t.to_plain() for t in self.kept]),
+            "kept": json.dumps(self.kept, default=vars),
             "remaining": [example.id for example in self.remaining],
             "solved": sorted(self.solved),
             "coverage": self.coverage,

@@ -142,4 +142,4 @@ class AnswerLog:
         if trajectory.status is None:
             return
         with self.lock, file_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json_lines([trajectory.to_plain()]))
+            file.write(json.dumps(trajectory, default=vars) + "\n")

@@ -135,5 +135,5 @@ def play_in_lockstep(task: Task, episodes: Sequence[Episode], write: Write) -> N
 
 def completion(trajectory: Trajectory) -> tuple[list[int], list[int], list[int], list[float]]:
     """Ids of the prompt; ids, loss mask and log-probabilities of all that follows it."""
-    ids, start = trajectory.ids, trajectory.prompt_length
+    ids, start = trajectory.ids, len(trajectory.segments[0].ids)
     return ids[:start], ids[start:], trajectory.loss_mask[start:], trajectory.logprobs[start:]
