@@ -30,17 +30,9 @@ from typing import NamedTuple, TypeAlias
 from sqlglot import exp
 
 from mtsql.data.schema import folded
-from mtsql.sql.grammar import SqlParseError, SqlSchema
+from mtsql.sql.grammar import SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.tree import (
-    canonical_tree,
-    clause_items,
-    first_select,
-    join_condition,
-    sources,
-    swap,
-    unreadable_if_it_fails,
-)
+from mtsql.sql.tree import canonical_tree, clause_items, first_select, join_condition, sources, swap
 
 ERRORS = ("execution", "constraint", "schema_linking", "aggregation", "join_path", "other")
 DETAIL = re.compile(r"'(?:''|[^'])*'|\d+(\.\d+)?| DESC\b")  # values and directions
@@ -87,13 +79,8 @@ def error_kinds(gold: str, predicted: str | None, schema: SqlSchema, executes: b
     if predicted is None or not executes:
         return ("execution",)
     try:
-        with unreadable_if_it_fails():
-            trees = canonical_tree(gold, schema), canonical_tree(predicted, schema)
-            kinds = _differences(trees)
-            distinct = [len(list(tree.find_all(exp.Distinct))) for tree in trees]
-            if not kinds and distinct[0] != distinct[1]:
-                kinds = {"aggregation"}
-    except SqlParseError:
+        kinds = _differences((canonical_tree(gold, schema), canonical_tree(predicted, schema)))
+    except Exception:  # of garbage sqlglot makes trees that lack parts
         kinds = set()
     return tuple(kind for kind in ERRORS if kind in kinds) or ("other",)
 
@@ -126,8 +113,9 @@ def _differences(trees: tuple[exp.Query, exp.Query]) -> set[str]:
     kinds |= {kind for clause, kind in WHOLE_CLAUSES.items() if lost[clause] or added[clause]}
     for clause in ELEMENTS:
         kinds |= _element_kinds(clause, list(lost[clause].elements()), list(added[clause].elements()))
-    nesting = exchanged or lost["from"] or added["from"]
-    return kinds or ({"aggregation"} if nesting else set())
+    distinct = [len(list(tree.find_all(exp.Distinct))) for tree in trees]
+    others = exchanged or lost["from"] or added["from"] or distinct[0] != distinct[1]
+    return kinds or ({"aggregation"} if others else set())
 
 
 def _same_columns(trees: tuple[exp.Query, exp.Query]) -> dict[str, str]:
@@ -237,8 +225,8 @@ def _clauses(query: exp.Query) -> dict[str, list]:
     else:
         _read_select(query, held)
     held["order"] = [_ordinal(item, query) for item in clause_items(query, "order")]
-    cut = [query.args[name].sql("sqlite").strip() for name in ("limit", "offset") if query.args.get(name)]
-    held["limit"] = [" ".join(cut)] if cut else []
+    cuts = [query.args[name] for name in ("limit", "offset") if query.args.get(name)]
+    held["limit"] = [cut.sql("sqlite").strip() for cut in cuts]
     return held
 
 
