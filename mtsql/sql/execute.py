@@ -18,9 +18,8 @@ from pathlib import Path
 
 from sqlglot import exp
 
-from mtsql.data.sandbox import BUSY, ENDED, LOCKED, ExecutionResult, FileVersion, file_version, run_sql
+from mtsql.data.sandbox import OF_THE_MOMENT, ExecutionResult, FileVersion, file_version, run_sql
 from mtsql.data.schema import Schema, folded, written
-from mtsql.data.sql_worker import NOT_OPEN, OUT_OF_MEMORY
 from mtsql.sql.grammar import SqlParseError
 from mtsql.sql.text import as_executed
 from mtsql.sql.tree import query_tree
@@ -33,7 +32,6 @@ MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may 
 MAX_GOLD_ROWS = 1_000_000
 MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
 MAX_PERMUTED = 500  # columns; those of a wider result have to be in order
-OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
 # A name may hold a line break; a dot that stops at one would take square time, too.
 NO_TABLE = re.compile(r"no such table: (?P<name>.+)", re.DOTALL)
 AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)", re.DOTALL)
