@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from queue import LifoQueue
 
-from mtsql.data.sql_worker import NOT_OPEN, packed, quoted, receive
+from mtsql.data.sql_worker import NOT_OPEN, OUT_OF_MEMORY, packed, quoted, receive
 from mtsql.errors import MissingDatabase, UserError
 
 PROGRAM = Path(__file__).with_name("sql_worker.py")
@@ -27,6 +27,7 @@ START_SECONDS = 20.0  # a start takes 0.04 on an idle machine
 LOCKED = "database is locked"  # as SQLite says it
 ENDED = "the query ended the process that ran it"
 BUSY = "stopped before it had computed for half of its"  # time: others had the processor or the disk
+OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
 SCHEMA_SECONDS = 5.0  # for all that is read of one schema,
 EXAMPLE_SECONDS = 2.0  # and for one statement that may run a view
 MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES = 1_000_000, 64_000_000

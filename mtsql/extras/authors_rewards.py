@@ -24,8 +24,7 @@ that a wrong format costs nothing changes no number here.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Trajectory
@@ -40,8 +39,7 @@ from mtsql.sql.score import Scorer
 FOUR_ERRORS = ("no such table", "no such column", "ambiguous column name", "syntax error")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A tool call: its message, counted from 0, and the first verdict after it, "pass" without any."""
 
     tool: str
@@ -81,8 +79,7 @@ def authors_reward(
 
 
 def _calls(messages: list[str]) -> list[Call]:
-    said = list(VERDICT[EXEC_SQL].finditer("".join(messages)))
-    places, passed = [verdict.start() for verdict in said], [verdict[1] == "pass" for verdict in said]
+    verdicts = list(VERDICT[EXEC_SQL].finditer("".join(messages)))
     calls, before = [], 0
     for message, text in enumerate(messages):
         for call, end in enclosed(text, r"<tool_call>\s*(?={)", "</tool_call>"):  # in a thought as well
@@ -92,8 +89,9 @@ def _calls(messages: list[str]) -> list[Call]:
             except (ValueError, RecursionError, KeyError, TypeError):
                 continue
             if isinstance(sql, str):
-                next_one = bisect_left(places, before + end)
-                calls.append(Call(tool, sql, message, next_one == len(passed) or passed[next_one]))
+                after = (verdict for verdict in verdicts if verdict.start() >= before + end)
+                passed = next((verdict[1] == "pass" for verdict in after), True)
+                calls.append(Call(tool, sql, message, passed))
         before += len(text)
     return calls
 

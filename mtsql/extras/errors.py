@@ -30,17 +30,9 @@ from typing import NamedTuple, TypeAlias
 from sqlglot import exp
 
 from mtsql.data.schema import folded
-from mtsql.sql.grammar import SqlParseError, SqlSchema
+from mtsql.sql.grammar import SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.tree import (
-    canonical_tree,
-    clause_items,
-    first_select,
-    join_condition,
-    sources,
-    swap,
-    unreadable_if_it_fails,
-)
+from mtsql.sql.tree import canonical_tree, clause_items, first_select, join_condition, sources, swap
 
 ERRORS = ("execution", "constraint", "schema_linking", "aggregation", "join_path", "other")
 DETAIL = re.compile(r"'(?:''|[^'])*'|\d+(\.\d+)?| DESC\b")  # values and directions
@@ -87,13 +79,8 @@ def error_kinds(gold: str, predicted: str | None, schema: SqlSchema, executes: b
     if predicted is None or not executes:
         return ("execution",)
     try:
-        with unreadable_if_it_fails():
-            trees = canonical_tree(gold, schema), canonical_tree(predicted, schema)
-            kinds = _differences(trees)
-            distinct = [len(list(tree.find_all(exp.Distinct))) for tree in trees]
-            if not kinds and distinct[0] != distinct[1]:
-                kinds = {"aggregation"}
-    except SqlParseError:
+        kinds = _differences((canonical_tree(gold, schema), canonical_tree(predicted, schema)))
+    except Exception:  # of garbage sqlglot makes trees that lack parts
         kinds = set()
     return tuple(kind for kind in ERRORS if kind in kinds) or ("other",)
 
@@ -126,8 +113,9 @@ def _differences(trees: tuple[exp.Query, exp.Query]) -> set[str]:
     kinds |= {kind for clause, kind in WHOLE_CLAUSES.items() if lost[clause] or added[clause]}
     for clause in ELEMENTS:
         kinds |= _element_kinds(clause, list(lost[clause].elements()), list(added[clause].elements()))
-    nesting = exchanged or lost["from"] or added["from"]
-    return kinds or ({"aggregation"} if nesting else set())
+    distinct = [len(list(tree.find_all(exp.Distinct))) for tree in trees]
+    others = exchanged or lost["from"] or added["from"] or distinct[0] != distinct[1]
+    return kinds or ({"aggregation"} if others else set())
 
 
 def _same_columns(trees: tuple[exp.Query, exp.Query]) -> dict[str, str]:
@@ -150,7 +138,6 @@ def _forms(reading: Reading) -> Counter:
     """How often a query uses each form that can say what another one says."""
     counts = {clause: reading[clause].total() for clause in ("operators", "from", "limit", "joins")}
     counts["nested"] = sum(e.nested for e in _elements(reading))
-    counts["having"] = sum(bool(e.aggregates) for e in reading["conditions"])
     counts["extreme"] = sum(bool({"max", "min"} & set(e.aggregates)) for e in reading["select"])
     return Counter(counts)
 
@@ -236,9 +223,9 @@ def _clauses(query: exp.Query) -> dict[str, list]:
         held["from"] = ["query"] * isinstance(query.parent, exp.From | exp.Join)
     else:
         _read_select(query, held)
-    held["order"] = [_ordinal(item, query) for item in clause_items(query, "order")]
-    cut = [query.args[name].sql("sqlite").strip() for name in ("limit", "offset") if query.args.get(name)]
-    held["limit"] = [" ".join(cut)] if cut else []
+    held["order"] = clause_items(query, "order")
+    cuts = [query.args[name] for name in ("limit", "offset") if query.args.get(name)]
+    held["limit"] = [cut.sql("sqlite").strip() for cut in cuts]
     return held
 
 
@@ -248,7 +235,7 @@ def _read_select(select: exp.Select, held: dict[str, list]) -> None:
     held["select"] = select.expressions
     held["tables"] = [source.name for source in sources(select) if isinstance(source, exp.Table)]
     held["sides"] = [join.side for join in joins if join.side]
-    held["group"] = [_ordinal(item, select) for item in clause_items(select, "group")]
+    held["group"] = clause_items(select, "group")
     places = [condition for join in joins for condition in join_condition(join)]
     places += clause_items(select, "where") + clause_items(select, "having")
     for condition in (part for place in places for part in _split(place)):
@@ -289,19 +276,9 @@ def _comparison(operator: type[exp.Binary], condition: exp.Expression, value: ex
     return operator(this=condition.this.copy(), expression=value.copy())
 
 
-def _ordinal(item: exp.Expression, query: exp.Query) -> exp.Expression:
-    """ORDER BY 2 and GROUP BY 2 mean the second item that is selected."""
-    place = item.this if isinstance(item, exp.Ordered) else item
-    if isinstance(place, exp.Literal) and place.name in map(str, range(1, len(query.selects) + 1)):
-        meant = query.selects[int(place.name) - 1].copy()
-        return exp.Ordered(this=meant, desc=item.args.get("desc")) if place is not item else meant
-    return item
-
-
 def _element(node: exp.Expression, same: dict[str, str]) -> Element:
     root = exp.Paren(this=node.copy())  # so that the node itself can be replaced
     if isinstance(node, exp.Ordered):
-        root.this.set("nulls_first", None)
         root.this.set("desc", bool(node.args.get("desc")))
     nested = False
     while (query := root.find(exp.Query)) is not None:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from sqlglot import exp
 
-from mtsql.data.sandbox import BUSY, ENDED, LOCKED, ExecutionResult, FileVersion, file_version, run_sql
+from mtsql.data.sandbox import OF_THE_MOMENT, ExecutionResult, FileVersion, file_version, run_sql
 from mtsql.data.schema import Schema, folded, written
-from mtsql.data.sql_worker import NOT_OPEN, OUT_OF_MEMORY
 from mtsql.sql.grammar import SqlParseError
 from mtsql.sql.text import as_executed
 from mtsql.sql.tree import query_tree
@@ -33,12 +32,9 @@ MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may 
 MAX_GOLD_ROWS = 1_000_000
 MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
 MAX_PERMUTED = 500  # columns; those of a wider result have to be in order
-OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
-# A name may hold a line break; a dot that stops at one would take square time, too.
-NO_TABLE = re.compile(r"no such table: (?P<name>.+)", re.DOTALL)
-AMBIGUOUS = re.compile(r"ambiguous column name: (?:.*\.)?(?P<name>.+)", re.DOTALL)
-NO_COLUMN = re.compile(
-    r'no such column: (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?', re.DOTALL
+# A name may hold a line break; a dot, which stops at one, would take square time, too.
+OF_A_COLUMN = re.compile(
+    r'(no such column|ambiguous column name): (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?'
 )
 
 
@@ -238,15 +234,15 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     Instead of a table: all tables. Instead of a column: the tables that have it, then the columns of the
     table before its dot, or of all that the query reads. For an ambiguous column: the tables that have it.
     """
-    if NO_TABLE.fullmatch(message):
+    if message.startswith("no such table: "):
         return f"tables: {_listed(table.name for table in schema.tables)}"
-    found = NO_COLUMN.fullmatch(message) or AMBIGUOUS.fullmatch(message)
+    found = OF_A_COLUMN.fullmatch(message)
     if found is None:
         return ""
     name = folded(found["name"])
     having = [t.name for t in schema.tables if name in (folded(column) for column, _ in t.columns)]
     hints = [f"{written(found['name'])} is in {_listed(having)}"] if having else []
-    if found.re is NO_COLUMN:
+    if found[1] == "no such column":
         read = _tables_by_alias(sql)
         asked = found["table"] and {read.get(folded(found["table"]), folded(found["table"]))}
         wanted = asked or set(read.values())

@@ -19,12 +19,10 @@ from mtsql.data.schema import folded
 MAX_CHARACTERS = 100_000
 TOO_LONG = f"longer than {MAX_CHARACTERS} characters"
 MAX_KEPT = 5_000  # readings of statements
-AGGREGATES = ("none", "max", "min", "count", "sum", "avg")
-UNIT_OPERATORS = ("none", "-", "+", "*", "/")
+AGGREGATES = ("none", "max", "min", "count", "sum", "avg")  # "none" is 0,
+UNIT_OPERATORS = ("none", "-", "+", "*", "/")  # here too
 COMPARISONS = ("not", "between", "=", ">", "<", ">=", "<=", "!=", "in", "like", "is", "exists")
 SET_OPERATORS = ("intersect", "union", "except")
-NO_AGGREGATE = AGGREGATES.index("none")
-NO_OPERATOR = UNIT_OPERATORS.index("none")
 ALL_COLUMNS = "__all__"
 CLAUSES = frozenset(("select", "from", "where", "group", "order", "limit", *SET_OPERATORS))
 JOIN_WORDS = frozenset(("join", "on", "as"))
@@ -42,14 +40,11 @@ class SqlParseError(ValueError):
     """The SQL has no representation in the Spider structure."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SqlSchema:
     """Tables in the order of the database, then views, with their columns; all names as `folded` has them."""
 
     tables: Mapping[str, tuple[str, ...]]
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.tables.items()))
 
     @classmethod
     def from_database(cls, db_path: str | Path) -> SqlSchema:
@@ -140,15 +135,6 @@ def parse_sql(sql: str, schema: SqlSchema, keep_limit: bool = False) -> dict:
         raise SqlParseError(TOO_LONG)
     words = split_words(sql)
     return _Reader(words, _table_names(words, schema), schema, keep_limit).query()
-
-
-def split_conditions(sql: dict) -> tuple[list[tuple], list]:
-    """The conditions of FROM, WHERE and HAVING in a structure, and the connectors between them.
-
-    Where a connector is missing, every second condition stands among the connectors, as officially.
-    """
-    lists = (sql["from"]["conds"], sql["where"], sql["having"])
-    return [c for held in lists for c in held[::2]], [c for held in lists for c in held[1::2]]
 
 
 def _table_names(words: list[str], schema: SqlSchema) -> dict[str, str]:
@@ -273,7 +259,7 @@ class _Reader:
         distinct = self.skip("distinct")
         columns = []
         while self.ahead is not None and self.ahead not in CLAUSES:
-            aggregate = AGGREGATES.index(self.take()) if self.ahead in AGGREGATES else NO_AGGREGATE
+            aggregate = AGGREGATES.index(self.take()) if self.ahead in AGGREGATES else 0
             columns.append((aggregate, self.value_unit(tables)))
             self.skip(",")
         return distinct, columns
@@ -350,7 +336,7 @@ class _Reader:
             return replace(self, words=self.words[start : self.at], at=0).column_unit(tables)
 
     def value_unit(self, tables: list[str]) -> tuple:
-        operator, right = NO_OPERATOR, None
+        operator, right = 0, None
         with self.brackets():
             left = self.column_unit(tables)
             if self.ahead in UNIT_OPERATORS:
@@ -359,7 +345,7 @@ class _Reader:
 
     def column_unit(self, tables: list[str]) -> tuple[int, str, bool]:
         block = self.skip("(")
-        aggregate = NO_AGGREGATE
+        aggregate = 0
         if self.ahead in AGGREGATES:
             aggregate = AGGREGATES.index(self.take())
             self.expect("(")

@@ -6,19 +6,11 @@ Source: taoyds/test-suite-sql-eval, evaluation.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from mtsql.sql.grammar import (
-    COMPARISONS,
-    NO_AGGREGATE,
-    SET_OPERATORS,
-    SqlParseError,
-    SqlSchema,
-    parse_sql,
-    split_conditions,
-)
+from mtsql.sql.grammar import COMPARISONS, SET_OPERATORS, SqlParseError, SqlSchema, parse_sql
 
 LIKE = COMPARISONS.index("like")
 COMPONENTS = (
@@ -66,7 +58,7 @@ def exact_set_match(
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse.
     """
-    return _exact(*_both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys, keep_limit)))
+    return _exact(*_both(gold_sql, pred_sql, schema, foreign_keys, keep_limit))
 
 
 def partial_match(
@@ -77,7 +69,7 @@ def partial_match(
     A prediction that is missing or does not parse counts as an empty query. Raises SqlParseError
     if the gold query does not parse.
     """
-    gold, pred = _both(gold_sql, pred_sql, lambda sql: _read(sql, schema, foreign_keys))
+    gold, pred = _both(gold_sql, pred_sql, schema, foreign_keys)
     ours, theirs = _components(gold), _components(pred)
     found = {
         name: Component(float(same), theirs[name].total(), ours[name].total())
@@ -89,12 +81,12 @@ def partial_match(
     return found
 
 
-def _both(gold_sql: str, pred_sql: str | None, read: Callable[[str], dict]) -> tuple[dict, dict]:
-    """The two as they are read; an empty query for a prediction that is missing or does not parse."""
-    gold, pred = read(gold_sql), EMPTY
+def _both(gold_sql: str, pred_sql: str | None, *how: object) -> tuple[dict, dict]:
+    """The two as `_read` has them; an empty query for a prediction that is missing or does not parse."""
+    gold, pred = _read(gold_sql, *how), EMPTY
     if pred_sql is not None:
         with suppress(SqlParseError):
-            pred = read(pred_sql)
+            pred = _read(pred_sql, *how)
     return gold, pred
 
 
@@ -185,22 +177,27 @@ def _components(sql: dict) -> dict[str, Counter[str]]:
 
 
 def _keywords(sql: dict) -> set[str]:
-    conditions, connectors = split_conditions(sql)
+    conditions, connectors = _split_conditions(sql)
     words = {key for key in ("where", "groupBy", "having", "orderBy", "limit", *SET_OPERATORS) if sql[key]}
     words |= {COMPARISONS[condition[1]] for condition in conditions} & {"in", "like"}
-    if sql["orderBy"]:
-        words.add(sql["orderBy"][0])
-    if "or" in connectors:
-        words.add("or")
-    if any(condition[0] for condition in conditions):
-        words.add("not")
-    return words
+    words |= {"not" for condition in conditions if condition[0]}
+    words |= {"or" for connector in connectors if connector == "or"}
+    return words | set(sql["orderBy"][:1])  # asc or desc
+
+
+def _split_conditions(sql: dict) -> tuple[list[tuple], list]:
+    """The conditions of FROM, WHERE and HAVING in a structure, and the connectors between them.
+
+    Where a connector is missing, every second condition stands among the connectors, as officially.
+    """
+    lists = (sql["from"]["conds"], sql["where"], sql["having"])
+    return [c for held in lists for c in held[::2]], [c for held in lists for c in held[1::2]]
 
 
 def hardness(gold_sql: str, schema: SqlSchema) -> str:
     """ "easy", "medium", "hard" or "extra". Raises SqlParseError if the query does not parse."""
     sql = parse_sql(gold_sql, schema)
-    conditions, connectors = split_conditions(sql)
+    conditions, connectors = _split_conditions(sql)
     parts = sum(bool(sql[clause]) for clause in ("where", "groupBy", "orderBy", "limit"))
     parts += max(len(sql["from"]["table_units"]) - 1, 0) + connectors.count("or")
     parts += sum(condition[1] == LIKE for condition in conditions)
@@ -222,5 +219,5 @@ def _long_lists(sql: dict) -> int:
     units = selected + sql["where"][::2] + sql["groupBy"] + sql["having"]
     if sql["orderBy"]:
         units = units + [u for unit in sql["orderBy"][1] for u in unit[1:] if u is not None]
-    aggregates = sum(unit[0] != NO_AGGREGATE for unit in units)
+    aggregates = sum(bool(unit[0]) for unit in units)
     return (aggregates > 1) + sum(len(items) > 1 for items in (selected, sql["where"], sql["groupBy"]))

@@ -13,7 +13,7 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.errors import UserError
 from mtsql.sql.execute import Executor, execution_match
-from mtsql.sql.grammar import MAX_KEPT, SqlParseError, SqlSchema, foreign_key_map, parse_sql
+from mtsql.sql.grammar import MAX_KEPT, SqlParseError, SqlSchema, foreign_key_map
 from mtsql.sql.match import exact_set_match, hardness
 from mtsql.sql.text import as_executed
 from mtsql.sql.tree import canonical_tree, clause_items, join_condition, sources, unreadable_if_it_fails
@@ -72,16 +72,12 @@ class Scorer:
 
     def runs(self, db_id: str, predicted: str | None) -> bool:
         """Whether it executes without an error, repaired as EX repairs it."""
-        if predicted is None:
-            return False
-        return self.executor.execute(self.paths[db_id], as_executed(predicted, keep_distinct=True)).ok
+        path = self.paths[db_id]
+        return predicted is not None and self.executor.execute(path, as_executed(predicted, True)).ok
 
     def readable(self, db_id: str, predicted: str | None) -> bool:
         """Whether the official grammar reads it."""
-        try:
-            return predicted is not None and bool(parse_sql(predicted, self.schemas[db_id]))
-        except SqlParseError:
-            return False
+        return predicted is not None and self.hardness(db_id, predicted) != "unread"
 
     def gold_problem(self, db_id: str, gold: str) -> str | None:
         """Why a gold SQL cannot be scored against (it does not run), or None."""
@@ -101,10 +97,10 @@ class Scorer:
         except SqlParseError:
             return float(self.ex(db_id, gold, predicted))
 
-    def hardness(self, db_id: str, gold: str) -> str:
-        """easy, medium, hard or extra, by the gold SQL; "unread" if the official grammar cannot read it."""
+    def hardness(self, db_id: str, sql: str) -> str:
+        """easy, medium, hard or extra; "unread" for SQL that the official grammar cannot read."""
         try:
-            return hardness(gold, self.schemas[db_id])
+            return hardness(sql, self.schemas[db_id])
         except SqlParseError:
             return "unread"
 
@@ -165,9 +161,7 @@ def _collect(query: exp.Expression, mark: str, found: dict[str, Counter]) -> Non
     def add(clause: str, texts: list[str]) -> None:
         found[clause].update(mark + text for text in texts)
 
-    if isinstance(query, exp.Subquery):
-        _collect(query.this, mark, found)
-        return
+    query = query.unnest()
     if isinstance(query, exp.SetOperation):
         operator = query.key + ("" if query.args.get("distinct") else " all")
         _collect(query.left, mark, found)

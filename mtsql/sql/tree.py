@@ -15,7 +15,6 @@ from mtsql.sql.grammar import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
 MAX_COPIED_NODES = 10_000
-MAX_JOINED = 64  # by SQLite
 MAX_STEPS = 5_000  # of sqlglot from token to token, many times what a gold query takes
 
 Meanings: TypeAlias = Mapping[str, exp.Expression]  # a column's name -> what it stands for
@@ -118,11 +117,9 @@ class _Scope:
     """One SELECT: what the names mean that its FROM brings in, and those of its own items."""
 
     def __init__(self, select: exp.Select, outer: _Scope | None) -> None:
-        """Raises SqlParseError for a SELECT of nothing, and for more tables than SQLite joins."""
+        """Raises SqlParseError for a SELECT of nothing."""
         if not select.expressions:
             raise SqlParseError("SELECT of nothing")
-        if len(sources(select)) > MAX_JOINED:
-            raise SqlParseError(f"it joins more than {MAX_JOINED} tables")
         self.outer, self.items = outer, select.expressions
         self.item_names = [folded(item.alias_or_name) for item in self.items]
         self.aliases = {folded(item.alias): item for item in reversed(self.items) if item.alias}
