@@ -143,10 +143,10 @@ def run(*command, expect=0):
     return printed
 
 
-def start(words: list[str], printed: Path) -> multiprocessing.Process:
+def start(words: list[str], printed: Path, **environment: str) -> multiprocessing.Process:
     """Start a script or module of the project, whose output goes to the file `printed`."""
     os.environ.update(ENVIRONMENT)
-    process = FORKS.Process(target=run_here, args=(words, printed, dict(os.environ)))
+    process = FORKS.Process(target=run_here, args=(words, printed, os.environ | environment))
     process.start()
     return process
 

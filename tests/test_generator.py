@@ -11,18 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from decoders import END, KINDS, SIZES, VOCABULARY, make_decoder
+from decoders import END, KINDS, VOCABULARY, make_decoder, random_model
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from mtsql.agent import cache, pages
 from mtsql.agent import rollout as rollout_module
@@ -284,10 +276,8 @@ def test_errors_of_the_environment_reach_the_caller(model):
 
 
 def test_other_architectures_are_refused():
-    sizes = {k: SIZES[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
-    windows = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    others = [MistralForCausalLM(MistralConfig(sliding_window=8, **SIZES)), Qwen3ForCausalLM(windows)]
-    for other in [*others, GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=48))]:
+    windows = random_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    for other in (random_model("mistral", sliding_window=8), windows, random_model("gpt_neox")):
         said = "rollouts are for Llama, Mistral, Qwen2 and Qwen3 with only full"
         with pytest.raises(UserError, match=said):
             Generator(other, (END,), Sampling())

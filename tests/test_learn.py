@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from decoders import SIZES, VOCABULARY, make_decoder
+from decoders import VOCABULARY, make_decoder, random_model
 from torch import Tensor, tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.errors import UserError
@@ -278,9 +277,9 @@ def test_shared_prompts_are_refused_where_they_would_be_wrong():
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="needs SDPA attention, not eager"):
         token_logprobs(model, shared_prompt_batch(groups))
-    config = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    windows = random_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ValueError, match="does not support sliding_window"):
-        token_logprobs(Qwen3ForCausalLM(config), shared_prompt_batch(groups))
+        token_logprobs(windows, shared_prompt_batch(groups))
 
 
 def test_attention_is_plain_sdpa_without_a_layout():

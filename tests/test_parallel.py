@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import data_of, rows_of, run
+from conftest import data_of, rows_of, run, start
 from safetensors.torch import load_file
 
 from mtsql.learn.parallel import Processes, join_processes, leave_processes
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
 
 
 def play(rank: int, store: str) -> None:
@@ -64,11 +64,28 @@ def assert_trained_alike(start: Path, one: Path, other: Path) -> None:
     assert way.norm() > 0 and apart.norm() <= 0.02 * way.norm()
 
 
-def play_both(folder: Path, *command: object) -> tuple[Path, Path]:
-    """The folders of a command in one process and in two, which have the same files."""
+def run_in_two(*command: object) -> None:
+    """Run a command in two processes, with the variables that torchrun sets but without its start."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        free.close()
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "0"}
+        words, printed = list(map(str, command)), [Path(folder) / name for name in ("0", "1")]
+        processes = [start(words, path, **own, RANK=path.name, LOCAL_RANK=path.name) for path in printed]
+        for process, path in zip(processes, printed, strict=True):
+            process.join()
+            assert process.exitcode == 0, path.read_text()
+
+
+def play_both(folder: Path, *command: object, launched: bool = False) -> tuple[Path, Path]:
+    """The folders of a command in one process and in two (`launched` by torchrun): the same files."""
     one, two = folder / "one", folder / "two"
     run(*command, "--out", one)
-    run(*TORCHRUN, *command, "--out", two)
+    if launched:
+        run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *command, "--out", two)
+    else:
+        run_in_two(*command, "--out", two)
     files = [{path.relative_to(made) for path in made.rglob("*")} for made in (one, two)]
     assert files[0] == files[1]
     return one, two
@@ -91,7 +108,7 @@ def play_both(folder: Path, *command: object) -> tuple[Path, Path]:
     ],
 )  # fmt: skip
 def test_two_processes_train_as_one(script, options, work, tmp_path):
-    one, two = play_both(tmp_path, script, *data_of(work), *options)
+    one, two = play_both(tmp_path, script, *data_of(work), *options, launched=script == "train_grpo.py")
     rows = [rows_of(folder / "metrics.csv") for folder in (one, two)]
     assert len(rows[0]) == len(rows[1]) > 0
     for pair in zip(*rows, strict=True):

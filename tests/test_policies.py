@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run
-from decoders import VOCABULARY, WIDER, make_decoder, with_random
+from decoders import VOCABULARY, WIDER, make_decoder, random_model, with_random
 from peft import PeftModel
 from safetensors.torch import load_file, save
 from test_learn import make_groups
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from mtsql.config import Agent
 from mtsql.errors import UserError
@@ -40,7 +40,7 @@ def base(tmp_path_factory, tokenizer) -> Path:
     """An ordinary folder of a random model."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("models") / "base"
-    save_policy(Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **WIDER)), tokenizer, folder)
+    save_policy(random_model("qwen3", tie_word_embeddings=True, **WIDER), tokenizer, folder)
     return folder
 
 

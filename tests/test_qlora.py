@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import data_of, run
-from decoders import SIZES, WIDER, with_random
+from decoders import SIZES, WIDER, random_model, with_random
 from test_learn import difference, gradients, make_groups
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.generator import Generator, Sampling
 from mtsql.agent.trajectory import Segment, Trajectory
@@ -30,7 +29,7 @@ def base(tmp_path_factory) -> Path:
     """The folder of a random model."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("base")
-    Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **WIDER)).save_pretrained(folder)
+    random_model("qwen3", tie_word_embeddings=True, **WIDER).save_pretrained(folder)
     return folder
 
 

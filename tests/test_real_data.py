@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import SAMPLE, SHARED, json_lines
-from decoders import SIZES
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from decoders import random_model
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import evaluate
 from evaluate import Args as EvaluateArgs
@@ -111,8 +111,8 @@ def test_a_good_agent_earns_the_most(name, tokenizer, spider):
 
 @with_shared_data
 def test_a_random_model_is_played_by_every_recipe(tokenizer, tmp_path, capsys):
-    shape = SIZES | {"vocab_size": len(tokenizer), "max_position_embeddings": 16384}
-    Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape)).save_pretrained(tmp_path / "random")
+    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 16384, "tie_word_embeddings": True}
+    random_model("qwen3", **shape).save_pretrained(tmp_path / "random")
     tokenizer.save_pretrained(tmp_path / "random")
     for file in ("spider/dev.json", "sparc/tables.json"):
         rows = [row for row in json.loads((REAL / file).read_text()) if row["db_id"] == "concert_singer"]

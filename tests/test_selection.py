@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLD, Tiny, make_episode, say
-from decoders import SIZES
+from decoders import random_model
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Trajectory
@@ -125,7 +124,7 @@ def test_vectors_without_a_direction_are_refused():
 
 def small_model(tiny: Tiny, lora: bool = False) -> torch.nn.Module:
     torch.manual_seed(1)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"vocab_size": len(tiny.tokens.tokenizer)}))
+    model = random_model("qwen3", vocab_size=len(tiny.tokens.tokenizer))
     if lora:
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
         model = get_peft_model(model, config)
