@@ -24,7 +24,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from mtsql.errors import MissingDatabase, UserError, printable
+from mtsql.errors import UserError, printable
 from mtsql.files import file_errors, shipped, write_atomically
 from mtsql.recipes import RECIPES
 
@@ -290,7 +290,10 @@ def git_state() -> dict[str, Any]:
 
 
 def user_errors(main: Callable[..., int | None], *arguments: Any) -> None:
-    """Run a command, which may return its exit code; wrong input becomes one sentence and exit code 2."""
+    """Run a command, which may return its exit code; wrong input becomes one sentence and exit code 2.
+
+    So does what the system says of a file.
+    """
     try:
         if code := main(*arguments):
             sys.exit(code)
@@ -304,6 +307,8 @@ def user_errors(main: Callable[..., int | None], *arguments: Any) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except (UserError, MissingDatabase, PermissionError) as error:
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and not error.filename:
+            raise
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

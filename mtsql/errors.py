@@ -14,12 +14,8 @@ Result = TypeVar("Result")
 class UserError(ValueError):
     """Wrong input; the message is one sentence for the user, who gets it with exit code 2.
 
-    Any other exception but MissingDatabase is a defect, ours or a student's, and keeps its traceback.
+    Any other exception but what the system says of a file is a defect, ours or a student's, and keeps its traceback.
     """
-
-
-class MissingDatabase(FileNotFoundError):
-    """A database file is not there, or is no longer; a command ends with that sentence and exit code 2."""
 
 
 @contextmanager

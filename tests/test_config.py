@@ -172,5 +172,5 @@ def test_data_that_is_not_there_is_named(tiny, tmp_path):
         load_dataset(tmp_path / "absent.json", tables, tmp_path)
     with pytest.raises(UserError, match="has no dev split"):
         find_split(str(tmp_path), "dev")
-    with pytest.raises(UserError, match=r"x+: File name too long"):
+    with pytest.raises(OSError, match="File name too long"):  # which a command says in a sentence
         find_split("x" * 300, "dev")

@@ -7,6 +7,7 @@ without a limit: not in a fork, which has workers of its own, nor where no proce
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 from queue import LifoQueue
 
 from mtsql.data.sql_worker import NOT_OPEN, OUT_OF_MEMORY, packed, quoted, receive
-from mtsql.errors import MissingDatabase, UserError
+from mtsql.errors import UserError
 
 PROGRAM = Path(__file__).with_name("sql_worker.py")
 MAX_WORKERS = 4
@@ -59,7 +60,7 @@ class ExecutionResult:
 def file_version(path: str | Path) -> FileVersion:
     """The version of a database file. Raises FileNotFoundError if it does not exist."""
     if not os.path.isfile(path):
-        raise MissingDatabase(f"the database file {path} does not exist")
+        raise FileNotFoundError(errno.ENOENT, "the database file does not exist", str(path))
     stat, log = os.stat(path), (0, 0)
     with suppress(FileNotFoundError):
         of_log = os.stat(f"{path}-wal")

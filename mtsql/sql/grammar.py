@@ -52,8 +52,8 @@ class SqlSchema:
 
         Unlike there, it has views and generated columns, and letters beyond ASCII keep their case. The same
         object is returned while the file is unchanged. A table whose module is not there is left out, and so
-        is a view that cannot be read. Raises MissingDatabase if there is no such file, UserError if it is no
-        database.
+        is a view that cannot be read. Raises FileNotFoundError if there is no such file, UserError if it is
+        no database.
         """
         return _read_schema(file_version(db_path))
 
