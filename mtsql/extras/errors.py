@@ -32,7 +32,7 @@ from sqlglot import exp
 from mtsql.data.schema import folded
 from mtsql.sql.grammar import SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.tree import canonical_tree, clause_items, first_select, join_condition, sources, swap
+from mtsql.sql.tree import canonical_tree, clause_items, first_select, join_condition, sources
 
 ERRORS = ("execution", "constraint", "schema_linking", "aggregation", "join_path", "other")
 DETAIL = re.compile(r"'(?:''|[^'])*'|\d+(\.\d+)?| DESC\b")  # values and directions
@@ -282,7 +282,7 @@ def _element(node: exp.Expression, same: dict[str, str]) -> Element:
         root.this.set("desc", bool(node.args.get("desc")))
     nested = False
     while (query := root.find(exp.Query)) is not None:
-        swap(query, exp.var("query"))
+        query.replace(exp.var("query"))
         nested = True
     for count in root.find_all(exp.Count):
         count.set("this", exp.Star())
@@ -291,14 +291,14 @@ def _element(node: exp.Expression, same: dict[str, str]) -> Element:
     columns = []
     for column in list(root.find_all(exp.Column, bfs=False)):
         columns.append(same.get(_column(column), _column(column)))
-        swap(column, exp.var("_"))
+        column.replace(exp.var("_"))
     if isinstance(root.this, exp.Star):
         columns.append("*")
         root.set("this", exp.var("_"))
     aggregates = list(root.find_all(exp.AggFunc))
     names, text = tuple(aggregate.key for aggregate in aggregates), root.sql(dialect="sqlite")
     for aggregate in aggregates:
-        swap(aggregate, exp.var("_"))
+        aggregate.replace(exp.var("_"))
     return Element(text, root.sql(dialect="sqlite"), tuple(columns), names, nested)
 
 
