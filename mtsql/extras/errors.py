@@ -93,8 +93,7 @@ def _differences(trees: tuple[exp.Query, exp.Query]) -> set[str]:
     added = {clause: pred[clause] - gold[clause] for clause in CLAUSES}
     nested = [Counter(e.text for e in _elements(reading) if e.nested) for reading in readings]
     same_form = nested[0] == nested[1] and gold["operators"] == pred["operators"]
-    forms = [_forms(reading) for reading in readings]
-    exchanged = _exchanged(forms[0] - forms[1], forms[1] - forms[0])
+    exchanged = _exchanged(_forms(gold), _forms(pred))
     kinds = set()
     if any(side["tables"] and not _needed(side, same) for side in (lost, added)):
         alone = all(reading["tables"].total() == 1 for reading in readings)
@@ -142,9 +141,9 @@ def _forms(reading: Reading) -> Counter:
     return Counter(counts)
 
 
-def _exchanged(lost: Counter, added: Counter) -> bool:
+def _exchanged(gold: Counter, pred: Counter) -> bool:
     """Whether a sub-query stands in for another form, or LIMIT for max or min."""
-    pairs = ((lost, added), (added, lost))
+    pairs = ((gold - pred, pred - gold), (pred - gold, gold - pred))
     return any(("nested" in one and other) or ("limit" in one and "extreme" in other) for one, other in pairs)
 
 
