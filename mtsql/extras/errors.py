@@ -32,7 +32,7 @@ from sqlglot import exp
 from mtsql.data.schema import folded
 from mtsql.sql.grammar import SqlSchema
 from mtsql.sql.score import Scorer
-from mtsql.sql.tree import canonical_tree, clause_items, first_select, join_condition, sources, swap
+from mtsql.sql.tree import canonical_tree, clause_items, first_select, join_condition, sources
 
 ERRORS = ("execution", "constraint", "schema_linking", "aggregation", "join_path", "other")
 DETAIL = re.compile(r"'(?:''|[^'])*'|\d+(\.\d+)?| DESC\b")  # values and directions
@@ -93,8 +93,7 @@ def _differences(trees: tuple[exp.Query, exp.Query]) -> set[str]:
     added = {clause: pred[clause] - gold[clause] for clause in CLAUSES}
     nested = [Counter(e.text for e in _elements(reading) if e.nested) for reading in readings]
     same_form = nested[0] == nested[1] and gold["operators"] == pred["operators"]
-    forms = [_forms(reading) for reading in readings]
-    exchanged = _exchanged(forms[0] - forms[1], forms[1] - forms[0])
+    exchanged = _exchanged(_forms(gold), _forms(pred))
     kinds = set()
     if any(side["tables"] and not _needed(side, same) for side in (lost, added)):
         alone = all(reading["tables"].total() == 1 for reading in readings)
@@ -142,9 +141,9 @@ def _forms(reading: Reading) -> Counter:
     return Counter(counts)
 
 
-def _exchanged(lost: Counter, added: Counter) -> bool:
+def _exchanged(gold: Counter, pred: Counter) -> bool:
     """Whether a sub-query stands in for another form, or LIMIT for max or min."""
-    pairs = ((lost, added), (added, lost))
+    pairs = ((gold - pred, pred - gold), (pred - gold, gold - pred))
     return any(("nested" in one and other) or ("limit" in one and "extreme" in other) for one, other in pairs)
 
 
@@ -282,7 +281,7 @@ def _element(node: exp.Expression, same: dict[str, str]) -> Element:
         root.this.set("desc", bool(node.args.get("desc")))
     nested = False
     while (query := root.find(exp.Query)) is not None:
-        swap(query, exp.var("query"))
+        query.replace(exp.var("query"))
         nested = True
     for count in root.find_all(exp.Count):
         count.set("this", exp.Star())
@@ -291,14 +290,14 @@ def _element(node: exp.Expression, same: dict[str, str]) -> Element:
     columns = []
     for column in list(root.find_all(exp.Column, bfs=False)):
         columns.append(same.get(_column(column), _column(column)))
-        swap(column, exp.var("_"))
+        column.replace(exp.var("_"))
     if isinstance(root.this, exp.Star):
         columns.append("*")
         root.set("this", exp.var("_"))
     aggregates = list(root.find_all(exp.AggFunc))
     names, text = tuple(aggregate.key for aggregate in aggregates), root.sql(dialect="sqlite")
     for aggregate in aggregates:
-        swap(aggregate, exp.var("_"))
+        aggregate.replace(exp.var("_"))
     return Element(text, root.sql(dialect="sqlite"), tuple(columns), names, nested)
 
 

@@ -112,16 +112,6 @@ def read_schemas(
     return schemas
 
 
-def score_pairs(pairs: Sequence[dict], scorer: Scorer, etype: str, plug_value: bool) -> list[dict]:
-    """The pairs with hardness, pred_parses, status, em, partial_f1, partial_sizes, ex and FURTHER_METRICS.
-
-    `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
-    or "gold unreadable". What is not evaluated, by `etype`, one of MEASURED, is not there.
-    """
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(lambda pair: _score(pair, scorer, etype, plug_value), pairs))
-
-
 def with_gold_values(gold_sql: str, pred_sql: str) -> Iterator[str]:
     """The prediction, then every assignment of the gold query's values to its values.
 
@@ -141,7 +131,12 @@ def official_prediction(sql: str) -> str:
     return sql.replace("value", "1")
 
 
-def _score(pair: dict, scorer: Scorer, etype: str, plug_value: bool) -> dict:
+def score_pair(pair: dict, scorer: Scorer, etype: str, plug_value: bool) -> dict:
+    """The pair with hardness, pred_parses, status, em, partial_f1, partial_sizes, ex and FURTHER_METRICS.
+
+    `status` is that of running the prediction (rows, empty, error, timeout, refused), or "gold failed"
+    or "gold unreadable". What is not evaluated, by `etype`, one of MEASURED, is not there.
+    """
     name, gold, predicted = pair["db_id"], pair["gold"], official_prediction(pair["predicted"])
     hardness = scorer.hardness(name, gold)
     item = pair | {"hardness": hardness, "pred_parses": scorer.readable(name, predicted)}
@@ -187,10 +182,10 @@ def _execution(pair: dict, predicted: str, scorer: Scorer, etype: str, plug_valu
 
 def summarise_items(items: Sequence[dict], etype: str) -> dict:
     """The official tables' numbers, with 95 % intervals and what the executor's limits touched."""
-    blocks, statuses = grouped(items, "dialogue_id"), Counter(item["status"] for item in items)
+    blocks = grouped(items, "dialogue_id")
     summary: dict = {"questions": len(items), "interactions": len(blocks)}
     summary["official_grammar_cannot_read"] = sum(not item["pred_parses"] for item in items)
-    summary["status"] = dict(sorted(statuses.items()))
+    summary["status"] = Counter(sorted(item["status"] for item in items))
     for metric in metrics_of(items):
         low, high = bootstrap_interval(by_dialogue(items, metric))
         summary[metric] = {"mean": _mean(item[metric] for item in items), "low": low, "high": high}
@@ -357,7 +352,8 @@ def main() -> None:
         schemas = read_schemas(pairs, chosen.databases, chosen.tables, chosen.gold)
         kind = "keep_distinct" if chosen.keep_distinct else "official"
         scorer = Scorer(schemas, Executor(timeout_seconds=chosen.sql_timeout), kind)
-    items = score_pairs(pairs, scorer, chosen.etype, chosen.plug_value)
+    with ThreadPoolExecutor(THREADS) as pool:
+        items = list(pool.map(lambda pair: score_pair(pair, scorer, chosen.etype, chosen.plug_value), pairs))
     summary = summarise_items(items, chosen.etype)
     if chosen.json:
         write_atomically(chosen.json, json.dumps({"summary": summary, "per_item": items}, indent=1))

@@ -103,16 +103,6 @@ def first_select(query: exp.Expression) -> exp.Expression:
     return query
 
 
-def swap(node: exp.Expression, new: exp.Expression) -> None:
-    """`node.replace(new)`, which takes time for every node of the list that this one stands in."""
-    parent, key, index = node.parent, node.arg_key, node.index
-    if index is None:
-        parent.args[key] = new
-    else:
-        parent.args[key][index] = new
-    new.parent, new.arg_key, new.index = parent, key, index
-
-
 class _Scope:
     """One SELECT: what the names mean that its FROM brings in, and those of its own items."""
 
@@ -218,9 +208,9 @@ class _Names:
             if scope.alias(column) and (ordering or meaning is None):
                 of_items.append(column)
             else:
-                swap(column, scope.guess(column) if meaning is None else self.copy(meaning))
+                column.replace(scope.guess(column) if meaning is None else self.copy(meaning))
         for column in of_items:  # by now the items hold no names themselves
-            swap(column, self.copy(scope.alias(column).this))
+            column.replace(self.copy(scope.alias(column).this))
 
     def copy(self, meaning: exp.Expression) -> exp.Expression:
         if not isinstance(meaning, exp.Column):
@@ -237,9 +227,9 @@ def _selects(node: exp.Expression) -> bool:
 
 def _strip_aliases(tree: exp.Query) -> None:
     for node in list(tree.find_all(exp.Alias)):
-        swap(node, node.this)
+        node.replace(node.this)
     for node in list(tree.find_all(exp.Table)):
         if node.name:
-            swap(node, exp.table_(folded(node.name)))
+            node.replace(exp.table_(folded(node.name)))
     for node in tree.find_all(exp.Subquery, exp.Table):
         node.set("alias", None)
