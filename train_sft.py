@@ -128,7 +128,7 @@ def main(config: Args) -> int:
     pool = training_questions(config, task)  # D_0
     if config.targets in ("self", "gold"):  # each of a teacher's lines is accounted for
         pool = fitting_questions(config, task, pool)
-    progress = Progress.from_plain(state, pool, first) if state else Progress(pool)
+    progress = Progress.from_plain(state, pool) if state else Progress(pool)
     if progress.round >= config.rounds:
         raise UserError(f"{out} is in round {progress.round + 1}; give --rounds at least so many")
     log = None
