@@ -96,7 +96,7 @@ def main(config: Args) -> int:
     optimizer, first, state = resume(config, out, task.policy, processes)
     rng = random.Random(config.seed)
     pool = training_questions(config, task)  # D_0
-    progress = Progress.from_plain(state, pool, first) if state else Progress(pool)
+    progress = Progress.from_plain(state, pool) if state else Progress(pool)
     if progress.round >= config.rounds:
         raise UserError(f"{out} is in round {progress.round + 1}; give --rounds at least so many")
     log = None

@@ -14,7 +14,8 @@ Result = TypeVar("Result")
 class UserError(ValueError):
     """Wrong input; the message is one sentence for the user, who gets it with exit code 2.
 
-    Any other exception but what the system says of a file is a defect, ours or a student's, and keeps its traceback.
+    Any other exception is a defect, ours or a student's, and keeps its traceback; but for what the system
+    says of a file.
     """
 
 

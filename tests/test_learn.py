@@ -456,9 +456,8 @@ def test_group_advantages_by_hand():
     pair, both = tensor([[0.0, 4.0]]), tensor([True])
     assert group_advantages(pair, both, divide_by="none").tolist() == [[-2.0, 2.0]]
     assert group_advantages(pair, both).tolist() == [[pytest.approx(-(0.5**0.5)), pytest.approx(0.5**0.5)]]
-    for wrong, problem in ((torch.zeros(3, 1), "samples >= 2"), (tensor([[0.0, torch.nan]]), "not finite")):
-        with pytest.raises(ValueError, match=problem):
-            group_advantages(wrong, torch.ones(len(wrong), dtype=torch.bool))
+    with pytest.raises(ValueError, match="not finite"):
+        group_advantages(tensor([[0.0, torch.nan]]), both)
 
 
 def test_groups_without_signal_do_not_count_in_the_deviation_of_the_batch():

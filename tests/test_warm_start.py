@@ -55,9 +55,9 @@ def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(ti
     progress.add([found], rng)
     (round_1,) = progress.coverage
     assert round_1["rejected"] == {"not_selected": 1, "wrong_ex": 2} and round_1["questions_solved"] == 1
-    progress.index = 3
+    progress.index, progress.step = 3, 7
     plain = json.loads(json.dumps(progress.to_plain()))
-    again = Progress.from_plain(plain | {"rng_state": progress.rng_state}, pool, step=7)
+    again = Progress.from_plain(plain | {"rng_state": progress.rng_state}, pool)
     assert again.kept == progress.kept and isinstance(again.kept[0].status, Status)
     assert (again.round, again.index, again.step, again.collected) == (0, 3, 7, True)
     assert (again.remaining, again.solved, again.coverage) == (pool, {pool[0].id}, progress.coverage)

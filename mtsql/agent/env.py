@@ -133,7 +133,6 @@ class Episode:
         self.trajectory = Trajectory(example.id, seed, [prompt], tools=tuple(environment.tools))
         self.candidate: str | None = None
         self.result: ExecutionResult | None = None  # of the last query that ran
-        self.called: str | None = None  # the tool of the last message
         self.told: Callable[[Trajectory], None] = lambda trajectory: None
         if len(prompt_ids) > self.limits.max_prompt_tokens:
             self.trajectory.status = Status.OUT_OF_TOKENS
@@ -209,12 +208,12 @@ class Episode:
 
     def _record(self, message: ModelMessage) -> None:
         """Append the actions of one message: verdict on what was seen, then the next move."""
-        judged, tool = self.tools.get(self.called), self.tools.get(message.tool)
+        seen = self.trajectory.observations
+        judged, tool = self.tools.get(seen[-1].tool) if seen else None, self.tools.get(message.tool)
         unavailable = message.tool is not None and tool is None
         self.trajectory.off_protocol += (not message.well_formed) + unavailable
         if judged is not None and judged.verdict is not None and self.recipe.verifies:
-            self._act(judged.verdict, message.verdicts.get(self.called))
-        self.called = message.tool
+            self._act(judged.verdict, message.verdicts.get(judged.name))
         sql = message.answer or message.sql
         if sql is None or (tool is not None and tool.action is None and tool.verdict is None):
             return

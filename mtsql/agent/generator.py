@@ -64,7 +64,7 @@ class Row(CachedRow):
 
     history: list[int]  # all its tokens; the last is pending, not in the cache yet
     rng: np.random.Generator
-    limit: int = 0  # tokens of the message
+    limit: int  # tokens of the message
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
@@ -169,11 +169,8 @@ class Generator:
         `limits` are the most tokens of each row's first message. Rows for which the cache has no room come
         in later.
         """
-        started = []
-        for prompt, seed, limit in zip(prompts, seeds, limits, strict=True):
-            row = Row(list(prompt), np.random.Generator(np.random.PCG64(seed)))
-            row.begin(limit)
-            started.append(row)
+        given = zip(prompts, seeds, limits, strict=True)
+        started = [Row(list(prompt), np.random.default_rng(seed), limit) for prompt, seed, limit in given]
         self._take_ahead()
         self.rows += started
         self._or_halve_the_cache(self._admit, started)
@@ -295,9 +292,9 @@ class Generator:
             if not self.cache.admit(row, len(row.history), *alike[:1]):
                 break
             samples[tuple(row.unwritten)] = [*alike, row]
-        self._prefill([group[0] for group in samples.values()], list(samples))
-        for prefix, (head, *others) in samples.items():
-            self.cache.share(head, others, len(prefix))
+        self._prefill([group[0] for group in samples.values()])
+        for head, *others in samples.values():
+            self.cache.share(head, others, head.length)
 
     def _or_halve_the_cache(self, act: Callable[..., None], *given: object) -> None:
         """Do something; if memory runs out, empty the cache, whose rows come again into one half as large."""
@@ -317,19 +314,18 @@ class Generator:
         gib = half * cache_bytes_per_token(self.model) / 2**30
         tqdm.write(f"out of memory: the rollout goes on with {gib:.3g} GiB of key/value cache", sys.stderr)
 
-    def _prefill(self, rows: Sequence[Row], prompts: Sequence[tuple[int, ...]]) -> None:
+    def _prefill(self, rows: list[Row]) -> None:
         """Write different prompts into new rows, what several begin with once, from the outermost on."""
-        groups = [list(range(len(rows)))]
+        groups = [rows]
         while groups:
-            alike = []
+            alike: list[tuple[int, list[Row]]] = []
             for group in groups:
-                rest = [prompts[i][rows[i].length :] for i in group]
-                alike += [(shared, [group[place] for place in places]) for shared, places in families(rest)]
-            starts = [(places[0], shared) for shared, places in alike]
-            self._write([(rows[i], prompts[i][rows[i].length :][:shared]) for i, shared in starts])
+                found = families([row.unwritten for row in group])
+                alike += [(shared, [group[place] for place in places]) for shared, places in found]
+            self._write([(origin, origin.unwritten[:shared]) for shared, (origin, *_) in alike])
             for _, (origin, *others) in alike:
-                self.cache.share(rows[origin], [rows[i] for i in others], rows[origin].length)
-            groups = [places for _, places in alike if len(places) > 1]
+                self.cache.share(origin, others, origin.length)
+            groups = [members for _, members in alike if len(members) > 1]
 
     def _write(self, new: Sequence[tuple[Row, Sequence[int]]]) -> None:
         """Extend rows by ids, at most WIDEST at once, in chunks of rows of one tier with similar lengths."""

@@ -66,12 +66,11 @@ class ChatTokens:
         added_ids = set(tokenizer.get_added_vocab().values())
         with loading(self._refusal):
             tail = within(RENDER_SECONDS, self._render_tail)
-        template_end = [i for i in self.encode(tail)[:1] if i in added_ids]
-        default_end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        if not template_end and not default_end:
+        ends = [i for i in self.encode(tail)[:1] if i in added_ids]
+        ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if not ends:
             raise UserError(f"The tokenizer in {tokenizer.name_or_path!r} has no end-of-turn token.")
-        self._template_end = (template_end or default_end)[0]
-        self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(template_end + default_end))
+        self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))  # the template's is the first
 
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None) -> list[int]:
         """Ids of the rendered chat, generation prompt included.
@@ -117,7 +116,7 @@ class ChatTokens:
         """
         if whole and self._opens_thought:
             text = text.removeprefix("<think>\n") if "</think>" in text else f"\n</think>\n\n{text}"
-        return [*self.encode(text), self._template_end]
+        return [*self.encode(text), self.end_of_turn_ids[0]]
 
     @cached_property
     def _opens_thought(self) -> bool:
@@ -158,7 +157,7 @@ class ChatTokens:
 
     @cached_property
     def _end_text(self) -> str:
-        return self.tokenizer.convert_ids_to_tokens(self._template_end)
+        return self.tokenizer.convert_ids_to_tokens(self.end_of_turn_ids[0])
 
     @cached_property
     def _frames(self) -> dict[str, tuple[str, str]]:

@@ -112,15 +112,10 @@ TOOLS = (
         verdict=ActionType.M_VERIFY,
     ),
 )
-_NAMES = tuple(tool.name for tool in TOOLS)
-TOOL_SETS = {  # the names by --tools, which switches off what Table 4 of MTSQL-R1 does
-    "both": _NAMES,
-    "no_execution": tuple(name for name in _NAMES if name != EXEC_SQL),
-    "no_memory": tuple(name for name in _NAMES if name != MEMORY_RETRIEVE),
-    "none": (),
-}
+TOOL_SETS = ("both", "no_execution", "no_memory", "none")  # --tools, which switches off what Table 4 does
 
 
 def make_tools(choice: str) -> dict[str, Tool]:
     """The tools of one of TOOL_SETS, by name."""
-    return {tool.name: tool for tool in TOOLS if tool.name in TOOL_SETS[choice]}
+    left_out = {"no_execution": EXEC_SQL, "no_memory": MEMORY_RETRIEVE}.get(choice)
+    return {tool.name: tool for tool in TOOLS if tool.name != left_out and choice != "none"}

@@ -39,10 +39,8 @@ def group_advantages(
     `rewards` and the result are (questions, samples), `informative` is (questions,) bool: all other groups
     get exactly 0. Standard deviations are unbiased. `divide_by` "batch" divides by that of r - mean(r) over
     all informative groups (REINFORCE++), "none" by nothing (Dr. GRPO). Raises ValueError for
-    a shape that is not (questions, samples >= 2), or a reward that is not finite.
+    a reward that is not finite.
     """
-    if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards should be (questions, samples >= 2), got shape {tuple(rewards.shape)}")
     if not rewards.isfinite().all():
         raise ValueError("a reward is not finite")
     exact = rewards.double()  # float32 would see a spread in a group of equal rewards like 0.1

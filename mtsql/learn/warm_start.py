@@ -100,26 +100,23 @@ class Progress:
 
     def to_plain(self) -> dict[str, Any]:
         """What a checkpoint needs, as plain Python values; T as a text, which is fast to write and read."""
-        return {
-            "round": self.round,
+        names = ("coverage", "collected", "round", "index", "step", "rng_state")
+        return {name: getattr(self, name) for name in names} | {
             "kept": json.dumps(self.kept, default=vars),
             "remaining": [example.id for example in self.remaining],
             "solved": sorted(self.solved),
-            "coverage": self.coverage,
-            "rng_state": self.rng_state,
-            "index": self.index,
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any], pool: Sequence[Example], step: int) -> Progress:
-        """What `to_plain` wrote after `step` steps; `pool` is D_0."""
+    def from_plain(cls, plain: dict[str, Any], pool: Sequence[Example]) -> Progress:
+        """What `to_plain` wrote; `pool` is D_0."""
         names = set(plain["remaining"])
         objects = {
             "remaining": [example for example in pool if example.id in names],
             "kept": [Trajectory.from_plain(t) for t in json.loads(plain["kept"])],
             "solved": set(plain["solved"]),
         }
-        return cls(**plain | objects, collected=True, step=step)
+        return cls(**plain | objects)
 
 
 def select_trajectories(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtsql.agent.env import Environment
-from mtsql.agent.tools import TOOL_SETS, TOOLS
+from mtsql.agent.tools import TOOL_SETS, TOOLS, make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.data.datasets import Example
 from mtsql.errors import UserError, loading
@@ -111,7 +111,7 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
             messages.append({"role": environment.recipe.observation_role, "content": next(observations).text})
     given = {} if tools is None else {"tools": tools}
     if had.keys() != environment.tools.keys():
-        given["tool_set"] = next(name for name, names in TOOL_SETS.items() if set(names) == had.keys())
+        given["tool_set"] = next(name for name in TOOL_SETS if make_tools(name).keys() == had.keys())
     return {"example_id": trajectory.example_id, "messages": messages, **given}
 
 
