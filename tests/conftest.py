@@ -234,7 +234,7 @@ def make_work(folder: Path) -> Path:
     toy.write_benchmark(folder / "benchmark", seed=0, splits=splits)
     run(
         "-m", "mtsql.toy.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
-        "--copying-steps", 120, "--answer-steps", 180, "--agent-steps", 240, "--questions-per-database", 4,
+        "--copying-steps", 60, "--answer-steps", 60, "--agent-steps", 160, "--questions-per-database", 4,
         "--repair-exercises", 1, "--hidden", 96, "--layers", 2, "--skips-execution", 0, "--skips-memory", 0,
     )  # fmt: skip
     return folder

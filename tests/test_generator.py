@@ -115,7 +115,7 @@ def reference_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperatu
 
 
 def test_greedy_equals_generate_with_full_reprefill(any_model):
-    for seed, episode in play(any_model, temperature=0).items():
+    for seed, episode in play(any_model, 0, range(6)).items():
         segments = episode.trajectory.segments
         before: list[int] = []
         for segment in segments:
@@ -153,21 +153,14 @@ def test_the_policy_is_not_touched_and_its_weights_are_those_of_the_moment(any_m
     assert play_ids(any_model, 0.0, [0, 1, 2]) == before
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_batch_composition_and_order_do_not_matter(model, temperature):
-    played, again = (play(model, temperature) for _ in range(2))
+def test_batch_composition_and_order_do_not_matter(model):
+    played, again = (play(model) for _ in range(2))
     for seed in SEEDS:  # to the bit
         assert played[seed].trajectory.segments == again[seed].trajectory.segments
     together = {seed: episode.trajectory.ids for seed, episode in played.items()}
-    assert play_ids(model, temperature, SEEDS, 1) == together
-    assert play_ids(model, temperature, SEEDS[::-1], 5) == together
-    assert play_ids(model, temperature, [7, 2, 10]) == {seed: together[seed] for seed in (2, 7, 10)}
-
-
-def test_seeds_matter(model):
-    episodes = [ScriptedEpisode(seed, [5] * 20, messages=1) for seed in range(4)]
-    played = rollout(model, TOKENS, episodes, Sampling(max_turn_tokens=20))
-    assert len({tuple(t.ids) for t in played}) == 4
+    assert play_ids(model, 1.0, SEEDS, 1) == together
+    assert play_ids(model, 1.0, SEEDS[::-1], 5) == together
+    assert play_ids(model, 1.0, [7, 2, 10]) == {seed: together[seed] for seed in (2, 7, 10)}
 
 
 def over_schemas() -> list[list[int]]:

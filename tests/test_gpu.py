@@ -30,6 +30,7 @@ SHAPE = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.08,
 }  # fmt: skip
+ON_CPU = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 PROMPTS = (3, 40, 70, 130, 300, 520)  # tokens
 # 99th percentile of the log-probability gap; TF32 has the mantissa of float16
 GAP = {"float32": 2e-3, "TF32": 0.02, "bfloat16": 0.1, "float16": 0.02}
@@ -48,9 +49,10 @@ def device(request) -> str:
 
 
 def random_model(device: str, dtype: str = "float32", attention: str = "sdpa", **shape: object):
-    """A Qwen3 with random weights; `shape` goes over SHAPE."""
+    """A Qwen3 with random weights, a smaller one on a CPU; `shape` goes over SHAPE."""
     torch.manual_seed(0)
-    config = Qwen3Config(**(SHAPE | shape), attn_implementation=attention)
+    smaller = ON_CPU if device == "cpu" else {}
+    config = Qwen3Config(**(SHAPE | smaller | shape), attn_implementation=attention)
     return Qwen3ForCausalLM(config).to(getattr(torch, dtype)).to(device).train()
 
 
@@ -207,7 +209,7 @@ def test_a_training_step_peaks_within_the_plan(tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sampler_and_trainer_have_the_heads_logits_in_float32(dtype, monkeypatch):
     """Rounded to half precision on both sides, the two would be several times as far apart."""
-    model = random_model("cpu", dtype, initializer_range=0.2)
+    model = random_model("cpu", dtype, **SHAPE | {"initializer_range": 0.2})
     exact = gaps(model).mean()
     rounded = lambda hidden, weight: (hidden @ weight.t().to(hidden.dtype)).float()  # noqa: E731
     head = model.lm_head.weight.detach()

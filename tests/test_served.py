@@ -491,7 +491,7 @@ def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
     assert len(again) < 2 * len(requests)  # what was answered was not asked again
 
     given, _ = there(stub, "taught")
-    run("evaluate.py", *data, *given, "--split", "train", "--dialogues", 4, "--protocol", "chat")
+    run("evaluate.py", *data, *given, "--split", "train", "--protocol", "chat")
     chats = json_lines(tmp_path / "taught" / "chat.jsonl")  # for train_sft.py --teacher
     assert chats and all("weight" not in message for chat in chats for message in chat["messages"])
     with pytest.raises(UserError, match="give --model FOLDER"):

@@ -51,15 +51,13 @@ def test_a_shipped_model_knows_its_sql(name, tmp_path):
     assert summary["questions"] >= 30 and summary["ex"]["mean"] >= 0.85 and summary["em"]["mean"] >= 0.9
 
 
-@pytest.fixture(scope="module")
-def themes(tmp_path_factory):
-    """Questions on themes that no shipped model has seen: it answers less than half of them."""
-    return make_benchmark(tmp_path_factory.mktemp("themes") / "data", train={"unseen": (8, 2)})
+def test_fine_tuning_teaches_what_it_shows(tmp_path):
+    """On themes that no shipped model has seen: it answers less than half of the questions.
 
-
-def test_fine_tuning_teaches_what_it_shows(themes, tmp_path):
-    """Greedy answers repeat bit by bit, so that training without an effect gains nothing at all."""
-    options = ["--targets", "gold", "--tools", "none", "--questions", 0, "--epochs", 10]
+    Greedy answers repeat bit by bit, so that training without an effect gains nothing at all.
+    """
+    themes = make_benchmark(tmp_path / "data", train={"unseen": (4, 2)})
+    options = ["--targets", "gold", "--tools", "none", "--questions", 0, "--epochs", 8]
     options += ["--learning-rate", 1e-3]
     model = ROOT / MODELS / "seed0"
     run("train_sft.py", *TOY, "--data", themes, "--model", model, *options, "--out", tmp_path / "sft")
@@ -69,10 +67,11 @@ def test_fine_tuning_teaches_what_it_shows(themes, tmp_path):
         assert after[metric]["mean"] >= before[metric]["mean"] + 0.2, metric
 
 
-def test_grpo_raises_the_reward_of_the_questions_that_it_asks(themes, tmp_path):
+def test_grpo_raises_the_reward_of_the_questions_that_it_asks(tmp_path):
     """Eight questions in each step: without an effect steps differ by 0.09 (one standard deviation)."""
+    themes = make_benchmark(tmp_path / "data", train={"unseen": (8, 2)})
     options = ["--tools", "none", "--rewards", "outcome", "--learning-rate", 1e-3, "--out", tmp_path / "grpo"]
-    options += ["--questions", 8, "--steps", 10, "--prompts-per-step", 8, "--samples-per-prompt", 8]
+    options += ["--questions", 8, "--steps", 8, "--prompts-per-step", 8, "--samples-per-prompt", 8]
     run("train_grpo.py", *TOY, "--data", themes, "--model", ROOT / MODELS / "seed0", *options)
     rewards = [float(r["reward"]) for r in csv.DictReader((tmp_path / "grpo" / "metrics.csv").open())]
     assert fmean(rewards[-3:]) >= rewards[0] + 0.35

@@ -19,9 +19,9 @@ from mtsql.toy.database import KEPT, themes
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory):
-    """All of it but two thirds of train, which would take a minute more."""
+    """All of it but five sixths of train, which would take a minute more."""
     folder = tmp_path_factory.mktemp("toy") / "benchmark"
-    train = {words: (databases // 3, each) for words, (databases, each) in toy.SPLITS["train"].items()}
+    train = {words: (databases // 6, each) for words, (databases, each) in toy.SPLITS["train"].items()}
     toy.write_benchmark(folder, seed=0, splits=toy.SPLITS | {"train": train})
     return folder
 
@@ -37,7 +37,7 @@ def train(benchmark):
 
 def test_sizes(benchmark, train):
     lengths = Counter(len(dialogue.turns) for dialogue in train.dialogues)
-    assert lengths.keys() == {1, 2, 3, 4, 5} and lengths.total() >= 2000
+    assert lengths.keys() == {1, 2, 3, 4, 5} and lengths.total() >= 1000
     for split, least in (("dev", 150), ("test", 400), ("test_themes", 400)):
         asked = examples(load(benchmark, split).dialogues)
         assert len(asked) >= least and not {e.db_id for e in asked} & {d.db_id for d in train.dialogues}
@@ -81,7 +81,7 @@ def test_no_word_of_the_unseen_themes_stands_in_train(benchmark, train):
 
 def test_gold_runs_is_not_empty_and_parses_and_hardness_is_as_sparcs(benchmark, train):
     scorer, asked = Scorer(train.schemas, Executor()), examples(train.dialogues)
-    for example in asked + examples(load(benchmark, "test_themes").dialogues):
+    for example in asked[::2] + examples(load(benchmark, "test_themes").dialogues)[::2]:
         result = scorer.executor.execute(train.schemas[example.db_id].path, example.gold_sql)
         assert result.status == "rows", (example.gold_sql, result)
         assert any(value is not None for row in result.rows for value in row)
@@ -92,7 +92,7 @@ def test_gold_runs_is_not_empty_and_parses_and_hardness_is_as_sparcs(benchmark, 
     everything = "\n".join(e.gold_sql for e in asked)
     parts = "JOIN,GROUP BY,HAVING,ORDER BY,LIMIT 1,NOT IN (SELECT,> (SELECT avg,INTERSECT,EXCEPT,UNION,!="
     for part in parts.split(","):
-        assert everything.count(part) >= 20, part
+        assert everything.count(part) >= 10, part
 
 
 def test_mistakes_change_the_answer(benchmark, train):
