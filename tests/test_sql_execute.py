@@ -62,7 +62,7 @@ def test_row_and_size_limits(executor, database):
 
 
 def test_missing_database(executor, tmp_path):
-    with pytest.raises(FileNotFoundError, match="the database file does not exist: .*gone"):
+    with pytest.raises(FileNotFoundError, match=r"database file does not exist: .*gone"):
         executor.execute(tmp_path / "gone.sqlite", "SELECT 1")
 
 
