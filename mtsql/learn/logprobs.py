@@ -270,15 +270,18 @@ def _shared_prompt_attention(
         q = _take(query, call.slots).transpose(1, 2)  # (sequences, heads, longest, dim)
         k, v = (_take(x, call.seen).transpose(1, 2) for x in (key, value))  # key heads instead
         causal = call.attention_mask is None
-        # Where SDPA has a fused kernel in which query heads share key heads: for CUDA it is flash's alone.
-        fused = q.device.type == "cpu" or (causal and q.dtype != torch.float32)
-        grouped = repeats > 1 and fused
+        grouped = repeats > 1 and _takes_grouped_queries(q, causal)
         if not grouped:
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         how = {"attn_mask": call.attention_mask, "is_causal": causal, "enable_gqa": grouped}
         out = nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling, **how)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # (sequences x longest, heads, dim)
     return _take(torch.cat(outs), layout.unpad)[None], None
+
+
+def _takes_grouped_queries(query: Tensor, is_causal: bool) -> bool:
+    """Whether SDPA has a fused kernel in which query heads share key heads: for CUDA it is flash's alone."""
+    return query.device.type == "cpu" or (is_causal and query.dtype != torch.float32)
 
 
 AttentionInterface.register(SHARED_PROMPT, _shared_prompt_attention)
