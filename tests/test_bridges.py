@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ENVIRONMENT, ROOT, free_port, run_in_two
 from transformers import PreTrainedTokenizerBase
 
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
@@ -232,9 +231,8 @@ def test_trl_has_our_ids_loss_masks_and_gradient(line, model, task):
 
 def test_trl_trains_in_two_processes(line, model, tmp_path):
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     own = ["--max_steps", 3, "--per_device_train_batch_size", 8, "--num_generations", 4]
-    out = run(*processes, "-m", "mtsql.extras.bridges.trl", *line.split(), "--", *own)
+    out = run_in_two("-m", "mtsql.extras.bridges.trl", *line.split(), "--", *own)
     assert out.count("'rewards/ex/mean'") == 3
     before, after = (load_policy(folder).parameters() for folder in (model, tmp_path / "out" / "policy"))
     assert not all(map(torch.equal, before, after))
@@ -333,11 +331,9 @@ def test_transformers_serve_gives_the_ids_of_the_policy_here(model, task, policy
     """It answers HTTP 500 to a call that is no JSON, or is cut, and drops the text beside earlier calls."""
     pytest.importorskip("openai", reason="requirements-bridges.txt is not installed")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     serve = [Path(sys.executable).with_name("transformers"), "serve", "--port", str(port), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    environment = os.environ | ENVIRONMENT | {"HF_HOME": str(tmp_path)}
     sampling = Sampling(GREEDY, task.sampling.max_turn_tokens)
     no_json = (Status.MALFORMED_CALL, Status.OUT_OF_TOKENS)
     compared = [t for t in played(task, policy, 24) if t.status not in no_json and t.interactions < 2]
