@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,32 @@ def start(words: list[str], printed: Path, **environment: str) -> multiprocessin
     process = FORKS.Process(target=run_here, args=(words, printed, os.environ | environment))
     process.start()
     return process
+
+
+def run_in_two(*command: object) -> str:
+    """Run a command in two processes, with the variables that torchrun sets; what they print."""
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    words = [str(word) for word in command]
+    with tempfile.TemporaryDirectory() as folder:
+        printed = [Path(folder) / rank for rank in "01"]
+        processes = [
+            start(words, path, **own, RANK=path.name, LOCAL_RANK=path.name, TORCHELASTIC_RUN_ID="0")
+            for path in printed
+        ]
+        wait([process.sentinel for process in processes])
+        for process in processes:  # one that has failed would be waited for
+            process.join(60)
+            process.kill()
+        said = "".join(path.read_text() for path in printed)
+        assert [process.exitcode for process in processes] == [0, 0], said
+    return said
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_here(words: list[str], printed: Path, environment: dict[str, str]) -> None:

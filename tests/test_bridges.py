@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ENVIRONMENT, ROOT, free_port, json_lines, run_in_two
 from transformers import PreTrainedTokenizerBase
 
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
@@ -39,35 +38,41 @@ from train_grpo import Args as GrpoArgs
 GREEDY = 0.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(work):
     return str(work / "imitation")
 
 
-@pytest.fixture
-def line(work, model, tmp_path):
+@pytest.fixture(scope="module")
+def line(work, model, tmp_path_factory):
     """The options, as an engine's configuration has them."""
-    return (
-        f"--config {ROOT}/configs/toy.toml --data {work}/benchmark --model {model} --out {tmp_path}/out"
-        " --max-turn-tokens 120"
-    )
+    out = tmp_path_factory.mktemp("bridges") / "out"
+    places = f"--data {work}/benchmark --model {model} --out {out}"
+    return f"--config {ROOT}/configs/toy.toml {places} --max-turn-tokens 120"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def task(line):
     return load_task(read_line(line))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def policy(model):
     return load_policy(model).eval()
 
 
-def played(task, policy, count=12):
-    """Greedy trajectories of the first questions, as train_grpo.py and evaluate.py play them."""
-    episodes = [task.episode(name, 0) for name in task.playable()[:count]]
+@pytest.fixture(scope="module")
+def played(task, policy):
+    """Greedy trajectories of all questions, as train_grpo.py and evaluate.py play them."""
+    episodes = [task.episode(name, 0) for name in task.playable()]
     sampling = Sampling(GREEDY, task.sampling.max_turn_tokens, task.sampling.stop_strings)
     return rollout(policy, task.tokens, episodes, sampling)
+
+
+@pytest.fixture(scope="module")
+def expected(played):
+    """Enough of them."""
+    return played[:8]
 
 
 @torch.no_grad()
@@ -86,8 +91,7 @@ def write_all(task, policy, prompts):
     return [ids for ids, _ in messages], [logprobs for _, logprobs in messages]
 
 
-def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(task, policy):
-    expected = played(task, policy)
+def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(task, policy, expected):
     episodes = [task.episode(t.example_id, 0) for t in expected]
     asked = []
 
@@ -138,7 +142,7 @@ def test_a_message_ends_with_a_stop_string_wherever_its_last_token_holds_it(task
         assert episode.trajectory.status is status
 
 
-def test_trl_with_vllm_writes_message_by_message(line, task, policy):
+def test_trl_with_vllm_writes_message_by_message(line, task, policy, expected):
     """vLLM itself needs a GPU; here stands a loop over the model with the answers of TRL's VLLMGeneration."""
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
     from mtsql.extras.bridges.trl import make_rollout
@@ -153,7 +157,6 @@ def test_trl_with_vllm_writes_message_by_message(line, task, policy):
         state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(process_index=0), use_vllm=True,
         vllm_generation=SimpleNamespace(generate=generate),
     )  # fmt: skip
-    expected = played(task, policy)
     fields = make_rollout(task, read_line(line))([t.example_id for t in expected], trainer)
     assert fields["reward"] == [task.rewards(t).total for t in expected]
     ids = zip(fields["prompt_ids"], fields["completion_ids"], fields["env_mask"], strict=True)
@@ -232,9 +235,9 @@ def test_trl_has_our_ids_loss_masks_and_gradient(line, model, task):
 
 def test_trl_trains_in_two_processes(line, model, tmp_path):
     pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     own = ["--max_steps", 3, "--per_device_train_batch_size", 8, "--num_generations", 4]
-    out = run(*processes, "-m", "mtsql.extras.bridges.trl", *line.split(), "--", *own)
+    trl = ["-m", "mtsql.extras.bridges.trl", *line.split(), "--out", tmp_path / "out"]
+    out = run_in_two(*trl, "--", *own)
     assert out.count("'rewards/ex/mean'") == 3
     before, after = (load_policy(folder).parameters() for folder in (model, tmp_path / "out" / "policy"))
     assert not all(map(torch.equal, before, after))
@@ -257,7 +260,7 @@ def stub_verl(monkeypatch):
     monkeypatch.delitem(sys.modules, "mtsql.extras.bridges.verl", raising=False)
 
 
-def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, monkeypatch):
+def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, expected, monkeypatch):
     if find_spec("verl") is None:
         stub_verl(monkeypatch)
     from mtsql.extras.bridges.verl import MtsqlAgentLoop
@@ -278,7 +281,7 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, monkeypatc
         place = {"example_id": trajectory.example_id, "split": "train"}
         return await loop.run({"temperature": 0.0}, extra_info=place)
 
-    for trajectory in played(task, policy):
+    for trajectory in expected:
         output = asyncio.run(play(trajectory))
         ids, response, loss_mask, _ = completion(trajectory)
         assert (output.prompt_ids, output.response_ids, output.response_mask) == (ids, response, loss_mask)
@@ -286,14 +289,14 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, monkeypatc
         assert output.extra_fields["reward_extra_info"]["ex"] == task.rewards(trajectory).ex
 
 
-def test_skyrl_gets_our_ids_and_rewards(line, task, policy):
+def test_skyrl_gets_our_ids_and_rewards(line, task, expected):
     skyrl_gym = pytest.importorskip("skyrl_gym", reason="requirements-bridges.txt is not installed")
     if "mtsql" not in skyrl_gym.envs.registration.registry:
         skyrl_gym.register("mtsql", "mtsql.extras.bridges.skyrl:MtsqlEnv")
     from omegaconf import OmegaConf
 
     tokenizer = task.tokens.tokenizer
-    for trajectory in played(task, policy):
+    for trajectory in expected:
         extras = {"example_id": trajectory.example_id, "split": "train"}
         env = skyrl_gym.make("mtsql", env_config=OmegaConf.create({"options": line}), extras=extras)
         messages, _ = env.init([])
@@ -311,8 +314,8 @@ def test_rows_are_the_questions_that_can_be_trained_on(line, task, tmp_path):
     config = read_options(RowsConfig, None, line.split())
 
     def rows_of(**changed: str) -> list[dict]:
-        write_rows(replace(config, **changed))
-        return [json.loads(row) for row in (tmp_path / "out").open()]
+        write_rows(replace(config, **{"out": str(tmp_path / "out")} | changed))
+        return json_lines(tmp_path / "out")
 
     rows = rows_of()
     assert [row["extra_info"]["example_id"] for row in rows] == task.playable()
@@ -329,18 +332,16 @@ def test_rows_are_the_questions_that_can_be_trained_on(line, task, tmp_path):
     assert len(drawn.playable()) == 3 and set(drawn.playable()) < set(drawn.examples)
 
 
-def test_transformers_serve_gives_the_ids_of_the_policy_here(model, task, policy, tmp_path, monkeypatch):
+def test_transformers_serve_gives_the_ids_of_the_policy_here(model, task, played, tmp_path, monkeypatch):
     """It answers HTTP 500 to a call that is no JSON, or is cut, and drops the text beside earlier calls."""
     pytest.importorskip("openai", reason="requirements-bridges.txt is not installed")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     serve = [Path(sys.executable).with_name("transformers"), "serve", "--port", str(port), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    environment = os.environ | ENVIRONMENT | {"HF_HOME": str(tmp_path)}
     sampling = Sampling(GREEDY, task.sampling.max_turn_tokens)
     no_json = (Status.MALFORMED_CALL, Status.OUT_OF_TOKENS)
-    compared = [t for t in played(task, policy, 24) if t.status not in no_json and t.interactions < 2]
+    compared = [t for t in played if t.status not in no_json and t.interactions < 2]
     with subprocess.Popen([*serve, "--dtype", "float32", model], env=environment) as process:
         try:
             patient = Server(f"http://127.0.0.1:{port}/v1", pauses=(0.5,) * 120)  # until it is there

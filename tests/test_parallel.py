@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import data_of, rows_of, run, start
+from conftest import data_of, rows_of, run, run_in_two
 from safetensors.torch import load_file
 
 from mtsql.learn.parallel import Processes, join_processes, leave_processes
@@ -62,20 +60,6 @@ def assert_trained_alike(start: Path, one: Path, other: Path) -> None:
     way = torch.cat([(a[key] - before[key]).flatten() for key in before])  # (parameters,)
     apart = torch.cat([(b[key] - a[key]).flatten() for key in before])  # (parameters,)
     assert way.norm() > 0 and apart.norm() <= 0.02 * way.norm()
-
-
-def run_in_two(*command: object) -> None:
-    """Run a command in two processes, with the variables that torchrun sets but without its start."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-        free.close()
-        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "0"}
-        words, printed = list(map(str, command)), [Path(folder) / name for name in ("0", "1")]
-        processes = [start(words, path, **own, RANK=path.name, LOCAL_RANK=path.name) for path in printed]
-        for process, path in zip(processes, printed, strict=True):
-            process.join()
-            assert process.exitcode == 0, path.read_text()
 
 
 def play_both(folder: Path, *command: object, launched: bool = False) -> tuple[Path, Path]:
