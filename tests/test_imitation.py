@@ -38,7 +38,7 @@ def test_wrong_options_are_refused(work, tmp_path):
     config = ImitationConfig(data=(str(tmp_path / "nowhere"),), out=str(tmp_path))
     for changed, problem in (
         ({"out": str(work / "imitation")}, "exists already; remove it or name another folder"),
-        ({}, "nowhere is not there"),
+        ({}, "nowhere has no train split"),
         ({"hidden": 48}, "--hidden should be a multiple of 96"),
         ({"layers": 1}, "--hidden should be a multiple of 96"),
     ):

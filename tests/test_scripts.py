@@ -199,9 +199,8 @@ def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, cap
 def test_errors_are_one_sentence_and_exit_code_2(work, base, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     out = ["--out", tmp_path / "out"]
-    for folder, content in (("other", '{"config": {"model": "another"}}'), ("odd", "[1]")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "run.json").write_text(content)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
     tokenizer = AutoTokenizer.from_pretrained(work / "imitation")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
@@ -210,13 +209,11 @@ def test_errors_are_one_sentence_and_exit_code_2(work, base, tmp_path, monkeypat
     no_module = "--rewards no.such cannot be imported (No module named 'no')"
     for script, options, sentence in (
         (evaluate, ["--model", tmp_path / "nowhere"], "is not a folder"),
-        (evaluate, ["--out", tmp_path / "other"], "holds a run that differs in model"),
-        (evaluate, ["--out", tmp_path / "odd"], "run.json is damaged; remove it"),
+        (evaluate, ["--out", tmp_path / "other"], "holds a run already"),
         (evaluate, ["--data", tmp_path], "has no dev split"),
         (evaluate, ["--model", tmp_path / "bare"], "has no chat template"),
         (evaluate, ["--split", "held_out"], held_out),
         (train_grpo, [*one_split, "--evaluate-every", 1], "train.json has one split; give --held-out"),
-        (train_grpo, ["--temperature", 0], "--temperature: should be at least 0.01"),
         (train_grpo, ["--rewards", "no.such"], no_module),
         (train_grpo, ["--held-out", 1000], held_out),
         (train_grpo, ["--curriculum", tmp_path / "none"], "none is not there; make it with"),

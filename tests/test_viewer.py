@@ -100,7 +100,7 @@ def test_errors_are_one_sentence(records, tmp_path, capsys):
         records.write_text(noise + "\n")
         assert said().count("\n") == 1
     records.unlink()
-    assert "does not exist" in said()
+    assert "No such file" in said()
 
 
 def test_numbers_that_no_page_can_hold_are_shown_as_none(records, tmp_path, capsys):
