@@ -21,7 +21,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoders import VOCABULARY, WIDER, random_model
 from filelock import FileLock
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tokens import ChatTokens
@@ -29,6 +32,7 @@ from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import Schema, load_schemas
+from mtsql.learn.model import save_policy
 from mtsql.recipes.mtsql_r1 import MtsqlR1
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import Executor
@@ -241,6 +245,22 @@ SLOW = (  # the second to fourth do not wait for `work`, which the first makes m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first, so that no core is left alone with one at the end."""
     items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id of the vocabulary of tests/decoders.py."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3", pad_token="w0")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory, tokenizer) -> Path:
+    """An ordinary folder of a random model."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("models") / "base"
+    save_policy(random_model("qwen3", tie_word_embeddings=True, **WIDER), tokenizer, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from mtsql.__main__ import COMMANDS
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
-STOP = re.compile(r"^(\d+)\. `([\w/]+\.py)`: `([\w.]+)`", re.MULTILINE)
 PLACE = re.compile(r"`([\w/]+\.py)`((?:: `[\w.]+`(?:, `[\w.]+`)*)?)")
 COMMAND = re.compile(r"python (?:-m (mtsql[\w.]*)|([\w/]+\.py))((?: (?!&|#|\|).*)?)")
 BLOCK = re.compile(r"```(?:\w*)\n(.*?)```", re.DOTALL)
@@ -87,17 +86,6 @@ def command_file(module: str, script: str, rest: str) -> tuple[Path, str]:
         name, _, rest = rest.strip().partition(" ")
         module, script = COMMANDS[name][0].removesuffix(".__main__"), ""
     return (module_file(module) if module else ROOT / script), rest
-
-
-def test_the_tour_has_at_most_fourteen_stops_and_tells_the_life_of_a_token_in_order():
-    stops = STOP.findall(text_of(ROOT / "docs" / "algorithm.md"))
-    assert [int(number) for number, _, _ in stops] == list(range(1, len(stops) + 1))
-    assert 10 <= len(stops) <= 14
-    assert [(file, name) for _, file, name in stops if not defines(file, name)] == []
-    told = [name for _, _, name in stops]
-    life = ["_sample", "Segment.sampled", "group_advantages", "token_batch", "token_logprobs", "grpo_loss"]
-    places = [next(i for i, name in enumerate(told) if name.endswith(step)) for step in life]
-    assert places == sorted(places)
 
 
 @on_each_page

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import data_of, run
-from decoders import SIZES, WIDER, random_model, with_random
+from decoders import SIZES, with_random
 from test_learn import difference, gradients, make_groups
 
 from mtsql.agent.generator import Generator, Sampling
@@ -22,15 +22,6 @@ from mtsql.learn.model import (
     restore_optimizer,
     stepped_parameters,
 )
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    """The folder of a random model."""
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("base")
-    random_model("qwen3", tie_word_embeddings=True, **WIDER).save_pretrained(folder)
-    return folder
 
 
 def randomised(base: Path, **options: object) -> torch.nn.Module:

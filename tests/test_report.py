@@ -17,7 +17,6 @@ from mtsql.report.metrics import (
     MetricsLog,
     bootstrap_interval,
     excludes_zero,
-    format_coverage,
     format_summary,
     summarise,
 )
@@ -138,15 +137,6 @@ def test_questions_whose_prompt_is_too_long_are_counted():
     summary = summarise([*RECORDS, ended | {"response_tokens": 0, "sampled_tokens": 0}])
     assert summary["not_asked"] == 1
     assert "\n1 of 5 were not asked, and count as wrong: their prompt is" in format_summary(summary)
-
-
-def test_coverage_is_shown_as_in_table_7():
-    names = "round sampled right questions_asked questions_solved questions_covered trajectories".split()
-    counts = (1, 160, 90, 8, 5, 5, 9), (2, 60, 10, 3, 1, 6, 12)
-    rounds = [dict(zip(names, of_round, strict=True)) for of_round in counts]
-    lines = format_coverage(8, rounds).splitlines()
-    assert [line.split()[-1] for line in lines[:4]] == ["8", "5", "6", "12"]
-    assert lines[4] == "round 2: 10 of 60 rollouts right, 1 of 3 questions solved"
 
 
 def test_metrics_log_columns_and_resume(tmp_path):
