@@ -216,7 +216,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, base, tmp_path, monkeypat
         (train_grpo, [*one_split, "--evaluate-every", 1], "train.json has one split; give --held-out"),
         (train_grpo, ["--rewards", "no.such"], no_module),
         (train_grpo, ["--held-out", 1000], held_out),
-        (train_grpo, ["--curriculum", tmp_path / "none"], "none is not there; make it with"),
+        (train_grpo, ["--curriculum", tmp_path / "none"], "none: No such file"),
         (train_sft, ["--targets", "gold", "--rounds", 2], "--targets gold needs --rounds 1: another"),
         (train_sft, ["--targets", "gold", "--recipe", "skyrl_sql", "--tools", "no_memory"], "--tools none"),
     ):
