@@ -228,6 +228,19 @@ def test_rows_of_other_machines_stay_and_other_questions_are_refused(tmp_path):
     assert (tmp_path / "small.json").read_bytes() == before
 
 
+def test_the_mean_of_sparc_and_cosql_is_of_arms_with_the_same_seeds_on_both(tmp_path):
+    for arm, sparc, cosql in (("warm", "10000", "110"), ("rl", "11000", "111"), ("cut", "11111", "")):
+        for dataset, bits in (("sparc", sparc), ("cosql", cosql)):
+            if bits:
+                lay_out(tmp_path, arm, bits, dataset=dataset)
+    lay_out(tmp_path, "rl", "11111", seed=1, dataset="sparc")
+    text = write_page(SMALL, PAGE_OF, tmp_path / "small.md").read_text()
+    # EX: (20 + 66.7) / 2; EM: (20 + 33.3) / 2.
+    assert cells(text.split("## Mean of sparc and cosql")[1], "`warm`") == ["43.3", "26.7"]
+    mean = text.split("## Mean of sparc and cosql")[1].split("\n## ")[0]
+    assert "`rl`" not in mean and "`cut`" not in mean
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_the_committed_pages_are_those_of_their_rows(name, tmp_path):
     """But for the intervals, which another numpy may draw otherwise."""

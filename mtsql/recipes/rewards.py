@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias, TypeVar
@@ -56,7 +57,7 @@ def is_right(rewards: Rewards, recipe: Recipe) -> bool:
 def chosen_rewards(presets: Mapping[str, Weights], given: str) -> tuple[str, Weights]:
     """The preset of --rewards and its weights: "" is the first preset, "process,proposal=0.5" one with a change.
 
-    Raises UserError for a preset that is not there, and for what is not a weight or not a number.
+    Raises UserError for a preset that is not there, and for what is no weight or no finite number.
     """
     items = [item.strip() for item in given.split(",") if item.strip()]
     preset = items.pop(0) if items and "=" not in items[0] else next(iter(presets))
@@ -64,7 +65,9 @@ def chosen_rewards(presets: Mapping[str, Weights], given: str) -> tuple[str, Wei
         raise UserError(f"--rewards {preset} is unknown; choose from {', '.join(presets)}")
     try:
         changed = {name.strip(): float(number) for name, number in (item.split("=") for item in items)}
+        if not all(map(math.isfinite, changed.values())):
+            raise ValueError(given)
         return preset, replace(presets[preset], **changed)
     except (ValueError, TypeError):
         known = ", ".join(field.name for field in fields(presets[preset]))
-        raise UserError(f"--rewards {given}: a change should be one of {known}, =, and a number") from None
+        raise UserError(f"--rewards {given}: a change should be one of {known}, =, and a finite number") from None

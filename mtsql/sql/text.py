@@ -24,7 +24,7 @@ KEYWORDS = RESERVED | set(
 )
 FUNCTIONS = frozenset("avg count max min sum".split())
 ALIAS = re.compile(r"t\d+", re.IGNORECASE)
-LAST_WORD = re.compile(r"\w+$")
+WORD = re.compile(r"\w+")
 QUOTES = "'\"`["
 NO_BLANK_AFTER, NO_BLANK_BEFORE = "(.", "),.;"
 SIGNS = "<>=!|&"  # those of an operator stay together,
@@ -38,7 +38,7 @@ def join_operators(sql: str) -> str:
 
 def first_statement(sql: str) -> list[str]:
     """The pieces of the first statement: words, quoted texts, comments, single characters."""
-    pieces = PIECE.findall(sql)
+    pieces = PIECE.findall(sql.lstrip("; \t\n\r"))
     return pieces[: pieces.index(";")] if ";" in pieces else pieces
 
 
@@ -118,16 +118,16 @@ def normal_form(sql: str, schema: Schema) -> str:
     names |= {folded(table.name): table.name for table in tables}
     words = [piece for piece in pieces if not is_blank(piece)]
     following = iter([*words[1:], ""])
-    written, separated = "", False
+    written, separated = [], False
     for piece in pieces:
         if is_blank(piece):
             separated = True
             continue
-        if written and _blank(written, piece, separated):
-            written += " "
-        written += _spelt(piece, names, called=next(following) == "(")
+        if written and _blank(written[-1], piece, separated):
+            written.append(" ")
+        written.append(_spelt(piece, names, called=next(following) == "("))
         separated = False
-    return written.rstrip("; ")
+    return "".join(written).rstrip("; ")
 
 
 def _spelt(piece: str, names: dict[str, str], called: bool) -> str:
@@ -145,14 +145,13 @@ def _spelt(piece: str, names: dict[str, str], called: bool) -> str:
     return names.get(word) or (word if ALIAS.fullmatch(piece) else piece)
 
 
-def _blank(written: str, piece: str, separated: bool) -> bool:
-    """Whether a blank stands between what is written and the next piece; `separated` if there was one."""
-    last = written[-1]
+def _blank(before: str, piece: str, separated: bool) -> bool:
+    """Whether a blank stands between two pieces; `separated` if there was one."""
+    last = before[-1]
     if piece in NO_BLANK_BEFORE or last in NO_BLANK_AFTER:
         return False
     if piece == "(":  # of a function's arguments, or of anything else
-        word = LAST_WORD.search(written)
-        return word is None or word[0].lower() in KEYWORDS
+        return not WORD.fullmatch(before) or before.lower() in KEYWORDS
     if (last in SIGNS and piece in SIGNS) or last in ARITHMETIC or piece in ARITHMETIC:
         return separated
     return True

@@ -15,6 +15,7 @@ from mtsql.sql.grammar import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema
 from mtsql.sql.text import first_statement, join_operators
 
 MAX_COPIED_NODES = 10_000
+ROW_IDS = ("rowid", "oid", "_rowid_")  # columns that every table has
 MAX_STEPS = 5_000  # of sqlglot from token to token, many times what a gold query takes
 
 Meanings: TypeAlias = Mapping[str, exp.Expression]  # a column's name -> what it stands for
@@ -115,6 +116,7 @@ class _Scope:
         self.aliases = {folded(item.alias): item for item in reversed(self.items) if item.alias}
         self.tables: dict[str, str] = {}  # name in use -> table
         self.sources: dict[str, Meanings] = {}  # name in use of a table or sub-query -> its columns
+        self.opaque = False  # whether FROM has columns that nobody knows, as of a function that gives rows
 
     def alias(self, column: exp.Column) -> exp.Expression | None:
         """The selected item that has the name of a column as its alias."""
@@ -131,7 +133,7 @@ class _Scope:
 
     def guess(self, column: exp.Column) -> exp.Expression:
         """What a name stands for that nothing explains: a text in double quotes, or a column."""
-        if column.this.quoted and not column.table:
+        if column.this.quoted and not column.table and not self.opaque:
             return exp.Literal.string(column.name)
         table = folded(column.table)
         if not table and len(self.sources) == 1:
@@ -172,7 +174,7 @@ class _Names:
         for node in query.walk(prune=lambda node: node is not query and _selects(node)):
             if node is not query and _selects(node):
                 inner.append(node)
-            elif isinstance(node, exp.Column) and isinstance(node.this, exp.Identifier):
+            elif isinstance(node, exp.Column):
                 columns.append(node)
         if isinstance(query, exp.Select):
             scope = _Scope(query, outer)
@@ -192,17 +194,23 @@ class _Names:
         for index, source in enumerate(sources(select)):
             if isinstance(source, exp.Table) and source.name:  # a function that gives rows has none
                 name, table = folded(source.alias_or_name), folded(source.name)
-                known = named[table] if table in named else self.schema.tables.get(table, ())
+                known = named[table] if table in named else (*self.schema.tables.get(table, ()), *ROW_IDS)
                 scope.tables[name] = table
                 scope.sources[name] = {column: exp.column(column, table) for column in known}
             elif _selects(source):
                 inner = self.resolve(source, scope.outer, named)
                 scope.sources[folded(source.alias) or f"#{index}"] = inner.outputs()
+            else:
+                scope.opaque = True
 
     def replace(self, columns: list[exp.Column], scope: _Scope) -> None:
         """Replaces columns; an alias of the SELECT comes first in ORDER BY, and last elsewhere."""
         of_items = []
         for column in columns:
+            if column.is_star:
+                table = scope.tables.get(folded(column.table), folded(column.table))
+                column.replace(exp.Star() if len(scope.sources) == 1 else exp.column(exp.Star(), table))
+                continue
             meaning = scope.meaning(folded(column.table), folded(column.name))
             ordering = isinstance(column.find_ancestor(exp.Order, exp.Query), exp.Order)
             if scope.alias(column) and (ordering or meaning is None):

@@ -115,6 +115,7 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
         for dataset, by_arm in of.items()
     }
     shown = {"suite": suite, "made_by": made_by, "sets": sets, "listed": listed, "stem": path.stem}
+    shown["means"] = means_of_both(*(accuracy.get(dataset, {}) for dataset in ("sparc", "cosql")))
     shown |= {"curves": figures["curves"], "notes": path.with_name(f"{path.stem}_notes.md").exists()}
     template = Path(__file__).with_name("page.md.jinja").read_text(encoding="utf-8")
     text = Template(template, trim_blocks=True, lstrip_blocks=True).render(shown)
@@ -221,6 +222,17 @@ def accuracies(by_arm: ByArm) -> dict[str, dict[str, Estimate]]:
     return {
         arm: {m: estimate({seed: values_of(row, m) for seed, row in rows.items()}) for m in BITS}
         for arm, rows in by_arm.items()
+    }
+
+
+def means_of_both(
+    one: Mapping[str, Mapping[str, Estimate]], other: Mapping[str, Mapping[str, Estimate]]
+) -> dict[str, list[str]]:
+    """Of each arm that both sets have of the same seeds: EX and EM, the sets weighing the same (Figure 1)."""
+    return {
+        arm: [decimal((of[metric].mean + other[arm][metric].mean) / 2) for metric in BITS]
+        for arm, of in one.items()
+        if arm in other and of["ex"].by_seed.keys() == other[arm]["ex"].by_seed.keys()
     }
 
 
