@@ -70,4 +70,6 @@ def chosen_rewards(presets: Mapping[str, Weights], given: str) -> tuple[str, Wei
         return preset, replace(presets[preset], **changed)
     except (ValueError, TypeError):
         known = ", ".join(field.name for field in fields(presets[preset]))
-        raise UserError(f"--rewards {given}: a change should be one of {known}, =, and a finite number") from None
+        raise UserError(
+            f"--rewards {given}: a change should be one of {known}, =, and a finite number"
+        ) from None
