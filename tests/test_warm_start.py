@@ -1,19 +1,32 @@
-"""What Algorithm 1 keeps, why it rejects the rest, and what a checkpoint remembers of it."""
+"""What Algorithm 1 keeps and selects, why it rejects the rest, and what a checkpoint remembers of it."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from conftest import GOLD, environment_of, make_episode, say
+import torch
+from conftest import GOLD, Tiny, environment_of, make_episode, say
+from decoders import random_model
+from peft import LoraConfig, get_peft_model
 
-from mtsql.agent.trajectory import Status, Stop
+from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
+from mtsql.agent.trajectory import Observation, Segment, Status, Stop, Trajectory
 from mtsql.extras.demonstrations import gold_trajectories
-from mtsql.learn.warm_start import Collected, Progress, rejection
-from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward
+from mtsql.learn.warm_start import (
+    Collected,
+    Progress,
+    cluster,
+    embed_with_policy,
+    rejection,
+    select_trajectories,
+)
+from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward, tool_call
 from mtsql.recipes.skyrl_sql import SkyrlSql
 
 REWRITTEN = GOLD.replace("SELECT", "select")  # another string, the same clauses
@@ -69,3 +82,149 @@ def test_gold_answers_are_learned_as_they_run(tiny):
     split = replace(make_episode(tiny).example, gold_sql="SELECT name FROM singer WHERE age ! = 30")
     ((trajectory,),) = gold_trajectories(environment_of(tiny, "none"), [split], 0)
     assert trajectory.answer_sql == "SELECT name FROM singer WHERE age != 30"
+
+
+# S2: bounds, clusters and the embeddings behind them
+
+
+OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
+Embed = Callable[[list[Trajectory]], np.ndarray]
+
+
+def make(interactions: int, written: int) -> Trajectory:
+    """A trajectory with so many tool interactions; `written` is its one sampled token."""
+    segments = [Segment.given("prompt", [1, 2]), Segment.sampled([written], [-1.0])]
+    return Trajectory("1/0", 0, segments, observations=[OBSERVATION] * interactions)
+
+
+def never(trajectories: list[Trajectory]) -> np.ndarray:
+    raise AssertionError("there is nothing to choose, so nothing to embed")
+
+
+def on_axes(trajectories: list[Trajectory]) -> np.ndarray:
+    """Three tight bundles of vectors of unlike length, by the sampled token modulo 3."""
+    written = [t.ids[-1] for t in trajectories]
+    return np.array([np.eye(3)[token % 3] * token + 0.01 for token in written], np.float32)
+
+
+def chosen(valid: list[Trajectory], simple: bool, embed: Embed, seed: int = 0) -> list[tuple[int, int]]:
+    """(interactions, sampled token) of what is selected."""
+    picked = select_trajectories(valid, simple, embed, random.Random(seed))
+    return [(t.interactions, t.ids[-1]) for t in picked]
+
+
+def test_simple_questions_keep_two_short_trajectories():
+    valid = [make(count, 10 + i) for i, count in enumerate([3, 0, 2, 1, 4, 3, 2])]
+    seen = set()
+    for seed in range(60):
+        picked = set(chosen(valid, True, never, seed))
+        assert len(picked) == 2
+        seen |= picked
+    assert seen == {(0, 11), (2, 12), (1, 13), (2, 16)}
+    assert chosen(valid[:2], True, never) == [(0, 11)]
+
+
+def test_other_questions_keep_one_long_trajectory_of_each_cluster():
+    valid = [make(1, 3), make(0, 4)] + [make(2 + i % 3, 10 + i) for i in range(12)]
+    seen = set()
+    for seed in range(60):
+        picked = chosen(valid, False, on_axes, seed)
+        assert sorted(token % 3 for _, token in picked) == [0, 1, 2]
+        assert all(count >= 2 for count, _ in picked)
+        seen.update(token for _, token in picked)
+    assert seen == set(range(10, 22))  # any of a cluster may be drawn
+    assert chosen(valid, False, on_axes, 5) == chosen(valid, False, on_axes, 5)
+    assert chosen(valid[:5], False, never) == [(2, 10), (3, 11), (4, 12)]
+
+
+def test_solved_questions_are_never_left_without_a_trajectory():
+    too_long = [make(5, 1), make(3, 2), make(4, 3), make(3, 4), make(3, 5)]
+    for seed in range(20):
+        assert set(chosen(too_long, True, never, seed)) < {(3, 2), (3, 4), (3, 5)}
+    too_short = [make(0, 1), make(1, 2), make(0, 3), make(1, 4)]
+    assert chosen(too_short, False, never) == [(1, 2), (1, 4)]
+    for simple in (True, False):
+        assert chosen([make(0, 1)], simple, never) == [(0, 1)]
+
+
+def test_what_was_written_twice_counts_once():
+    """Two of the same ids are one, whatever the environment answered and whoever sampled it."""
+    twice = [make(2, 7), make(2, 7), make(2, 8)]
+    twice[1].segments.append(Segment.given("environment", [9]))
+    assert len(chosen(twice, False, never)) == 2
+    assert len(chosen([make(0, 7)] * 20, True, never)) == 1
+    # The same ids cut into other messages are not the same.
+    one, two = make(2, 7), make(2, 7)
+    one.segments[1:] = [Segment.sampled([7, 8], [0, 0])]
+    two.segments[1:] = [Segment.sampled([7], [0]), Segment.sampled([8], [0])]
+    assert len(select_trajectories([one, two], False, never, random.Random(0))) == 2
+
+
+def test_lloyd_moves_what_the_start_put_wrong():
+    """The start is 0 and 100 degrees, of which 45 is nearer to 0; but the mean of nine at 0 and one at 45 is
+    at 4.5 degrees, that of 60 and 100 at 80."""
+    angles = np.radians([0] * 9 + [45, 60, 100])
+    vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    seed = next(seed for seed in range(99) if random.Random(seed).randrange(12) < 9)
+    assert cluster(vectors, 2, random.Random(seed)).tolist() == [0] * 9 + [1] * 3
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_clusters_are_nearest_never_empty_and_repeat(k):
+    draw = np.random.default_rng(0)
+    for seed in range(100):
+        distinct = draw.normal(size=(int(draw.integers(1, 10)), int(draw.integers(2, 5))))
+        # Many copies of a few pull the means about.
+        vectors = np.repeat(distinct, draw.choice([1, 2, 30], len(distinct)), axis=0)
+        labels = cluster(vectors, k, random.Random(seed))
+        assert sorted(set(labels)) == list(range(min(k, len(distinct))))
+        assert (labels == cluster(vectors, k, random.Random(seed))).all()
+        unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        means = np.stack([unit[labels == c].mean(0) for c in range(labels.max() + 1)])
+        distances = np.linalg.norm(unit[:, None] - means, axis=2)
+        own = distances[np.arange(len(unit)), labels]
+        np.testing.assert_allclose(own, distances.min(1), atol=1e-12)
+
+
+def test_vectors_without_a_direction_are_refused():
+    for bad in (0.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="zero or not finite"):
+            cluster(np.array([[1.0], [bad]]), 2, random.Random(0))
+
+
+def small_model(tiny: Tiny, lora: bool = False) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = random_model("qwen3", vocab_size=len(tiny.tokens.tokenizer))
+    if lora:
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
+        model = get_peft_model(model, config)
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def played(tiny) -> list[Trajectory]:
+    """Trajectories of 0 to 3 tool interactions, some of prompts of their own."""
+    trajectories = []
+    for number in (2, 0, 3, 1, 2):
+        episode = make_episode(tiny, history=number == 2)
+        for tool in (EXEC_SQL, MEMORY_RETRIEVE, EXEC_SQL)[:number]:
+            say(episode, f"{len(trajectories)} {tool_call(tool, GOLD)}")
+        say(episode, f"<answer_sql>{GOLD}</answer_sql>")
+        trajectories.append(episode.trajectory)
+    return trajectories
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora):
+    policy = small_model(tiny, lora)
+    vectors = embed_with_policy(policy, played)
+    assert policy.training and vectors.dtype == np.float32
+    policy.eval()
+    for trajectory, vector in zip(played, vectors, strict=True):
+        with torch.no_grad():
+            outputs = policy(torch.tensor([trajectory.ids]), output_hidden_states=True)
+        hidden = outputs.hidden_states[-1][0]  # (positions, d)
+        expected = hidden[torch.tensor(trajectory.loss_mask).bool()].mean(0)
+        np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
+    embed_with_policy(policy, played[:1])
+    assert not policy.training
