@@ -100,14 +100,6 @@ def test_of_several_files_the_later_overrides():
         assert config.data == ("d", "e")
 
 
-def test_what_common_sets_is_taken_by_the_commands_that_have_it(tmp_path):
-    path = tmp_path / "c.toml"
-    path.write_text("[common]\nrows = 7\nseed = 5\n")
-    argv = ["--config", str(path), "--data", "d", "--out", "o"]
-    assert read_options(SftArgs, "", [*argv, "--model", "m"]).rows == 7
-    assert read_options(ImitationConfig, "", argv).seed == 5
-
-
 def test_help_shows_the_settings_of_the_chosen_files(capsys):
     shown = {}
     for file in ("toy", "sql_trail"):

@@ -75,13 +75,6 @@ def test_outcomes_of_queries(tiny):
     assert [seen.outcome for seen in episode.trajectory.observations] == ["error", "null", "null", "ok"]
 
 
-def test_a_message_without_an_action_ends_the_episode(tiny):
-    for text, status in (("Who?", Status.NO_ACTION), ("<tool_call>3</tool_call>", Status.MALFORMED_CALL)):
-        episode = make_episode(tiny)
-        assert not say(episode, text)
-        assert (episode.trajectory.status, episode.trajectory.answer_sql) == (status, None)
-
-
 @pytest.mark.parametrize("tool", [EXEC_SQL, "drop_everything", "<|im_end|>"])
 def test_a_tool_that_is_not_there_says_so_and_the_episode_goes_on(tiny, tool):
     episode = make_episode(tiny, tools="no_execution")

@@ -291,13 +291,6 @@ def test_attention_is_plain_sdpa_without_a_layout():
     assert torch.equal(model(ids, attention_mask=attention_mask).logits, expected)
 
 
-def test_gradient_checkpointing_changes_nothing():
-    model, batch = make_decoder("qwen3").train(), shared_prompt_batch(make_groups())
-    expected = gradients(model, token_logprobs(model, batch)[0].sum())
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert difference(gradients(model, token_logprobs(model, batch)[0].sum()), expected) <= 1e-6
-
-
 def test_groups_that_do_not_fit_are_cut_and_nothing_is_lost():
     draw = np.random.default_rng(3)
     groups = []

@@ -242,8 +242,6 @@ def test_gold_values_fill_every_slot():
 @pytest.mark.parametrize(
     ("rest", "share"),
     [
-        ("name FROM singer WHERE age > 20 LIMIT 3", 1.0),
-        ("name FROM singer WHERE age > 21 LIMIT 3", 3 / 4),
         ("DISTINCT name FROM singer WHERE age > 20 LIMIT 3", 3 / 4),
         ("name FROM singer WHERE age > 20 ORDER BY age LIMIT 3", 4 / 5),
         ("name FROM singer WHERE age > 20 LIMIT value", 0.0),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from conftest import data_of, rows_of, run, run_in_two
 from safetensors.torch import load_file
 
-from mtsql.learn.parallel import Processes, join_processes, leave_processes
+from mtsql.learn.parallel import Processes, leave_processes
 
 
 def play(rank: int, store: str) -> None:
@@ -37,14 +37,6 @@ def test_shares_come_back_in_order_and_gradients_add_up(tmp_path):
     how = {"nprocs": 3, "start_method": "forkserver"}
     torch.multiprocessing.start_processes(play, args=(str(tmp_path / "store"),), **how)
     assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1", "store.2"}
-
-
-def test_alone_without_torchrun(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    processes = join_processes()
-    assert processes == Processes(0, 1)
-    assert processes.gather(processes.share([1, 2, 3])) == [1, 2, 3]
-    leave_processes(processes)
 
 
 def assert_trained_alike(start: Path, one: Path, other: Path) -> None:

@@ -31,18 +31,12 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 def test_policy_folders_round_trip(tmp_path, tokenizer):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save_policy(make_decoder("qwen3"), tokenizer, base)
     assert load_tokenizer(base).get_vocab() == tokenizer.get_vocab()
     policy = load_policy(base)
-    assert_same_weights(weights(policy), weights(make_decoder("qwen3")))
+    torch.testing.assert_close(weights(policy), weights(make_decoder("qwen3")), rtol=0, atol=0)
     assert all(p.requires_grad for p in policy.parameters())
     lora = with_random(load_policy(base, "bfloat16", lora_rank=3), ".lora_B")
     names = {name.split(".lora_")[0] for name in weights(lora) if ".lora_" in name}
@@ -50,7 +44,7 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
     assert lora.peft_config["default"].lora_alpha == 6
     save_policy(lora, tokenizer, adapter)
     again = load_policy(adapter, "bfloat16")
-    assert_same_weights(weights(again), weights(lora))
+    torch.testing.assert_close(weights(again), weights(lora), rtol=0, atol=0)
     for loaded in (lora, again):
         for name, parameter in loaded.named_parameters():
             is_adapter = ".lora_" in name
@@ -67,7 +61,9 @@ def test_a_policy_that_cannot_be_written_leaves_the_old_one(tmp_path, tokenizer)
         failing = SimpleNamespace(save_pretrained=lambda folder: 1 / 0)
         save_policy(make_decoder("llama"), failing, tmp_path / "policy")
     assert sorted(p.name for p in (tmp_path / "policy").iterdir()) == before
-    assert_same_weights(weights(load_policy(tmp_path / "policy")), weights(make_decoder("qwen3")))
+    torch.testing.assert_close(
+        weights(load_policy(tmp_path / "policy")), weights(make_decoder("qwen3")), rtol=0, atol=0
+    )
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
@@ -110,8 +106,6 @@ def test_what_a_library_cannot_load_is_one_sentence_and_runs_no_code(base, tmp_p
     cases = {
         "pointer of Git LFS": {"model.safetensors": pointer},
         "incomplete metadata": {"model.safetensors": whole[:5000]},
-        "header too small": {"model.safetensors": b""},
-        "header too large": {"model.safetensors": bytes(range(256)) * 9},
         "lack model.norm.weight": {"model.safetensors": save(lacking, {"format": "pt"})},
         "UnpicklingError": {"model.safetensors": None, "pytorch_model.bin": pickle.dumps(Opens(ran))},
         "no model could be loaded": {"config.json": json.dumps(config | {"vocab_size": 3}).encode()},
@@ -199,7 +193,8 @@ def test_the_policy_at_the_start_is_its_reference(base, tmp_path, tokenizer):
         assert torch.equal(got, start) and not torch.allclose(got, moved)
         assert [name for name, p in policy.named_parameters() if p.requires_grad] == trainable
         save_policy(policy, tokenizer, tmp_path / "saved")
-        assert_same_weights(weights(policy), weights(load_policy(tmp_path / "saved")))
+        saved = weights(load_policy(tmp_path / "saved"))
+        torch.testing.assert_close(weights(policy), saved, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("quantise", ["none", "nf4"])

@@ -44,19 +44,7 @@ def change(database, *statements):
         connection.commit()
 
 
-def test_statuses(executor, database):
-    rows = executor.execute(database, "SELECT name, age FROM singer WHERE age = 25;")
-    assert rows.ok and rows.status == "rows"
-    assert (rows.columns, rows.rows, rows.truncated) == (("name", "age"), (("Bob", 25),), False)
-    empty = executor.execute(database, "SELECT name FROM singer WHERE age > 99")
-    assert empty.ok and (empty.status, empty.columns, empty.rows) == ("empty", ("name",), ())
-    error = executor.execute(database, "SELECT shoe FROM singer")
-    assert not error.ok and (error.status, error.message) == ("error", "no such column: shoe")
-
-
-def test_row_and_size_limits(executor, database):
-    result = executor.execute(database, hostile.ENDLESS.format("x"))
-    assert result.ok and result.truncated and len(result.rows) == 100
+def test_rows_are_cut_at_the_bytes_that_a_result_may_have(database):
     wide = Executor(max_rows=2_000).execute(database, "SELECT zeroblob(140000) FROM number")
     assert wide.truncated and 0 < len(wide.rows) < 120 and wide.bytes < 17_000_000
 
@@ -188,7 +176,6 @@ def test_results_equal_ends_where_columns_are_permutations_of_one_another():
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM singer WHERE age > = 1", True, True),
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM nowhere", False, False),
         (NAMES + " WHERE age > 90", "", False, False),
-        (NAMES + " WHERE age > 90", "-- nothing", False, False),
         ("SELECT 'a;b distinct'", "SELECT 'a;b distinct'", True, True),
         ("SELECT n FROM number", "SELECT n + 0 FROM number", True, True),  # beyond the row limit
         ("SELECT n FROM number", "SELECT max(n, 1) FROM number", False, False),

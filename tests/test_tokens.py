@@ -6,18 +6,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import GOLD, ROOT, SHARED, environment_of, make_episode, say
+from conftest import GOLD, ROOT, SHARED, environment_of, make_episode
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mtsql.agent.env import Limits
 from mtsql.agent.rollout import stop_string_test
 from mtsql.agent.tokens import ChatTokens
-from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, make_tools
-from mtsql.agent.trajectory import Status, Stop
+from mtsql.agent.tools import make_tools
+from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
 from mtsql.recipes import RECIPES, load_recipe
-from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record
 
@@ -45,7 +44,6 @@ LLAMA = (  # knows no tools
 )
 QWEN3_TEMPLATE = (ROOT / "mtsql" / "toy" / "tiny_chat_template.jinja").read_text()
 SCHEMAS = [tool.schema for tool in make_tools("both").values()]
-TAGS = ("<tool_call>", "</tool_call>", "<exec_verify>", "</exec_verify>", "<answer_sql>", "</answer_sql>")
 NO_TOOL_ROLE = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}{% endfor %}"
 THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # as Qwen3-Thinking's
 GEMMA = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
@@ -222,21 +220,6 @@ def test_template_that_knows_tools_is_left_alone(template, first):
     ids = ChatTokens(tokenizer).prompt_ids(messages, SCHEMAS)
     assert ids == rendered_ids(tokenizer, messages, tools=SCHEMAS)
     assert tokenizer.decode(ids).count("exec_sql") == 1
-
-
-@pytest.mark.parametrize("tags", [(), TAGS], ids=["several tokens", "one token"])
-def test_tags_of_one_or_several_tokens(tiny, tags):
-    tokenizer = character_tokenizer(SMOLLM2, tags)
-    assert (len(tokenizer.encode("<answer_sql>")) == 1) is bool(tags)
-    limits = Limits(max_prompt_tokens=9999, max_response_tokens=9999)
-    episode = make_episode(replace(tiny, tokens=ChatTokens(tokenizer)), True, limits=limits, compact=False)
-    said = [tool_call(EXEC_SQL, GOLD), verdict(EXEC_SQL, True) + tool_call(MEMORY_RETRIEVE, GOLD)]
-    said.append(verdict(MEMORY_RETRIEVE, True) + final_answer(GOLD))
-    assert [say(episode, text) for text in said] == [True, True, False]
-    trajectory = episode.trajectory
-    assert (trajectory.status, trajectory.answer_sql, trajectory.off_protocol) == (Status.ANSWERED, GOLD, 0)
-    learned = [i for i, kept in zip(trajectory.ids, trajectory.loss_mask, strict=True) if kept]
-    assert tokenizer.decode(learned) == "".join(f"{text}<|im_end|>" for text in said)
 
 
 @pytest.mark.parametrize("name", RECIPES)
