@@ -125,8 +125,15 @@ def environment_of(
 
 def say(episode: Episode, text: str) -> bool:
     """Send one whole message; whether the episode goes on."""
-    ids = episode.tokens.message_ids(text)
-    return episode.step(ids, [-0.5] * len(ids), stop=Stop.END_OF_TURN) is not None
+    return answer_to(episode, text) is not None
+
+
+def answer_to(episode: Episode, text: str) -> str | None:
+    """One whole message, which ends at a stop string of the recipe's; the text behind it, None at the end."""
+    ids, at_tag = episode.tokens.message_ids(text), text.endswith(episode.recipe.stop_strings)
+    ids = ids[:-1] if at_tag else ids
+    suffix = episode.step(ids, [-0.5] * len(ids), Stop.STOP_STRING if at_tag else Stop.END_OF_TURN)
+    return None if suffix is None else episode.tokens.decode(suffix)
 
 
 def run(*command, expect=0):

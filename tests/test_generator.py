@@ -13,6 +13,7 @@ import pytest
 import torch
 from decoders import END, KINDS, VOCABULARY, make_decoder, random_model
 from peft import LoraConfig, get_peft_model
+from test_learn import reference_logprobs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -106,14 +107,6 @@ def watch(monkeypatch: pytest.MonkeyPatch, of: type, method: str, see: Callable)
     monkeypatch.setattr(of, method, watched)
 
 
-def reference_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperature: float) -> torch.Tensor:
-    """Log-probabilities (sampled tokens,) from one plain forward over the whole trajectory."""
-    ids = torch.tensor([trajectory.ids])  # (1, positions)
-    logprobs = (model.eval()(ids).logits.float() / temperature).log_softmax(-1)[0, :-1]
-    of_next = logprobs.gather(-1, ids[0, 1:, None])[:, 0]  # (positions - 1,)
-    return of_next[torch.tensor(trajectory.loss_mask[1:], dtype=torch.bool)]
-
-
 def test_greedy_equals_generate_with_full_reprefill(any_model):
     for seed, episode in play(any_model, 0, range(6)).items():
         segments = episode.trajectory.segments
@@ -133,7 +126,7 @@ def test_logprobs_equal_a_plain_forward(any_model, temperature):
     for episode in play(any_model, temperature, SEEDS, 7).values():
         trajectory = episode.trajectory
         recorded = torch.tensor(trajectory.logprobs)[torch.tensor(trajectory.loss_mask).bool()]
-        expected = reference_logprobs(any_model, trajectory, temperature)  # (sampled tokens,), as recorded
+        expected, _ = reference_logprobs(any_model.eval(), trajectory, temperature)  # (sampled tokens,)
         assert (recorded - expected).abs().max() < 1e-4
         ended = [s.ids[-1] == END for s in trajectory.segments if s.role == "model"]
         assert episode.stops == [Stop.END_OF_TURN if end else Stop.LIMIT for end in ended]

@@ -24,7 +24,7 @@ from mtsql.data.schema import load_schemas
 from mtsql.extras.chat.conversation import read_schema
 from mtsql.learn.samples import Sample
 from mtsql.recipes import prompt_options
-from mtsql.recipes.mtsql_r1 import make_recipe
+from mtsql.recipes.mtsql_r1 import make_recipe, tool_call
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import Rewards
 from mtsql.task import load_split
@@ -51,15 +51,11 @@ def episode_of(tiny: Tiny, recipe: Recipe, tools: str = "no_memory") -> Episode:
     return environment_of(tiny, tools, recipe=recipe).episodes(EXAMPLE, [0])[0]
 
 
-def call(name: str, argument: str) -> str:
-    return f'<tool_call>{{"name": "{name}", "arguments": {{"code": "{argument}"}}}}</tool_call>'
-
-
 def corrected(tiny: Tiny) -> Episode:
     """An episode with one wrong query, one right one, and the answer."""
     episode = episode_of(tiny, make_recipe(COMPACT))
-    assert say(episode, call("exec_sql", WRONG))
-    assert say(episode, "<exec_verify>no_pass</exec_verify>" + call("exec_sql", GOLD))
+    assert say(episode, tool_call("exec_sql", WRONG))
+    assert say(episode, "<exec_verify>no_pass</exec_verify>" + tool_call("exec_sql", GOLD))
     assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
     return episode
 
@@ -190,12 +186,12 @@ def test_a_tool(tiny, monkeypatch, compact):
     environment = replace(environment_of(tiny, compact=compact), tools=chosen)
     (episode,) = environment.episodes(EXAMPLE, [0])
     assert "column_values" in tiny.tokens.decode(episode.trajectory.ids)
-    assert say(episode, call("column_values", "singer.country"))
-    assert say(episode, call("column_values", "singer.continent"))
+    assert say(episode, tool_call("column_values", "singer.country"))
+    assert say(episode, tool_call("column_values", "singer.continent"))
     shown, unknown = episode.trajectory.observations
     assert shown.text == "None, france, italy" and "continent" in unknown.text
     assert episode.trajectory.actions == []  # its argument is no candidate
-    assert say(episode, call("exec_sql", GOLD))
+    assert say(episode, tool_call("exec_sql", GOLD))
     assert not say(episode, f"<exec_verify>pass</exec_verify><answer_sql>{GOLD}</answer_sql>")
     assert (episode.trajectory.answer_sql, episode.trajectory.off_protocol) == (GOLD, 0)
 

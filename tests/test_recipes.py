@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import EXAMPLE, GOLD, environment_of
+from conftest import EXAMPLE, GOLD, answer_to, environment_of
 from hostile import STATEMENTS
 
 from evaluate import Args as EvaluateArgs
@@ -57,17 +57,9 @@ def begin(tiny, name, *, options=PAPER, tools="no_memory", interactions=4, examp
     return environment.episodes(example, [0])[0]
 
 
-def say(episode, text):
-    """One message, which ends at a stop string of the recipe's; the text behind it, None at the end."""
-    ids, at_tag = episode.tokens.message_ids(text), text.endswith(episode.recipe.stop_strings)
-    ids = ids[:-1] if at_tag else ids
-    suffix = episode.step(ids, [-0.5] * len(ids), Stop.STOP_STRING if at_tag else Stop.END_OF_TURN)
-    return None if suffix is None else episode.tokens.decode(suffix)
-
-
 def play(tiny, name, *messages, **how):
     episode = begin(tiny, name, **how)
-    said = [say(episode, message) for message in messages]
+    said = [answer_to(episode, message) for message in messages]
     assert None not in said[:-1]
     return episode
 
@@ -263,8 +255,8 @@ def test_mtir_shows_ten_records_columns_of_one_name_and_bytes_and_no_endless_tex
 
 def test_a_whole_episode_keeps_the_sampled_ids(tiny):
     episode, messages = begin(tiny, SKYRL), (query(SKYRL, WRONG), answer(SKYRL))
-    shown = say(episode, messages[0])
-    assert say(episode, messages[1]) is None
+    shown = answer_to(episode, messages[0])
+    assert answer_to(episode, messages[1]) is None
     trajectory, sampled = episode.trajectory, [tiny.tokens.message_ids(text)[:-1] for text in messages]
     assert (trajectory.status, trajectory.answer_sql, trajectory.off_protocol) == (Status.ANSWERED, GOLD, 0)
     assert (trajectory.messages, trajectory.interactions) == (2, 1)
@@ -286,8 +278,8 @@ def test_a_whole_episode_keeps_the_sampled_ids(tiny):
 def test_what_is_no_action_is_answered_and_costs_the_format(tiny, name, bad, tool):
     episode = begin(tiny, name, tools="both")
     reply = {MTIR: "My action is not correct. Let me rethink."}.get(name, "Your previous action is invalid.")
-    assert reply in say(episode, bad)
-    assert say(episode, answer(name)) is None
+    assert reply in answer_to(episode, bad)
+    assert answer_to(episode, answer(name)) is None
     trajectory = episode.trajectory
     assert (trajectory.status, trajectory.observations[0].tool) == (Status.ANSWERED, tool)
     assert trajectory.off_protocol > 0
