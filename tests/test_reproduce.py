@@ -251,23 +251,15 @@ def test_the_committed_pages_are_those_of_their_rows(name, tmp_path):
             assert f"{row['seed']}: {row['ex']:.1f}" in text.split(f"## {row['dataset']}:")[1]
 
 
-def test_a_small_toy_suite_runs_and_resumes(work, tmp_path, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    whole, sets = SUITES["toy"], {"test": SUITES["toy"].sets["test"]}
-    arms = {arm: whole.arms[arm] for arm in ("base_direct", "short_sft")}
-    suite = whole._replace(trainings={"short_sft": whole.trainings["short_sft"]}, arms=arms, sets=sets)
-    places = {"data": str(work / "benchmark"), "other": "", "model": str(work / "imitation"), "rank": "0"}
-    parts = parts_of(suite, tmp_path, 0, places)
-    assert len(parts) == 3
-    for part in parts:
-        run(*part.command)
-        run_part(*part)
-    assert capfd.readouterr().out.count("is there already") == 3
-    text = write_page(suite, "toy", tmp_path / "suite_toy.md").read_text()
-    for arm in arms:
-        summary = json.loads((tmp_path / "seed0" / "evaluation" / "test" / arm / "summary.json").read_text())
-        assert cells(text, f"`{arm}`")[1].startswith(f"{100 * summary['ex']['mean']:.1f} [")
-    assert "Not measured" not in text
+def runner_of(part: str, folder: Path) -> subprocess.Popen:
+    """A process that runs a program as a part of a suite."""
+    program = (
+        "import signal; from pathlib import Path; from mtsql.extras.reproduce import run_part\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what starts the tests may ignore it
+        f"run_part('trains', ['-c', {part!r}], Path(r'{folder}/part/done'))"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True, **pipes)
 
 
 def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
@@ -276,18 +268,11 @@ def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
         "import signal, time\nfrom mtsql.learn.checkpoint import finish_step_on_interrupt\n"
         "with finish_step_on_interrupt() as interrupted:\n"
         "    print('begun', flush=True)\n"
-        "    while not interrupted.is_set(): time.sleep(0.1)\n"
-        "    time.sleep(1)\n"
+        "    interrupted.wait()\n"
+        "    time.sleep(0.5)\n"
         f"open(r'{tmp_path}/saved', 'w')"
     )
-    program = (
-        "import signal; from pathlib import Path; from mtsql.extras.reproduce import run_part\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what starts the tests may ignore it
-        f"run_part('trains', ['-c', {part!r}], Path(r'{tmp_path}/part/done'))"
-    )
-    command = [sys.executable, "-c", program]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+    with runner_of(part, tmp_path) as process:
         while process.stdout.readline() != "begun\n":
             pass
         os.killpg(process.pid, signal.SIGINT)
@@ -298,13 +283,7 @@ def test_a_part_that_is_interrupted_has_time_to_save(tmp_path):
 
 def test_a_runner_that_is_terminated_takes_its_part_along(tmp_path):
     part = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    program = (
-        "from pathlib import Path; from mtsql.extras.reproduce import run_part\n"
-        f"run_part('trains', ['-c', {part!r}], Path(r'{tmp_path}/part/done'))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as runner:
+    with runner_of(part, tmp_path) as runner:
         while not (said := runner.stdout.readline()).strip().isdecimal():
             pass
         runner.terminate()
