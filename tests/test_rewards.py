@@ -17,12 +17,11 @@ from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status
 from mtsql.extras import authors_rewards
 from mtsql.recipes import RECIPES, load_recipe, mtsql_r1_rewards
-from mtsql.recipes.mtsql_r1 import MtsqlR1, tool_call, verdict
 from mtsql.recipes.mtsql_r1 import final_answer as answer
+from mtsql.recipes.mtsql_r1 import tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import PRESETS, RewardWeights
 from mtsql.recipes.prompt_options import PromptOptions
-from mtsql.recipes.rewards import chosen_rewards, is_right
-from mtsql.recipes.skyrl_sql import SkyrlSql
+from mtsql.recipes.rewards import chosen_rewards
 from mtsql.report.evaluation import abilities
 
 NO_ROW = "SELECT name FROM singer WHERE country = 'France'"
@@ -157,15 +156,6 @@ def test_weights_that_are_given_replace_those_of_the_preset(tiny):
     for wrong in ("proposals=1", "process,ex", "ex=", "ex=much", "=1"):
         with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
             chosen_rewards(PRESETS, wrong)
-
-
-def test_right_is_what_the_presets_rewards_say(tiny):
-    episode, other = play(tiny, answer(GOLD.lower())), play(tiny, answer(OTHER))
-    for preset, right in {"outcome": True, "paper": False, "authors": True}.items():
-        assert is_right(paid(tiny, episode, preset), MtsqlR1) is right
-        assert not is_right(paid(tiny, other, preset), MtsqlR1)
-        assert is_right(paid(tiny, episode, preset), SkyrlSql)
-        assert is_right(paid(tiny, other, preset), SkyrlSql)
 
 
 def test_abilities_of_those_that_called_are_counted_apart(tiny):
