@@ -10,7 +10,6 @@ import runpy
 import shutil
 import socket
 import sqlite3
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -137,27 +136,20 @@ def answer_to(episode: Episode, text: str) -> str | None:
 
 
 def run(*command, expect=0):
-    """Run a Python command in the project's root on one thread; what it printed.
+    """Run a script or module in the project's root on one thread; what it printed.
 
-    A script or module of the project runs in a fork of a process that has imported torch and the rest, which
-    takes longer than most commands.
+    It runs in a fork of a process that has imported torch and the rest: that takes longer than most commands.
     """
-    words = [str(word) for word in command]
-    if words[0].endswith(".py") or (words[0] == "-m" and words[1].startswith("mtsql.")):
-        with tempfile.TemporaryDirectory() as folder:
-            process = start(words, Path(folder) / "printed")
-            process.join()
-            code, printed = process.exitcode, (Path(folder) / "printed").read_text()
-    else:
-        whole = dict(cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-        outcome = subprocess.run([sys.executable, *words], **whole)
-        code, printed = outcome.returncode, outcome.stdout + outcome.stderr
-    assert code == expect, printed
-    return printed
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder) / "printed"
+        process = start([str(word) for word in command], printed)
+        process.join()
+        assert process.exitcode == expect, printed.read_text()
+        return printed.read_text()
 
 
 def start(words: list[str], printed: Path, **environment: str) -> multiprocessing.Process:
-    """Start a script or module of the project, whose output goes to the file `printed`."""
+    """Start a script or module, whose output goes to the file `printed`."""
     os.environ.update(ENVIRONMENT)
     process = FORKS.Process(target=run_here, args=(words, printed, os.environ | environment))
     process.start()

@@ -23,17 +23,7 @@ from mtsql.agent.env import Episode, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
-from mtsql.extras.chat.__main__ import (
-    ITS_BASE,
-    ITS_CONFIG,
-    SHIPPED,
-    chat_options,
-    converse,
-    format_result,
-    main,
-    run_command,
-    show_event,
-)
+from mtsql.extras.chat import __main__ as chat
 from mtsql.extras.chat.conversation import Conversation, Event, Show, read_schema
 from mtsql.extras.chat.server import Handler, Server
 from mtsql.model_folder import PACKAGED
@@ -106,8 +96,8 @@ def test_a_file_that_is_gone_is_one_sentence(tiny, tmp_path):
 
 def test_a_long_word_is_cut_and_not_left_out(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "62")
-    show_event(Event("observe", "https://example.org/" + "a" * 80))
-    show_event(Event("observe", "two  words\nhere"))
+    chat.show_event(Event("observe", "https://example.org/" + "a" * 80))
+    chat.show_event(Event("observe", "two  words\nhere"))
     long, short = capsys.readouterr().out.splitlines()
     assert "https://example.org/aaa" in long and long.endswith("aaa ...") and len(long) <= 62
     assert short.endswith("two words here")
@@ -119,36 +109,41 @@ def test_an_error_cannot_steer_the_terminal(tiny, tmp_path, monkeypatch, capsys)
     conversation.schema = read_schema(path)
     lines = iter([QUESTION * 20, ":quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    converse(conversation)
+    chat.converse(conversation)
     out = capsys.readouterr().out
     assert "error: the question is too long" in out and "a\\x1b[2J" in out and "\033" not in out
 
 
 def test_commands_and_tables(tiny, tmp_path):
     conversation = make_conversation(tiny, FIRST, ["I do not know."])
-    assert run_command(conversation, ":history") == "nothing was asked yet"
+    assert chat.run_command(conversation, ":history") == "nothing was asked yet"
     conversation.ask("How many?", lambda _: None)
     conversation.ask("And now?", lambda _: None)
     history = f"1. How many?\n   {COUNT}\n2. And now?\n   (it wrote no SQL)"
-    assert run_command(conversation, ":history") == history
-    assert "create table singer" in run_command(conversation, ":schema")
+    assert chat.run_command(conversation, ":history") == history
+    assert "create table singer" in chat.run_command(conversation, ":schema")
     path = tmp_path / "said.jsonl"
-    assert "2 trajectories" in run_command(conversation, f":save {path}")
+    assert "2 trajectories" in chat.run_command(conversation, f":save {path}")
     assert [r["question"] for r in read_records(path)] == ["How many?", "And now?"]
-    assert run_command(conversation, ":undo") == "forgotten: And now?"
-    assert conversation.answers and run_command(conversation, ":new") == "a new dialogue"
+    assert chat.run_command(conversation, ":undo") == "forgotten: And now?"
+    assert conversation.answers and chat.run_command(conversation, ":new") == "a new dialogue"
     assert conversation.history == ()
     (tmp_path / "my.sqlite").touch()
     for wrong in (":what", ":save", f":save {tmp_path}", f":save {tmp_path / 'my.sqlite'}"):
         with pytest.raises(UserError):
-            run_command(conversation, wrong)
+            chat.run_command(conversation, wrong)
     rows = tuple((n, "x" * 90, b"12", None, "a\033[2J") for n in range(30))
-    table = format_result(ExecutionResult("rows", ("n", "text", "blob", "none", "bad"), rows, truncated=True))
+    table = chat.format_result(
+        ExecutionResult("rows", ("n", "text", "blob", "none", "bad"), rows, truncated=True)
+    )
     lines = table.splitlines()
     assert lines[0].split() == ["n", "text", "blob", "none", "bad"]
     assert lines[2].split() == ["0", "x" * 37 + "...", "2", "bytes", "NULL", "a\\x1b[2J"]
     assert lines[-1] == "(30 or more rows, 10 not shown)" and len(lines) == 23
-    assert format_result(ExecutionResult("error", message="no such table: x")) == "it fails: no such table: x"
+    assert (
+        chat.format_result(ExecutionResult("error", message="no such table: x"))
+        == "it fails: no such table: x"
+    )
 
 
 @pytest.fixture
@@ -239,45 +234,49 @@ def type_in(monkeypatch, said: bytes) -> None:
 def test_the_command_talks_in_a_terminal(tiny, work, monkeypatch, capsys):
     type_in(monkeypatch, b":schema\nHow many caf\xe9s?\n:history\n:nonsense\n:quit\n")
     given = ["--model", str(work / "imitation"), "--database", str(tiny.schema.path)]
-    main(chat_options([*TOY, *given]))
+    chat.main(chat.chat_options([*TOY, *given]))
     printed = capsys.readouterr().out
     assert "create table" in printed and "1. How many caf\ufffds?" in printed
     assert "error: :nonsense is no command" in printed
 
 
 def test_the_base_of_the_shipped_agent_is_fetched_only_if_the_user_agrees(tmp_path, tiny):
-    assert tuple(MODELS) == PACKAGED and ITS_BASE in MODELS
-    assert chat_options(["--database", "d"]).model == SHIPPED
-    shutil.copytree(ROOT / SHIPPED, tmp_path / SHIPPED)  # beside no base, as in a clean clone
+    assert tuple(MODELS) == PACKAGED and chat.ITS_BASE in MODELS
+    assert chat.chat_options(["--database", "d"]).model == chat.SHIPPED
+    shutil.copytree(ROOT / chat.SHIPPED, tmp_path / chat.SHIPPED)  # beside no base, as in a clean clone
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     command = [sys.executable, "-m", "mtsql.extras.chat", "--database", tiny.schema.path]
     where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
     outcome = subprocess.run(command, input="n\n", capture_output=True, **where)
     assert outcome.returncode == 2 and "0.5 GB to download" in outcome.stdout
-    assert f"make it: python -m mtsql pretrained {ITS_BASE} models/{ITS_BASE}\n" in outcome.stderr
-    assert not (tmp_path / "models" / ITS_BASE).exists()
+    assert f"make it: python -m mtsql pretrained {chat.ITS_BASE} models/{chat.ITS_BASE}\n" in outcome.stderr
+    assert not (tmp_path / "models" / chat.ITS_BASE).exists()
 
 
 def test_after_the_base_is_fetched_the_dialogue_begins(tmp_path, tiny, work, monkeypatch, capsys):
     fetched = []
-    shutil.copytree(work / "imitation", tmp_path / SHIPPED)  # a model that needs no base
+    shutil.copytree(work / "imitation", tmp_path / chat.SHIPPED)  # a model that needs no base
     monkeypatch.setattr("mtsql.pretrained.main", lambda *asked: fetched.append(asked))
-    options = chat_options(["--database", str(tiny.schema.path), "--config", str(ROOT / ITS_CONFIG)])
+    options = chat.chat_options(
+        ["--database", str(tiny.schema.path), "--config", str(ROOT / chat.ITS_CONFIG)]
+    )
     monkeypatch.chdir(tmp_path)
     type_in(monkeypatch, b"y\n:schema\n:quit\n")
-    main(replace(options, model=SHIPPED))
-    assert fetched == [(ITS_BASE, (tmp_path / SHIPPED).with_name(ITS_BASE).relative_to(tmp_path))]
+    chat.main(replace(options, model=chat.SHIPPED))
+    assert fetched == [
+        (chat.ITS_BASE, (tmp_path / chat.SHIPPED).with_name(chat.ITS_BASE).relative_to(tmp_path))
+    ]
     assert "create table singer" in capsys.readouterr().out
 
 
 def test_an_installed_agent_is_found_with_its_base_beside_it(tmp_path, tiny, work, monkeypatch, capsys):
     """As `pip install` leaves it, from a folder that holds nothing."""
-    shutil.copytree(work / "imitation", tmp_path / "share" / "mtsql" / SHIPPED)
-    (tmp_path / "share" / "mtsql" / SHIPPED).with_name(ITS_BASE).mkdir()  # fetched before
+    shutil.copytree(work / "imitation", tmp_path / "share" / "mtsql" / chat.SHIPPED)
+    (tmp_path / "share" / "mtsql" / chat.SHIPPED).with_name(chat.ITS_BASE).mkdir()  # fetched before
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     type_in(monkeypatch, b":quit\n")
     shutil.copytree(ROOT / "configs", tmp_path / "share" / "mtsql" / "configs")
-    main(chat_options(["--database", str(tiny.schema.path)]))
+    chat.main(chat.chat_options(["--database", str(tiny.schema.path)]))
     assert "Ask a question" in capsys.readouterr().out

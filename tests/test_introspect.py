@@ -215,9 +215,7 @@ def test_a_database_in_wal_mode_is_read_in_a_folder_that_is_not_ours(tmp_path, m
 @pytest.mark.parametrize(
     ("question", "table"),
     [
-        ("Welche Größe haben die Gäste?", "Gäste"),
         ("Welche Höhe ist es?", "Gebäude"),
-        ("Which items were ordered?", "order_items"),
         ("Which page is longest?", "HTMLPages"),
         ("How many civil servants?", "ÉtatCivil"),
     ],

@@ -18,14 +18,7 @@ from peft import LoraConfig, get_peft_model
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Status, Stop, Trajectory
 from mtsql.extras.demonstrations import gold_trajectories
-from mtsql.learn.warm_start import (
-    Collected,
-    Progress,
-    cluster,
-    embed_with_policy,
-    rejection,
-    select_trajectories,
-)
+from mtsql.learn import warm_start
 from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward, tool_call
 from mtsql.recipes.skyrl_sql import SkyrlSql
 
@@ -55,7 +48,7 @@ def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, recipe
     else:
         say(episode, final_answer(sql))
     rewards = make_reward(preset, tiny.scorer, tiny.tokens.decode, 5)(episode.trajectory, episode.example)
-    assert rejection(episode.trajectory, rewards, recipe) == expected
+    assert warm_start.rejection(episode.trajectory, rewards, recipe) == expected
 
 
 def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(tiny):
@@ -63,14 +56,16 @@ def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(ti
     for episode in episodes:
         say(episode, final_answer(GOLD))
     pool = [episodes[0].example]
-    progress, rng = Progress(list(pool)), random.Random(0)
-    found = Collected(pool[0].id, 4, 2, [episodes[0].trajectory], Counter(wrong_ex=2, not_selected=1))
+    progress, rng = warm_start.Progress(list(pool)), random.Random(0)
+    found = warm_start.Collected(
+        pool[0].id, 4, 2, [episodes[0].trajectory], Counter(wrong_ex=2, not_selected=1)
+    )
     progress.add([found], rng)
     (round_1,) = progress.coverage
     assert round_1["rejected"] == {"not_selected": 1, "wrong_ex": 2} and round_1["questions_solved"] == 1
     progress.index, progress.step = 3, 7
     plain = json.loads(json.dumps(progress.to_plain()))
-    again = Progress.from_plain(plain | {"rng_state": progress.rng_state}, pool)
+    again = warm_start.Progress.from_plain(plain | {"rng_state": progress.rng_state}, pool)
     assert again.kept == progress.kept and isinstance(again.kept[0].status, Status)
     assert (again.round, again.index, again.step, again.collected) == (0, 3, 7, True)
     assert (again.remaining, again.solved, again.coverage) == (pool, {pool[0].id}, progress.coverage)
@@ -109,7 +104,7 @@ def on_axes(trajectories: list[Trajectory]) -> np.ndarray:
 
 def chosen(valid: list[Trajectory], simple: bool, embed: Embed, seed: int = 0) -> list[tuple[int, int]]:
     """(interactions, sampled token) of what is selected."""
-    picked = select_trajectories(valid, simple, embed, random.Random(seed))
+    picked = warm_start.select_trajectories(valid, simple, embed, random.Random(seed))
     return [(t.interactions, t.ids[-1]) for t in picked]
 
 
@@ -132,7 +127,7 @@ def test_other_questions_keep_one_long_trajectory_of_each_cluster():
         assert sorted(token % 3 for _, token in picked) == [0, 1, 2]
         assert all(count >= 2 for count, _ in picked)
         seen.update(token for _, token in picked)
-    assert seen == set(range(10, 22))  # any of a cluster may be drawn
+    assert seen == set(range(10, 22))  # any of a warm_start.cluster may be drawn
     assert chosen(valid, False, on_axes, 5) == chosen(valid, False, on_axes, 5)
     assert chosen(valid[:5], False, never) == [(2, 10), (3, 11), (4, 12)]
 
@@ -157,7 +152,7 @@ def test_what_was_written_twice_counts_once():
     one, two = make(2, 7), make(2, 7)
     one.segments[1:] = [Segment.sampled([7, 8], [0, 0])]
     two.segments[1:] = [Segment.sampled([7], [0]), Segment.sampled([8], [0])]
-    assert len(select_trajectories([one, two], False, never, random.Random(0))) == 2
+    assert len(warm_start.select_trajectories([one, two], False, never, random.Random(0))) == 2
 
 
 def test_lloyd_moves_what_the_start_put_wrong():
@@ -166,7 +161,7 @@ def test_lloyd_moves_what_the_start_put_wrong():
     angles = np.radians([0] * 9 + [45, 60, 100])
     vectors = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     seed = next(seed for seed in range(99) if random.Random(seed).randrange(12) < 9)
-    assert cluster(vectors, 2, random.Random(seed)).tolist() == [0] * 9 + [1] * 3
+    assert warm_start.cluster(vectors, 2, random.Random(seed)).tolist() == [0] * 9 + [1] * 3
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])
@@ -176,9 +171,9 @@ def test_clusters_are_nearest_never_empty_and_repeat(k):
         distinct = draw.normal(size=(int(draw.integers(1, 10)), int(draw.integers(2, 5))))
         # Many copies of a few pull the means about.
         vectors = np.repeat(distinct, draw.choice([1, 2, 30], len(distinct)), axis=0)
-        labels = cluster(vectors, k, random.Random(seed))
+        labels = warm_start.cluster(vectors, k, random.Random(seed))
         assert sorted(set(labels)) == list(range(min(k, len(distinct))))
-        assert (labels == cluster(vectors, k, random.Random(seed))).all()
+        assert (labels == warm_start.cluster(vectors, k, random.Random(seed))).all()
         unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         means = np.stack([unit[labels == c].mean(0) for c in range(labels.max() + 1)])
         distances = np.linalg.norm(unit[:, None] - means, axis=2)
@@ -189,7 +184,7 @@ def test_clusters_are_nearest_never_empty_and_repeat(k):
 def test_vectors_without_a_direction_are_refused():
     for bad in (0.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="zero or not finite"):
-            cluster(np.array([[1.0], [bad]]), 2, random.Random(0))
+            warm_start.cluster(np.array([[1.0], [bad]]), 2, random.Random(0))
 
 
 def small_model(tiny: Tiny, lora: bool = False) -> torch.nn.Module:
@@ -217,7 +212,7 @@ def played(tiny) -> list[Trajectory]:
 @pytest.mark.parametrize("lora", [False, True])
 def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora):
     policy = small_model(tiny, lora)
-    vectors = embed_with_policy(policy, played)
+    vectors = warm_start.embed_with_policy(policy, played)
     assert policy.training and vectors.dtype == np.float32
     policy.eval()
     for trajectory, vector in zip(played, vectors, strict=True):
@@ -226,5 +221,5 @@ def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora):
         hidden = outputs.hidden_states[-1][0]  # (positions, d)
         expected = hidden[torch.tensor(trajectory.loss_mask).bool()].mean(0)
         np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
-    embed_with_policy(policy, played[:1])
+    warm_start.embed_with_policy(policy, played[:1])
     assert not policy.training
