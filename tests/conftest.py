@@ -233,10 +233,10 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 SLOW = (  # the second to fourth do not wait for `work`, which the first makes meanwhile
-    "test_scripts.py", "test_hostile.py", "test_plan.py", "test_pretrained.py", "test_real_data.py",
+    "test_scripts.py", "test_hostile.py", "test_plan.py", "test_pretrained.py", "test_datasets.py",
     "test_parallel.py",
     "test_qlora.py", "test_resume.py", "test_bridges.py", "test_served.py", "test_toy.py",
-    "test_demonstrations.py", "test_voting.py", "test_conversation.py", "test_bench.py", "test_commands.py",
+    "test_demonstrations.py", "test_report.py", "test_conversation.py", "test_bench.py", "test_commands.py",
 )  # fmt: skip
 
 
