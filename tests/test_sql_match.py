@@ -227,6 +227,10 @@ TOTAL = "SELECT total FROM v WHERE country = 'France'"
         ("SELECT name FROM (SELECT * FROM singer) AS s", 'SELECT s."name" FROM (SELECT * FROM singer) AS s'),
         (NAMES + " UNION SELECT 1 ORDER BY name", NAMES + ' UNION SELECT 1 ORDER BY "name"'),
         (TOTAL, 'SELECT "total" FROM v WHERE [country] = "France"'),  # a text in double quotes
+        ("SELECT rowid FROM singer", 'SELECT "rowid" FROM singer'),
+        ("SELECT * FROM singer", 'SELECT "S".* FROM singer AS s'),
+        ("SELECT value FROM json_each('[1]')", "SELECT \"value\" FROM json_each('[1]')"),
+        (NAMES, f"; {NAMES}"),
     ],
 )
 def test_clause_f1_sees_through_names(schema, one, other):

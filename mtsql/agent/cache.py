@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import psutil
@@ -187,10 +189,15 @@ class RowCache:
             if tier.rows
         ]
 
-    def writing_piece(self, rows: Sequence[CachedRow], reach: int) -> Piece:
-        """The piece of a forward pass that writes tokens of these rows of one tier, at most to `reach`."""
-        table = torch.tensor([[row.slot] for row in rows])
-        return Piece(rows[0].tier, rows, table, min(reach, rows[0].room), decoding=False)
+    def writing_pieces(self, rows: Sequence[CachedRow], width: int) -> list[Piece]:
+        """The pieces of a forward pass that writes at most `width` tokens of each row, given tier by tier."""
+        pieces = []
+        for tier, held in groupby(rows, attrgetter("tier")):
+            own = list(held)
+            reach = min(max(row.length for row in own) + width, tier.capacity)
+            table = torch.tensor([[row.slot] for row in own])
+            pieces.append(Piece(tier, own, table, reach, decoding=False))
+        return pieces
 
     def _tier(self, need: int) -> Tier:
         capacity = self.room(need)

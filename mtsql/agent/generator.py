@@ -328,17 +328,15 @@ class Generator:
             groups = [members for _, members in alike if len(members) > 1]
 
     def _write(self, new: Sequence[tuple[Row, Sequence[int]]]) -> None:
-        """Extend rows by ids, at most WIDEST at once, in chunks of rows of one tier with similar lengths."""
+        """Extend rows by ids, at most WIDEST at once, in chunks of rows that get similarly many."""
         new = [(row, ids) for row, ids in new if ids]
-        now = [(row, ids[:WIDEST]) for row, ids in new]
-        order = sorted(now, key=lambda pair: (pair[0].tier.capacity if pair[0].tier else 0, len(pair[1])))
+        order = sorted(((row, ids[:WIDEST]) for row, ids in new), key=lambda pair: len(pair[1]))
         size = TOKENS_PER_FORWARD.get(self.model.device.type, TOKENS_PER_FORWARD_ELSEWHERE)
         while order:
-            tier, width = order[-1][0].tier, len(order[-1][1])
-            most = min(size, MASK_ELEMENTS // max(row.room for row, _ in order)) // width
-            chunk = [pair for pair in order[-max(most, 1) :] if pair[0].tier is tier]
+            width, longest = len(order[-1][1]), max(row.room for row, _ in order)
+            chunk = order[-max(min(size, MASK_ELEMENTS // longest) // width, 1) :]
             del order[-len(chunk) :]
-            self._write_chunk(*zip(*chunk, strict=True))
+            self._write_chunk(*zip(*sorted(chunk, key=lambda pair: pair[0].room), strict=True))
         if any(len(ids) > WIDEST for _, ids in new):
             self._write([(row, ids[WIDEST:]) for row, ids in new])
 
@@ -348,10 +346,10 @@ class Generator:
         """
         width = max(map(len, ids))
         input_ids = torch.tensor([[*own, *[0] * (width - len(own))] for own in ids])  # (rows, width)
-        lengths = torch.tensor([row.length for row in rows])  # (rows,)
-        piece = self.cache.writing_piece(rows, int(lengths.max()) + width)
-        positions = (lengths[:, None] + torch.arange(width)).clamp(max=piece.reach - 1)  # (rows, width)
-        self._forward(input_ids, positions, [piece])
+        lengths = torch.tensor([[row.length] for row in rows])  # (rows, 1)
+        pieces = self.cache.writing_pieces(rows, width)
+        last = torch.tensor([[piece.reach - 1] for piece in pieces for _ in piece.rows])  # (rows, 1)
+        self._forward(input_ids, (lengths + torch.arange(width)).minimum(last), pieces)
         for row, own in zip(rows, ids, strict=True):
             row.length += len(own)
 

@@ -145,9 +145,10 @@ class Pages(Slots):
             columns *= 4
         return [self._piece([*decoding, *padding], columns, decoding=True)]
 
-    def writing_piece(self, rows: Sequence[CachedRow], reach: int) -> PagedPiece:
-        """The piece of a forward pass that writes tokens of these rows, at most to `reach`."""
-        return self._piece(rows, self.room(reach) // PAGE, decoding=False)
+    def writing_pieces(self, rows: Sequence[CachedRow], width: int) -> list[PagedPiece]:
+        """The piece of a forward pass that writes at most `width` tokens of each row."""
+        reach = max(row.length for row in rows) + width
+        return [self._piece(rows, self.room(reach) // PAGE, decoding=False)]
 
     def _piece(self, rows: Sequence[CachedRow | None], columns: int, decoding: bool) -> PagedPiece:
         table = np.full((len(rows), columns), NOWHERE)
