@@ -246,7 +246,7 @@ class RowCache:
 
 
 def cache_positions(model: PreTrainedModel, longest: int | None) -> int:
-    """How many positions a cache of most of the device's free memory has.
+    """How many positions a cache of most of the free memory has, for a model or its `Decoder`.
 
     Raises UserError if it does not hold a row of `longest` positions.
     """

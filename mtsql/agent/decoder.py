@@ -26,9 +26,10 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")  # with frequencies that do 
 
 
 class Decoder:
-    """A policy's weights, made ready for sampling, and its forward pass.
+    """A policy's weights of this moment, made ready for sampling, and its forward pass.
 
-    Raises UserError for another architecture, and for layers that are neither linear nor linear with LoRA.
+    It does not keep the policy. Raises UserError for another architecture, and for layers that are neither
+    linear nor linear with LoRA.
     """
 
     @torch.inference_mode()
@@ -43,6 +44,7 @@ class Decoder:
                 "rollouts are for Llama, Mistral, Qwen2 and Qwen3 with only full attention; this model is "
                 f"another kind of {config.model_type}"
             )
+        self.config, self.device, self.dtype = config, inner.device, inner.dtype
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from mtsql.agent.cache import CachedRow, Piece, RowCache, cache_bytes_per_token, cache_positions
 from mtsql.agent.decoder import Decoder
@@ -28,6 +27,7 @@ from mtsql.agent.pages import PAGE, DecodeGraphs, Pages, decode_kernel
 from mtsql.agent.tokens import families
 from mtsql.agent.trajectory import Stop
 from mtsql.errors import UserError
+from mtsql.model_folder import Policy
 
 # Prompts and observations go through the model in chunks of rows with about so many tokens: many for a
 # GPU; few for a CPU, where padding costs more than another call.
@@ -118,34 +118,34 @@ class Generator:
     softmax(logits) when greedy; `top_p` (see `Sampling`) changes what is drawn and not them.
 
     `stops(ids)` says whether a message with the ids `ids` ends with a stop string. The weights are those of
-    this moment, a ready copy (`Decoder`). `make_cache` or `new_cache` gives the cache; if memory runs out, it
-    goes on with half of what rows had taken, at least with room for the longest. Raises UserError if that is
-    no less than before, for a cache that does not hold one row, and for a model that `Decoder` does not know.
+    this moment, or of a `Decoder` that is ready. `make_cache` or `new_cache` gives the cache; if memory runs
+    out, it goes on with half of what rows had taken, at least with room for the longest. Raises UserError if
+    that is no less than before, for a cache that does not hold one row, and for a model that `Decoder` does
+    not know.
     On a GPU results are `late`: while the host looks at what one step sampled the next is under way.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        policy: Policy | Decoder,
         end_of_turn_ids: Sequence[int],
         sampling: Sampling,
         stops: Callable[[list[int]], bool] | None = None,
-        make_cache: Callable[[PreTrainedModel], RowCache | Pages] | None = None,
+        make_cache: Callable[[Decoder], RowCache | Pages] | None = None,
     ) -> None:
-        self.model = model
-        self.decoder = Decoder(model)
+        self.decoder = policy if isinstance(policy, Decoder) else Decoder(policy)
         self.end_of_turn_ids = frozenset(end_of_turn_ids)
         self.temperature, self.top_p = sampling.temperature, sampling.top_p
         self.stops = stops
         self.rows: list[Row] = []  # from the oldest to the youngest
-        self.late = decode_kernel(model.device) is not None
+        self.late = decode_kernel(self.decoder.device) is not None
         self.ahead: Drawn | None = None  # sampled and not looked at yet
         self.stopped: list[Row] = []  # complete and not returned yet
-        self._begin_cache((make_cache or new_cache)(model))  # beside the decoder's copy of the weights
+        self._begin_cache((make_cache or new_cache)(self.decoder))  # beside the decoder's copy of the weights
 
     def _begin_cache(self, empty: RowCache | Pages) -> None:
         self.cache = empty
-        self.graphs = DecodeGraphs(self.model.device) if decode_kernel(self.model.device) else None
+        self.graphs = DecodeGraphs(self.decoder.device) if decode_kernel(self.decoder.device) else None
         self.room_again = True  # rows have left the cache since others were last let in
 
     def __enter__(self) -> Generator:
@@ -309,9 +309,9 @@ class Generator:
         self.ahead = None  # what was not taken yet is sampled again
         self.cache.drop(self.rows)
         self._begin_cache(type(self.cache)(self.cache.longest, half))
-        if self.model.device.type == "cuda":
+        if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
-        gib = half * cache_bytes_per_token(self.model) / 2**30
+        gib = half * cache_bytes_per_token(self.decoder) / 2**30
         tqdm.write(f"out of memory: the rollout goes on with {gib:.3g} GiB of key/value cache", sys.stderr)
 
     def _prefill(self, rows: list[Row]) -> None:
@@ -331,7 +331,7 @@ class Generator:
         """Extend rows by ids, at most WIDEST at once, in chunks of rows that get similarly many."""
         new = [(row, ids) for row, ids in new if ids]
         order = sorted(((row, ids[:WIDEST]) for row, ids in new), key=lambda pair: len(pair[1]))
-        size = TOKENS_PER_FORWARD.get(self.model.device.type, TOKENS_PER_FORWARD_ELSEWHERE)
+        size = TOKENS_PER_FORWARD.get(self.decoder.device.type, TOKENS_PER_FORWARD_ELSEWHERE)
         while order:
             width, longest = len(order[-1][1]), max(row.room for row, _ in order)
             chunk = order[-max(min(size, MASK_ELEMENTS // longest) // width, 1) :]
@@ -369,7 +369,7 @@ class Generator:
 
     def _forward(self, input_ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
         """What `Decoder.forward` gives."""
-        device = self.model.device
+        device = self.decoder.device
         return self.decoder.forward(input_ids.to(device), positions.to(device), pieces)
 
     def _draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -386,15 +386,13 @@ class Generator:
         return torch.cat([chosen.double(), probabilities.gather(-1, chosen).log().double()], -1)
 
 
-def new_cache(
-    model: PreTrainedModel, longest: int | None = None, rows: int | None = None
-) -> RowCache | Pages:
-    """A cache in most of what the model's device has free; on a GPU pages, at most what `rows` need.
+def new_cache(decoder: Decoder, longest: int | None = None, rows: int | None = None) -> RowCache | Pages:
+    """A cache in most of what the device has free; on a GPU pages, at most what `rows` need.
 
     `longest` bounds the positions of a row. Raises UserError if the memory does not hold one such row.
     """
-    positions = cache_positions(model, longest)
-    if model.device.type != "cuda":
+    positions = cache_positions(decoder, longest)
+    if decoder.device.type != "cuda":
         return RowCache(longest, positions)
     return Pages(longest, min(positions, rows * (longest + PAGE)) if rows and longest else positions)
 

@@ -10,12 +10,13 @@ from functools import cache, partial
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
+from mtsql.agent.decoder import Decoder
 from mtsql.agent.env import Episode
 from mtsql.agent.generator import Generator, Row, Sampling, new_cache
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.trajectory import Trajectory
+from mtsql.model_folder import Policy
 
 ENVIRONMENT_THREADS = 8
 REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free.
@@ -23,7 +24,7 @@ ANSWER_SHARE = 0.0625  # Observations are appended when this share of the cache'
 
 
 def rollout(
-    model: PreTrainedModel,
+    policy: Policy | Decoder,
     tokens: ChatTokens,
     episodes: Sequence[Episode],
     sampling: Sampling,
@@ -44,17 +45,17 @@ def rollout(
     playing: dict[Row, Episode] = {}
     waiting: dict[Row, Future[list[int] | None]] = {}
     started_at, sampled = time.perf_counter(), 0
-    in_order = model.device.type != "cuda" if in_order is None else in_order
+    in_order = policy.device.type != "cuda" if in_order is None else in_order
     longest = max((len(e.trajectory.ids) + e.remaining_tokens() for e in episodes), default=0)
 
     def limit(episode: Episode) -> int:
-        of_model = getattr(model.config, "max_position_embeddings", 10**9) - len(episode.trajectory.ids)
+        of_model = getattr(policy.config, "max_position_embeddings", 10**9) - len(episode.trajectory.ids)
         return min(sampling.max_turn_tokens, episode.remaining_tokens(), max(1, of_model))
 
     with (
         ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool,
         Generator(
-            model,
+            policy,
             tokens.end_of_turn_ids,
             sampling,
             stop_string_test(tokens, sampling.stop_strings),

@@ -56,6 +56,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from mtsql.agent.decoder import Decoder
 from mtsql.agent.rollout import rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import Dataset
@@ -102,7 +103,7 @@ def main(config: Args) -> None:
     if config.address:
         play = partial(play_served, served_policy(config, tokens), sampling=sampling, concurrency=1)
     else:
-        play = partial(rollout, chosen_policy(config, tokens), tokens, sampling=sampling, max_rows=1)
+        play = partial(rollout, Decoder(chosen_policy(config, tokens)), tokens, sampling=sampling, max_rows=1)
     conversation = Conversation(environment, schema, play, config.seed)
     if config.port:
         serve(conversation, config.port)
