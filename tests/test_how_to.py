@@ -232,6 +232,18 @@ def test_a_metric(tiny):
     assert first_try(at_once.trajectory, EXAMPLE, tiny.scorer) == 1
 
 
+def test_data_efficiency_counts_a_question_once(tmp_path):
+    kept = [json.dumps({"example_id": name}) for name in ("00000/0", "00000/0", "00001/0")]
+    (tmp_path / "trajectories.jsonl").write_text("\n".join(kept))
+    (tmp_path / "asked.json").write_text('["00001/0", "00002/0", "00003/0"]')
+    evaluations = [tmp_path / "before", tmp_path / "after"]
+    for folder, mean in zip(evaluations, (0.5, 0.52), strict=True):
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"ex": {"mean": mean}}))
+    found = run_block("Data efficiency")["data_efficiency"](*evaluations, tmp_path, tmp_path)
+    assert found == pytest.approx(2 / 4 * 1000)  # two points by four questions
+
+
 def test_a_tracker(tmp_path, monkeypatch):
     sent = []
     run = SimpleNamespace(log=lambda row, step: sent.append((step, row)))

@@ -41,7 +41,7 @@ Choices of its own:
 - The number of steps (35 of 256 questions) is not set here; learning rate, questions in a step and samples of
   a question are the defaults already. KL, clip and normalisation are not given ("GRPO"): none, 0.2, 1/|M_i|.
   There is no warm start: the temperature would hold for its rollouts too.
-- D.2 evaluates thinking models at temperature 0.6; evaluate.py answers greedily, and samples at 1.
+- D.2 evaluates thinking models at temperature 0.6: evaluate.py --temperature 0.6. Without it answers are greedy.
 """
 
 from __future__ import annotations
