@@ -35,7 +35,7 @@ def file_errors(path: Path) -> Iterator[None]:
 def shipped(path: str | Path) -> Path:
     """A file or folder that comes with the project: from here, or else where `pip install` has put it."""
     installed = Path(sysconfig.get_path("data"), "share", "mtsql", path)
-    return installed if not Path(path).exists() and installed.exists() else Path(path)
+    return installed if not os.path.exists(path) and os.path.exists(installed) else Path(path)
 
 
 def load_json(path: Path) -> Any:
