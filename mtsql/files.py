@@ -141,7 +141,7 @@ def refuse_filled(folder: Path) -> None:
     """Raise UserError for what a command must not replace: a folder with files, a file, or where it runs."""
     with file_errors(folder):
         filled = folder.exists() and any(folder.iterdir())
-    if filled or folder.resolve() == Path.cwd():
+    if filled or os.path.realpath(folder) == os.getcwd():
         raise UserError(f"{folder} exists already; remove it or name another folder")
 
 
