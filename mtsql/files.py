@@ -35,7 +35,7 @@ def file_errors(path: Path) -> Iterator[None]:
 def shipped(path: str | Path) -> Path:
     """A file or folder that comes with the project: from here, or else where `pip install` has put it."""
     installed = Path(sysconfig.get_path("data"), "share", "mtsql", path)
-    return installed if not Path(path).exists() and installed.exists() else Path(path)
+    return installed if not os.path.exists(path) and os.path.exists(installed) else Path(path)
 
 
 def load_json(path: Path) -> Any:
@@ -141,7 +141,7 @@ def refuse_filled(folder: Path) -> None:
     """Raise UserError for what a command must not replace: a folder with files, a file, or where it runs."""
     with file_errors(folder):
         filled = folder.exists() and any(folder.iterdir())
-    if filled or folder.resolve() == Path.cwd():
+    if filled or os.path.realpath(folder) == os.getcwd():
         raise UserError(f"{folder} exists already; remove it or name another folder")
 
 

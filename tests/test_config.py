@@ -58,6 +58,7 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
         ("[sft\n", [], "not valid TOML"),
         ("# caf\udce9", [], "c.toml is not valid TOML"),  # a byte that is not UTF-8
         ("", ["--config", "nowhere.toml"], "nowhere.toml: No such file"),
+        ("", ["--config", "n" * 300], "File name too long"),
         ("", ["--config", "configs"], "configs: Is a directory"),
         ("", ["--out", ""], "give --out"),  # a variable of the shell that is not set
     ],

@@ -137,6 +137,8 @@ def test_what_cannot_be_learned_from_is_refused(exported):
     assert "not a trajectory" in export("chat.jsonl", 2)
     assert f"{folder}: Is a directory" in export("trajectories.jsonl", 2, ".")
     assert "is the file to read; name another" in export("trajectories.jsonl", 2, "trajectories.jsonl")
+    (folder / "circle").symlink_to("circle")
+    assert "circle: Too many levels of symbolic links" in export("circle", 2)
     record = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
     for segment in record["segments"]:
         segment["loss_mask"] = [0] * len(segment["ids"])

@@ -32,6 +32,16 @@ def by_tables_json(path: Path, names: list[str], columns: list[list]) -> Schema:
     return load_schemas(path.parent / "tables.json", path.parent)[path.stem]
 
 
+def test_thousands_of_tables_are_read_in_time(tmp_path):
+    tables = "".join(f"CREATE TABLE t{number} (a, b);" for number in range(1_500))
+    path = make_database(tmp_path / "large.sqlite", tables)
+    assert len(read_schema(path).tables) == len(SqlSchema.from_database(path).tables) == 1_500
+    with closing(sqlite3.connect(path)) as writer:  # which no reader holds up
+        for mode in ("wal", "delete"):
+            assert writer.execute(f"PRAGMA journal_mode = {mode}").fetchone() == (mode,)
+            assert Executor().execute(path, "SELECT a FROM t0").ok
+
+
 def test_tables_keys_views_and_example_rows_are_found(tmp_path):
     path = make_database(
         tmp_path / "shop.sqlite",

@@ -197,6 +197,10 @@ def test_figures_are_written(tmp_path):
     MetricsLog(path).append({"step": 0, "loss": 1.0})
     with pytest.raises(UserError, match="no row with any of reward, ex"):
         plot_training([path], figure)
+    for noise in (b"\xff\xfe", b"step,ex\nx,1\n", b"ex\n1\n", b"step,ex\n1,\0\n"):
+        path.write_bytes(noise)
+        with pytest.raises(UserError, match=f"{path} is damaged"):
+            plot_training([path], figure)
 
 
 # Votes over sampled runs, pass@k

@@ -132,23 +132,36 @@ def test_a_resumed_run_names_what_changed_and_refuses_other_questions(tmp_path):
         changed_options(replace(levels, steps=9), tmp_path / "levels")
 
 
-def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(tmp_path):
+@pytest.mark.parametrize("name", ["policy/model.safetensors", "training_state.pt", "checksums.json"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, capsys, name):
     config = GrpoArgs(model="m", data=("d",), out=str(tmp_path), resume=True)
     model = random_model("llama")
+    optimizer = make_optimizer(model, 1e-3, 0.95)
+
+    def save(step: int) -> None:
+        save_checkpoint(tmp_path, model, SimpleNamespace(save_pretrained=lambda _: None), optimizer, step, {})
 
     def resumed() -> int:
         return resume(config, tmp_path, model, Processes(0, 1))[1]
 
     for step in (20, 40, 60):
-        optimizer = make_optimizer(model, 1e-3, 0.95)
-        save_checkpoint(tmp_path, model, SimpleNamespace(save_pretrained=lambda _: None), optimizer, step, {})
-    _, newer = sorted((tmp_path / "checkpoints").iterdir())
+        save(step)
+    older, newer = sorted((tmp_path / "checkpoints").iterdir())
     assert resumed() == 60
-    (newer / "training_state.pt").write_bytes(b"cut")
-    with pytest.raises(UserError, match=f"loaded from {newer}/training_state.pt; remove {newer}"):
+    whole = (newer / name).read_bytes()
+    noisy = bytes(byte ^ 85 for byte in whole)
+    for damaged in (whole[:-1], b"", noisy, b"[" * 100_000, None):
+        (newer / name).unlink(missing_ok=True)
+        if damaged is not None:
+            (newer / name).write_bytes(damaged)
+        assert resumed() == 40
+        assert f"{newer} is not used: {name} is damaged or missing" in capsys.readouterr().err
+    save(50)  # what goes on from the older one leaves the damaged one behind
+    assert sorted((tmp_path / "checkpoints").iterdir()) == [older, older.with_name("step_00000050")]
+    for folder in (tmp_path / "checkpoints").iterdir():
+        (folder / name).write_bytes(noisy)
+    with pytest.raises(UserError, match="no checkpoint in"):
         resumed()
-    shutil.rmtree(newer)
-    assert resumed() == 40
 
 
 def test_a_damaged_run_json_is_said(tmp_path):

@@ -326,6 +326,9 @@ def test_an_address_with_a_password_is_refused_without_showing_it():
         assert "hunter2" not in str(error.value)
     with pytest.raises(UserError, match="--address localhost should be like"):
         Server("localhost")
+    for address in ("http://[::1", "http://a..b/v1", "http://\u212a/v1", f"http://{'a' * 70}/v1"):
+        with pytest.raises(ServerError, match="gave no answer"):
+            Server(address, pauses=()).post("", {}, dict)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 503])

@@ -158,6 +158,12 @@ def test_results_equal_ends_where_columns_are_permutations_of_one_another():
     assert results_equal(gold, [row[3:] + row[:3] for row in reversed(gold)], False)
     assert not results_equal(gold, [row[::-1] if i % 2 else row for i, row in enumerate(gold)], False)
     assert time.process_time() - start < 4
+    shuffled = [list(zip(*(rng.sample(range(50_000), 50_000) for _ in range(9)), strict=True)) for _ in "ab"]
+    wide = [tuple((i * j) % 7 for j in range(1_999)) for i in range(50)]
+    start = time.process_time()
+    assert not results_equal(*shuffled, False)
+    assert results_equal(wide, [row[::-1] for row in wide], False)
+    assert time.process_time() - start < 4
 
 
 @pytest.mark.parametrize(

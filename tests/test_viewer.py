@@ -90,7 +90,9 @@ def test_errors_are_one_sentence(records, tmp_path, capsys):
     for broken in (
         {"a": 1},
         {"segments": []},
-        whole | {"reward": "high"},
+        *(whole | {"reward": reward} for reward in ("high", "0.5", [], 10**400)),
+        *(whole | {"segments": [whole["segments"][1] | {name: 7}]} for name in ("text", "ids", "tokens")),
+        whole | {"segments": [whole["segments"][0] | {"loss_mask_sum": "1"}]},
         whole | {"segments": [whole["segments"][0] | {"role": "nobody"}]},
         whole | {"segments": [{"role": "model", "text": "x"}]},
     ):

@@ -156,7 +156,8 @@ def run_sql(path: str | Path, sql: str, seconds: float, max_rows: int, max_bytes
         try:
             if seconds <= 0:
                 raise TimeoutError(0.0)
-            return ExecutionResult(*_ask(seconds, read_only_uri(Path(path)), sql, max_rows, max_bytes))
+            opened = (file_version(path), read_only_uri(Path(path)))
+            return ExecutionResult(*_ask(seconds, *opened, sql, max_rows, max_bytes))
         except TimeoutError as timeout:
             how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
             return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
@@ -184,7 +185,8 @@ class Reader:
         result = run_sql(self.path, sql, seconds, MAX_SCHEMA_ROWS, MAX_SCHEMA_BYTES)
         if result.ok and not result.truncated:
             return result.rows
-        reason = result.message or "its schema is too large"
+        late = time.monotonic() > self._deadline
+        reason = "reading it takes too long" if late else result.message or "its schema is too large"
         if needed or any(words in reason for words in UNUSABLE):
             raise UserError(
                 f"{self.path} is not a usable SQLite database now ({reason}); "

@@ -17,7 +17,7 @@ import signal
 import sqlite3
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import BinaryIO
 
 ALLOWED_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
@@ -46,6 +46,7 @@ PROCESS_LIMITS = {
     resource.RLIMIT_NOFILE: 256,
     resource.RLIMIT_CORE: 0,
 }
+KEPT_CONNECTIONS = 4  # opening one takes longer than most statements, and reads the whole schema
 LOCKED_SECONDS = 1.0  # for which a statement waits, at most half its time, until others let go of the file
 ALONE_SECONDS = 1.0  # for which a statement may outlive its time, should nobody be left to end it
 NOT_OPEN = "the database does not open"
@@ -54,7 +55,7 @@ TOO_LARGE = "a row, or the names of the columns, are larger than a result may be
 
 
 class Connection:
-    """A read-only connection for one statement: the guards, and what they saw."""
+    """A read-only connection: the guards, and what they saw last."""
 
     def __init__(self, uri: str, seconds: float) -> None:
         self.room = sys.maxsize  # bytes that the texts of the next row may take
@@ -71,7 +72,8 @@ class Connection:
         for name in (name for name, virtual in named if virtual):
             with suppress(sqlite3.OperationalError):  # of an extension that is not there
                 self.sqlite.execute(f"PRAGMA table_info({quoted(name)})")
-        self.refused = False
+        (mode,) = self.sqlite.execute("PRAGMA journal_mode").fetchone()
+        self.kept = KEPT_CONNECTIONS * (mode != "wal")  # where it would be in the way of who writes
         self.sqlite.set_authorizer(self._authorize)
 
     def _text(self, raw: bytes) -> str:
@@ -95,7 +97,7 @@ class Connection:
     def run(self, sql: str, max_rows: int, max_bytes: int) -> tuple:
         """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects."""
         rows: list[tuple] = []
-        columns, size, truncated, self.room = (), 0, False, max_bytes
+        columns, size, truncated, self.room, self.refused = (), 0, False, max_bytes, False
         try:
             cursor = self.sqlite.execute(sql)
             if cursor.description is None:
@@ -133,14 +135,16 @@ def failure(message: str, status: str = "error") -> tuple:
     return (status, (), (), False, message, sys.getsizeof(message))
 
 
-def answer(seconds: float, uri: str, *query: object) -> tuple:
-    """The result on one database."""
+def answer(kept: dict[tuple, Connection], seconds: float, version: tuple, uri: str, *query: object) -> tuple:
+    """The result on one version of a database; `kept` has the connections that were used last at its end."""
     try:
-        connection = Connection(uri, seconds)
+        kept[version] = connection = kept.pop(version, None) or Connection(uri, seconds)
     except (sqlite3.Error, MemoryError) as error:
         return failure(f"{NOT_OPEN}: {error or OUT_OF_MEMORY}")
-    with closing(connection.sqlite):
-        return connection.run(*query)
+    result = connection.run(*query)
+    while len(kept) > (0 if OUT_OF_MEMORY in result else connection.kept):
+        kept.pop(next(iter(kept))).sqlite.close()
+    return result
 
 
 def packed(message: tuple) -> bytes:
@@ -161,11 +165,12 @@ def serve() -> None:
         with suppress(ValueError, OSError):  # a system that has no such limit, or a lower one
             resource.setrlimit(limit, (most, most))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, whatever that does
+    kept: dict[tuple, Connection] = {}
     with suppress(EOFError, ConnectionError):
         while True:
             seconds, *request = receive(sys.stdin.buffer)
             signal.setitimer(signal.ITIMER_REAL, seconds + ALONE_SECONDS)
-            result = answer(seconds, *request) if request else ()
+            result = answer(kept, seconds, *request) if request else ()
             signal.setitimer(signal.ITIMER_REAL, 0)
             sys.stdout.buffer.write(packed((time.process_time(), result)))
             sys.stdout.buffer.flush()

@@ -10,6 +10,7 @@ ids, which are ours only if it keeps thoughts and adds none.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("path", type=Path, help="trajectories.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     chosen = parser.parse_args(argv)
-    if chosen.out.resolve() == chosen.path.resolve():
+    if os.path.realpath(chosen.out) == os.path.realpath(chosen.path):
         raise UserError(f"--out {chosen.out} is the file to read; name another")
     rows = [with_ids(record) for record in read_records(chosen.path)]
     write_atomically(chosen.out, "".join(json.dumps(row) + "\n" for row in rows))

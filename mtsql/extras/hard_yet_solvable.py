@@ -15,6 +15,7 @@ the counts of one file.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def main(config: Args) -> None:
     """Choose. Raises UserError if there is nothing to choose, or --out would replace --counts."""
     source, path = Path(config.counts), Path(config.out) / "counts.jsonl"
     counts = read_counts(source)
-    if source.resolve() == path.resolve():
+    if os.path.realpath(source) == os.path.realpath(path):
         raise UserError(f"--out {config.out} would replace the counts that are read; choose another folder")
     balanced, exploration = choose(counts, config.balanced, config.exploration, random.Random(config.seed))
     if not balanced + exploration:

@@ -84,13 +84,13 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(url, json.dumps(content).encode(), headers)
         try:
+            request = urllib.request.Request(url, json.dumps(content).encode(), headers)
             status, pause, body = within(self.timeout, lambda: _exchange(request, self.timeout))
         except TimeoutError:
             raise ServerError(f"none within {self.timeout:g} s", 408) from None
-        except urllib.error.URLError as error:
-            raise ServerError(f"{error.reason}") from None
+        except (urllib.error.URLError, ValueError) as error:  # the latter for what is no name of a host
+            raise ServerError(f"{getattr(error, 'reason', error)}") from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{error or type(error).__name__}", 502) from None
         said = " ".join(body[:2_000].decode(errors="replace").split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
@@ -18,12 +19,13 @@ from transformers import PreTrainedTokenizerBase
 
 from mtsql.config import Training
 from mtsql.errors import UserError, loading
-from mtsql.files import folder_atomically, recover_folder
+from mtsql.files import folder_atomically, load_json, recover_folder, write_atomically
 from mtsql.learn.model import make_optimizer, optimizer_state, restore_optimizer, save_policy
 from mtsql.learn.parallel import Processes
 from mtsql.model_folder import Policy
 
 STATE_FILE = "training_state.pt"
+SUMS_FILE = "checksums.json"  # SHA-256 of every other file
 KEPT_CHECKPOINTS = 2
 INTERRUPTED = 130  # the exit code of a training that is not done, as of any command after Ctrl-C
 # What a run that is resumed has to have in common with itself: its questions and prompts, their order, its
@@ -41,9 +43,9 @@ def resume(
 ) -> tuple[torch.optim.Optimizer, int, dict[str, Any] | None]:
     """The optimizer, the step and the extra values (None at the beginning) that a training goes on from.
 
-    With --resume those of the newest checkpoint in `out`: `policy` gets its weights, torch its random state.
-    Raises UserError if there is one but --resume is not given, if an option of FIXED is another now, and for
-    a state that cannot be read.
+    With --resume those of a checkpoint in `out` (`find_checkpoint`): `policy` gets its weights, torch its
+    random state. Raises UserError if there is one but --resume is not given, if none is whole, if an option
+    of FIXED is another now, and for a state that cannot be read.
     """
     found = find_checkpoint(out, config.resume) if processes.is_main else None
     if found is not None:
@@ -53,8 +55,7 @@ def resume(
     optimizer = make_optimizer(policy, config.learning_rate, config.BETA2)
     if checkpoint is None:
         return optimizer, 0, None
-    before = f"remove {checkpoint} to go on from the one before it"
-    with loading(f"no training state could be loaded from {checkpoint / STATE_FILE}; {before}"):
+    with loading(f"no training state could be loaded from {checkpoint / STATE_FILE}"):
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
         restore_optimizer(policy, optimizer, state["optimizer"])
     torch.set_rng_state(state["torch_rng"])
@@ -74,7 +75,7 @@ def save_checkpoint(
     """Write the state of a training run after `step` steps, then delete all but the last KEPT_CHECKPOINTS.
 
     `extra` holds tensors and plain Python values. While it is written the folder has a temporary name, so
-    that a process that is killed leaves the earlier checkpoints whole.
+    that a process that is killed leaves the earlier checkpoints whole. A damaged one of more steps goes too.
     """
     folder = out / "checkpoints" / f"step_{step:08d}"
     with folder_atomically(folder) as temporary:
@@ -87,29 +88,57 @@ def save_checkpoint(
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
         torch.save(state, temporary / STATE_FILE)
-    for old in sorted(folder.parent.glob("step_*"))[:-KEPT_CHECKPOINTS]:
+        write_atomically(temporary / SUMS_FILE, json.dumps(_sums(temporary), indent=1))
+    found = sorted(folder.parent.glob("step_*"))
+    for old in set(found) - set([path for path in found if path <= folder][-KEPT_CHECKPOINTS:]):
         retired = old.with_name(f".{old.name}.pruned")  # half a checkpoint must not bear its name
         old.rename(retired)
         shutil.rmtree(retired, ignore_errors=True)
 
 
 def find_checkpoint(out: Path, resume: bool) -> Path | None:
-    """The newest checkpoint of a run to go on from, None to start at the beginning.
+    """The newest whole checkpoint of a run to go on from, None to start at the beginning.
 
-    Whatever a killed process left is put back or removed first. Raises UserError if there is one but --resume
-    is not given.
+    Whatever a killed process left is put back or removed first, and newer ones that are damaged are named.
+    Raises UserError if there is one but --resume is not given, and if none is whole.
     """
     folder = out / "checkpoints"
     for replaced in folder.glob(".step_*.old"):
         recover_folder(replaced.with_name(replaced.name[1 : -len(".old")]))
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    newest = max(folder.glob("step_*"), default=None)
-    if newest is not None and not resume:
+    found = sorted(folder.glob("step_*"), reverse=True)
+    if found and not resume:
         raise UserError(f"{out} holds a run's checkpoints; go on with --resume or take another --out")
-    if newest is None and resume:
+    for checkpoint in found:
+        damaged = damaged_file(checkpoint)
+        if damaged is None:
+            return checkpoint
+        print(f"{checkpoint} is not used: {damaged} is damaged or missing", file=sys.stderr)
+    if found:
+        raise UserError(f"no checkpoint in {folder} is whole; remove them to start anew")
+    if resume:
         print(f"{out} holds no checkpoint; starting at the beginning")
-    return newest
+    return None
+
+
+def damaged_file(checkpoint: Path) -> str | None:
+    """A file of a checkpoint that is not as it was written, None if all are."""
+    try:
+        written, found = {STATE_FILE: None, **load_json(checkpoint / SUMS_FILE)}, _sums(checkpoint)
+    except (OSError, ValueError, TypeError):
+        return SUMS_FILE
+    return next((name for name, value in written.items() if found.get(name) != value), None)
+
+
+def _sums(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint."""
+    found = {}
+    for path in filter(Path.is_file, checkpoint.rglob("*")):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[path.relative_to(checkpoint).as_posix()] = digest
+    return found
 
 
 def changed_options(config: Training, out: Path) -> list[str]:

@@ -77,8 +77,11 @@ def read_records(path: Path) -> Iterator[dict]:
     """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory."""
     for number, record in load_json_lines(path):
         with loading(f"{path}, line {number}: not a trajectory"):
-            _ = OF_A_RECORD(record), float(record.get("reward") or 0)
-            _ = [(ROLES.index(segment["role"]), OF_A_SEGMENT(segment)) for segment in record["segments"]]
+            _ = OF_A_RECORD(record), float(0 if (reward := record.get("reward")) is None else reward + 0)
+            for segment in record["segments"]:
+                text, trained, ids = OF_A_SEGMENT(segment)
+                _ = text + "".join(segment.get("tokens", ())), trained + len(ids)
+                ROLES.index(segment["role"])
         yield record
 
 

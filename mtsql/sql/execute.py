@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,6 @@ MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
 MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
-MAX_PERMUTED = 500  # columns; those of a wider result have to be in order
 # A name may hold a line break; a dot, which stops at one, would take square time, too.
 OF_A_COLUMN = re.compile(
     r'(no such column|ambiguous column name): (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?'
@@ -173,6 +172,9 @@ def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_
         return True
     if len(gold_rows) != len(pred_rows) or len(gold_rows[0]) != len(pred_rows[0]):
         return False
+    gold_sums, pred_sums = (map(_cell_sum, rows) for rows in (gold_rows, pred_rows))
+    if Counter(gold_sums) != Counter(pred_sums):  # whatever the order of the columns: none need be sought
+        return False
     if any(type(cell) is float for row in chain(gold_rows, pred_rows) for cell in row) and not _same_cells(
         gold_rows, pred_rows, order_matters
     ):
@@ -182,6 +184,11 @@ def results_equal(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_
         # Equal columns are interchangeable here, so equal multisets of columns decide.
         return Counter(gold_columns) == Counter(pred_columns)
     return Counter(gold_rows) == Counter(pred_rows) or _columns_match(gold_columns, pred_columns)
+
+
+def _cell_sum(cells: tuple) -> int:
+    """A number that is the same for the same cells in any order."""
+    return sum(map(hash, zip(cells, strict=True)))
 
 
 def _same_cells(gold_rows: Sequence[tuple], pred_rows: Sequence[tuple], order_matters: bool) -> bool:
@@ -199,33 +206,43 @@ def _columns_match(gold: list[tuple], pred: list[tuple]) -> bool:
     One gold column after the other is paired; a group is the rows that agree in all columns paired so far,
     and a pair is given up as soon as the groups of the two sides differ in size.
     """
-    counts = [Counter(column) for column in pred]
+    sums, codes_of = list(map(_cell_sum, pred)), dict[tuple, int]()
+    same = [codes_of.setdefault(column, index) for index, column in enumerate(pred)]
     left = MAX_COMPARED_CELLS + 5 * len(gold) * len(gold[0])
 
-    def search(paired: int, free: frozenset[int], gold_groups: list[int], pred_groups: list[int]) -> bool:
+    def pairings(
+        paired: int, free: frozenset[int], gold_groups: list[int], pred_groups: list[int]
+    ) -> Iterator[tuple]:
+        """What is left to do for each column that the next gold column may be paired with."""
         nonlocal left
-        if not free:
-            return True
         codes: dict[tuple, int] = {}  # (group, cell) -> the group that it makes
 
         def regrouped(groups: list[int], column: tuple) -> list[int]:
             return [codes.setdefault(pair, len(codes)) for pair in zip(groups, column, strict=True)]
 
-        alike = Counter(gold[paired])
-        candidates = {pred[index]: index for index in sorted(free) if counts[index] == alike}
+        alike = _cell_sum(gold[paired])
+        candidates = {same[index]: index for index in sorted(free) if sums[index] == alike}
         gold_groups = regrouped(gold_groups, gold[paired])
         sizes = Counter(gold_groups)
-        for column, index in candidates.items():
-            left -= len(column)
+        for index in candidates.values():
+            left -= len(gold_groups)
             if left < 0:
-                return False
-            groups = regrouped(pred_groups, column)
-            if Counter(groups) == sizes and search(paired + 1, free - {index}, gold_groups, groups):
-                return True
-        return False
+                return
+            groups = regrouped(pred_groups, pred[index])
+            if Counter(groups) == sizes:
+                yield paired + 1, free - {index}, gold_groups, groups
 
     start = [0] * len(gold[0])
-    return len(gold) <= MAX_PERMUTED and search(0, frozenset(range(len(pred))), start, start)
+    search = [iter([(0, frozenset(range(len(pred))), start, start)])]  # no recursion: columns may be 2,000
+    while search:
+        state = next(search[-1], None)
+        if state is None:
+            search.pop()
+        elif not state[1]:
+            return True
+        else:
+            search.append(pairings(*state))
+    return False
 
 
 def error_hint(message: str, sql: str, schema: Schema) -> str:
