@@ -302,6 +302,8 @@ def test_only_fields_of_the_protocol_are_sent_back(ask):
     sent = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert trajectory.answer_sql == GOLD and requests[1]["messages"][1] == sent
     no_id = {"content": None, "tool_calls": [{"function": CALL["function"]} for _ in range(2)]}
+    alone = {"content": None, "function_call": CALL["function"]}  # as servers called it at first
+    assert ask(choice(alone), said(final_answer(GOLD)))[0].observations[0].sql == GOLD
     _, requests = ask(choice(no_id), said(final_answer(GOLD)))
     called, *answered = requests[1]["messages"][-3:]
     names = [call["id"] for call in called["tool_calls"]]

@@ -187,6 +187,8 @@ def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float], list[int]]
 def _message(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """A server's message as it is sent back, and as text, its thoughts first; raises one of UNREADABLE."""
     said = {"role": "assistant", "content": None} | {name: given[name] for name in FIELDS if given.get(name)}
+    if given.get("function_call"):  # of before there were several
+        said.setdefault("tool_calls", [{"function": given["function_call"]}])
     if "tool_calls" in said:
         said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
         # Servers leave the line break before a call in the text, and chat templates write another one.
