@@ -197,6 +197,11 @@ def test_figures_are_written(tmp_path):
     MetricsLog(path).append({"step": 0, "loss": 1.0})
     with pytest.raises(UserError, match="no row with any of reward, ex"):
         plot_training([path], figure)
+    path.write_text("\ufeffstep,reward\n0,1.0\n", "utf-8")
+    plot_training([path], figure)
+    path.write_text("step,reward\n0,much\n")
+    with pytest.raises(UserError, match=f"{path} is damaged"):
+        plot_training([path], figure)
 
 
 # Votes over sampled runs, pass@k

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mtsql.errors import UserError
+from mtsql.errors import UserError, loading
 from mtsql.files import file_errors, write_atomically
 
 # Okabe and Ito's, which a colour-blind reader tells apart.
@@ -61,9 +61,9 @@ def plot_training(logs: Sequence[Path], path: Path) -> Path:
 
 def read_points(log: Path) -> dict[str, list[tuple[int, float]]]:
     """Step and value of every column of PANELS that a metrics.csv has."""
-    with file_errors(log), log.open(newline="", encoding="utf-8") as file:
+    with file_errors(log), log.open(newline="", encoding="utf-8-sig") as file, loading(f"{log} is damaged"):
         rows = list(csv.DictReader(file))
-    points = {name: [(int(r["step"]), float(r[name])) for r in rows if r.get(name)] for name in PANELS}
+        points = {name: [(int(r["step"]), float(r[name])) for r in rows if r.get(name)] for name in PANELS}
     points = {name: found for name, found in points.items() if found}
     if not points:
         raise UserError(f"{log} has no row with any of {', '.join(PANELS)}")
