@@ -494,7 +494,7 @@ def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
 
     given, _ = there(stub, "taught")
     run("evaluate.py", *data, *given, "--split", "train", "--protocol", "chat")
-    chats = json_lines(tmp_path / "taught" / "chat.jsonl")  # for train_sft.py --teacher
+    chats = json_lines(tmp_path / "taught" / "chat.jsonl")  # for train_sft.py --targets
     assert chats and all("weight" not in message for chat in chats for message in chat["messages"])
     with pytest.raises(UserError, match="give --model FOLDER"):
         check_policy(EvaluateArgs(data=(), out=""))
