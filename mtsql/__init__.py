@@ -18,5 +18,5 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 # What a terminal or a pipe without UTF-8 cannot show is shown as a number.
 for _stream in (sys.stdout, sys.stderr):
-    if isinstance(_stream, io.TextIOWrapper) and _stream.errors == "strict":
+    if isinstance(_stream, io.TextIOWrapper) and _stream.errors in ("strict", "surrogateescape"):
         _stream.reconfigure(errors="backslashreplace")

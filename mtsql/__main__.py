@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": ("mtsql.extras.planner", "what fits on a GPU"),
     "curriculum": ("mtsql.extras.curriculum", "count how often each question is solved, for levels of GRPO"),
     "merge": ("mtsql.extras.merge", "put an adapter into its base"),
-    "export": ("mtsql.extras.export", "trajectories as chat messages, for other trainers"),
+    "export": ("mtsql.extras.export", "trajectories as token ids and labels, for other trainers"),
 }
 
 

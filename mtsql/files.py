@@ -75,7 +75,7 @@ def load_json_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, 
 def _parsed(content: bytes, errors: str = "strict") -> Any:
     """Raises ValueError; NaN and infinity, which are no JSON, are None."""
     found = json.loads(content, parse_constant=lambda _: None)
-    if b"\\ud" in content.lower():  # perhaps half of a pair
+    if b"\\ud" in content.lower() or b"\xed" in content:  # perhaps half of a pair, written out or as it is
         found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors=errors))
     return found
 

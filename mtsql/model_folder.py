@@ -68,7 +68,8 @@ def check_exists(name_or_path: str | Path) -> None:
     """Raise UserError for what can be neither a folder nor a hub name, and for a pointer of Git LFS in it."""
     folder = Path(name_or_path)
     with file_errors(folder):
-        for path in (*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")):
+        kinds = ("safetensors", "bin", "json", "jinja")
+        for path in (path for kind in kinds for path in folder.glob(f"*.{kind}")):
             with path.open("rb") as file:
                 if file.read(len(LFS_POINTER)) == LFS_POINTER:
                     raise UserError(f"{path} is only a pointer of Git LFS; fetch the file with git lfs pull")

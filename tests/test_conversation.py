@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from email.message import Message
+from types import SimpleNamespace
 
 import pytest
 from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, environment_of, make_database
@@ -179,6 +181,14 @@ def test_the_page_asks_and_shows_each_step(server):
     status, dialogue = request("GET", "/dialogue")
     assert status == 200 and len(json.loads(dialogue)["answers"]) == 1
     assert json.loads(request("POST", "/undo", "{}")[1])["answers"] == []
+
+
+@pytest.mark.parametrize("port", [80, 81])
+def test_a_browser_leaves_out_port_80(port):
+    headers = Message()
+    headers["Host"], headers["Origin"] = "localhost", "http://localhost"
+    asked = SimpleNamespace(server=SimpleNamespace(server_port=port), headers=headers)
+    assert Handler.trusted(asked) == (port == 80)
 
 
 def test_a_browser_that_leaves_is_no_fault(server, capfd):

@@ -68,6 +68,8 @@ def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
         "no JSON",
         '{"example_id": "a", "right": 3, "sampled": 8}',
         '{"example_id": "a", "right": 9, "sampled": 8, "db_id": "zoo"}',
+        '{"example_id": ["a"], "right": 3, "sampled": 8, "db_id": "zoo"}',
+        '{"example_id": "a", "right": 3, "sampled": 8, "db_id": "zoo", "hardness": "harder"}',
         "3",
     ):
         path.write_text(json.dumps(vars(counts[0])) + "\n" + line + "\n")

@@ -340,6 +340,8 @@ def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, data
         assert scorer.clause_f1("music", sql, "SELECT name FROM singer") == 0.0
     played = demonstrated(environment_of(tiny), asked)
     assert [(r["ex"], r["gold_problem"]) for r in scored(tiny, played, scorer)] == [(1, None)] * 3
+    played.append((replace(asked[0], gold_sql="SELECT nothing"), played[0][1]))  # one that does not run
+    assert summarise(scored(tiny, played, scorer))["ex"]["mean"] == 0.75
 
 
 def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from time import process_time
 
 import pytest
@@ -167,6 +168,10 @@ def test_quotes_and_dots_of_a_message_are_no_part_of_the_name(schema):
     message = 'no such column: "Home Town" - should this be a string literal in single-quotes?'
     assert error_hint(message, "SELECT 1", schema) == '"Home Town" is in Singer'
     assert error_hint("no such column: T1.Home Town", "SELECT 1", schema) == '"Home Town" is in Singer'
+    assert error_hint("no such column: main.T1.Home Town", "SELECT 1", schema) == '"Home Town" is in Singer'
+    odd = replace(schema, tables=(replace(schema.tables[0], columns=(('a "b', ""), ("c.d", ""))),))
+    assert error_hint('no such column: T1.a "b', "SELECT 1", odd) == '"a ""b" is in Singer'
+    assert error_hint("no such column: c.d", "SELECT 1", odd) == '"c.d" is in Singer'
 
 
 @pytest.mark.parametrize("piece", ["a.", " - should ", '"', "a"])

@@ -184,6 +184,9 @@ def test_a_file_of_questions_may_have_a_mark_and_has_only_characters(tiny: Tiny,
     data.write_text(json.dumps([ITEM | {"question": "\ud800"}]))
     with pytest.raises(UserError, match=r"dev.json is not valid JSON .*'\\ud800'"):
         load_dataset(data, tables, databases)
+    data.write_bytes(data.read_bytes().replace(b"\\ud800", b"\xed\xa0\x80"))  # the same as it is
+    with pytest.raises(UserError, match=r"dev.json is not valid JSON .*'\\ud800'"):
+        load_dataset(data, tables, databases)
 
 
 def test_what_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):

@@ -36,6 +36,9 @@ T1 = "SELECT T1 . Name FROM singer AS T1 join label as t2 ON t1 . label_id = T2 
         ('SELECT \'say "x"\', "" -- "y"', "SELECT 'say \"x\"', ''"),
         ("SELECT [Name], `age` FROM singer", "SELECT [Name], `age` FROM singer"),
         ("SELECT NAME WHERE name = 'open", "SELECT NAME WHERE name = 'open"),
+        ('SELECT age "n", id AS "M" ORDER BY "N", "m"', 'SELECT age "n", id AS "M" ORDER BY "N", "m"'),
+        ('WITH c("x") AS (SELECT 1) SELECT "x"', 'WITH c("x") AS (SELECT 1) SELECT "x"'),
+        ("SELECT x'ff'", "SELECT x'ff'"),
         ("SELECT count FROM t", "SELECT count FROM t"),  # a column, since no bracket follows
     ],
 )

@@ -217,8 +217,10 @@ def test_comparison_of_two_evaluations(files):
     assert code == 0 and row[:4] == ["ex", "60.0", "100.0", "-40.0"] and row[-1] == "0.5"
     assert "+40.0" in compare(files / "out.json", files / "a.json")
     shorter = json.dumps({"per_item": first["per_item"][1:]})
+    odd = json.dumps({"per_item": [*first["per_item"][:-1], first["per_item"][-1] | {"ex": "1"}]})
     for content, problem in (
         (shorter, "do not hold the same questions"),
+        (odd, "c.json is no evaluation"),
         ('{"per_item": [{"turn": 0}]}', "c.json is no evaluation"),
         (PRED, "is not valid JSON"),
     ):

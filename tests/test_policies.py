@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtsql.config import Agent
 from mtsql.errors import UserError
-from mtsql.extras.merge import merge
+from mtsql.extras.merge import give_away, merge
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
 from mtsql.learn.model import Reference, load_policy, save_policy
 from mtsql.model_folder import PACKAGED, load_tokenizer
@@ -105,6 +105,8 @@ def test_what_a_library_cannot_load_is_one_sentence_and_runs_no_code(base, tmp_p
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     cases = {
         "pointer of Git LFS": {"model.safetensors": pointer},
+        "bin is only a pointer": {"model.safetensors": None, "pytorch_model.bin": pointer},
+        "config.json is only a pointer": {"config.json": pointer},
         "incomplete metadata": {"model.safetensors": whole[:5000]},
         "lack model.norm.weight": {"model.safetensors": save(lacking, {"format": "pt"})},
         "UnpicklingError": {"model.safetensors": None, "pytorch_model.bin": pickle.dumps(Opens(ran))},
@@ -244,5 +246,10 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(
         assert (shipped(ids).logits - policy(ids).logits).abs().max() < 0.1
     save_policy(shipped, tokenizer, tmp_path / "elsewhere" / "policy")
     load_policy(tmp_path / "elsewhere" / "policy")  # trained on, it still finds its base
-    said = run("-m", "mtsql.extras.merge", base, tmp_path / "no", "--base", "x", expect=2)
-    assert "holds no LoRA adapter" in said
+    (tmp_path / "no").mkdir()
+    for content in (None, "[]", '{"target_modules": null}'):
+        shutil.copy(out / "adapter_model.safetensors", tmp_path / "no")
+        if content:
+            (tmp_path / "no" / "adapter_config.json").write_text(content)
+        with pytest.raises(UserError, match="holds no LoRA adapter"):
+            give_away(tmp_path / "no", tmp_path / "given", "x")

@@ -236,7 +236,7 @@ def test_fifty_rows_are_shown_and_no_endless_text():
     assert "Truncated to the first 2 rows." in shown([(1,), (2,)], truncated=True)
     assert len(shown([("x" * 150_000,)])) < 1_000
     assert len(shown([("x" * 150_000,) * 2_000], ("c" * 150_000,) * 2_000)) < 21_000
-    assert "a\\nb" in shown([("a\nb",)])  # the frame is not broken
+    assert "a\\nb c d e" in shown([("a\nb\rc\td\u2028e",)])  # the frame is not broken
 
 
 def test_mtir_shows_ten_records_columns_of_one_name_and_bytes_and_no_endless_text(tiny):

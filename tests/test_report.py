@@ -201,6 +201,8 @@ def test_figures_are_written(tmp_path):
         path.write_bytes(noise)
         with pytest.raises(UserError, match=f"{path} is damaged"):
             plot_training([path], figure)
+    path.write_text("\ufeffstep,reward\n0,1.0\n", "utf-8")
+    plot_training([path], figure)
 
 
 # Votes over sampled runs, pass@k

@@ -302,6 +302,8 @@ def test_only_fields_of_the_protocol_are_sent_back(ask):
     sent = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert trajectory.answer_sql == GOLD and requests[1]["messages"][1] == sent
     no_id = {"content": None, "tool_calls": [{"function": CALL["function"]} for _ in range(2)]}
+    alone = {"content": None, "function_call": CALL["function"]}  # as servers called it at first
+    assert ask(choice(alone), said(final_answer(GOLD)))[0].observations[0].sql == GOLD
     _, requests = ask(choice(no_id), said(final_answer(GOLD)))
     called, *answered = requests[1]["messages"][-3:]
     names = [call["id"] for call in called["tool_calls"]]
@@ -495,7 +497,7 @@ def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
 
     given, _ = there(stub, "taught")
     run("evaluate.py", *data, *given, "--split", "train", "--protocol", "chat")
-    chats = json_lines(tmp_path / "taught" / "chat.jsonl")  # for train_sft.py --teacher
+    chats = json_lines(tmp_path / "taught" / "chat.jsonl")  # for train_sft.py --targets
     assert chats and all("weight" not in message for chat in chats for message in chat["messages"])
     with pytest.raises(UserError, match="give --model FOLDER"):
         check_policy(EvaluateArgs(data=(), out=""))

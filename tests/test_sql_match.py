@@ -210,6 +210,7 @@ def test_clause_f1(schema, gold, pred, score):
 
 NAMED, OLDEST = "(SELECT name AS n FROM singer)", "SELECT max(age) FROM singer"
 LATER = "SELECT name FROM singer AS s WHERE age > (SELECT year FROM concert WHERE s.age = year)"
+JOINED = "SELECT name FROM singer JOIN concert USING "
 TOTAL = "SELECT total FROM v WHERE country = 'France'"
 
 
@@ -230,6 +231,8 @@ TOTAL = "SELECT total FROM v WHERE country = 'France'"
         ("SELECT rowid FROM singer", 'SELECT "rowid" FROM singer'),
         ("SELECT * FROM singer", 'SELECT "S".* FROM singer AS s'),
         ("SELECT value FROM json_each('[1]')", "SELECT \"value\" FROM json_each('[1]')"),
+        ("SELECT type FROM sqlite_master", 'SELECT "type" FROM sqlite_master'),
+        (JOINED + "(singer_id)", JOINED + '("Singer_ID")'),
         (NAMES, f"; {NAMES}"),
     ],
 )

@@ -14,6 +14,7 @@ from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.data.datasets import Example, examples, load_dataset
+from mtsql.extras.served import message_text
 from mtsql.extras.teacher import message_of, read_teacher, taught
 from mtsql.learn.warm_start import Collected
 from mtsql.recipes import RECIPES, load_recipe
@@ -169,6 +170,7 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
             json.dumps(line_of({"role": "assistant", "content": 3})),
             json.dumps(line_of({"role": "assistant", "tool_calls": [{"name": EXEC_SQL, "arguments": "{"}]})),
             json.dumps(line_of("\ud800", **name)),
+            line_of(*right, **name, tool_set="all"),
         ],
     }  # fmt: skip
     environment = environment_of(tiny, limits=Limits(max_turn_tokens=300, max_interactions=3))
@@ -185,6 +187,9 @@ def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(tmp_path):
         line = line_of(said, {"role": "assistant", "content": pieces})
         (tmp_path / "line.jsonl").write_text(json.dumps(line))
         (read,) = read_teacher(tmp_path / "line.jsonl")
+        for thought in ({"thinking": "Done."}, {"content": [{"type": "reasoning", "text": "Done."}]}):
+            said = {"role": "assistant", **thought}
+            assert message_text(said).rstrip() == "<think>\nDone.\n</think>"
         both = ("Draft.", tool_call(EXEC_SQL, GOLD)), ("Done.", final_answer(GOLD))
         assert read.messages == [(f"<think>\n{thought}\n</think>\n\n{text}", True) for thought, text in both]
 

@@ -66,6 +66,8 @@ class ChatTokens:
         added_ids = set(tokenizer.get_added_vocab().values())
         with loading(self._refusal):
             tail = within(RENDER_SECONDS, self._render_tail)
+            if ASKED[0]["content"] not in self._render(ASKED, None):  # as one that takes lists of pieces
+                raise ValueError("it drops what the user says")
         ends = [i for i in self.encode(tail)[:1] if i in added_ids]
         ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if not ends:

@@ -25,9 +25,7 @@ from typing import ClassVar
 from mtsql.config import option, read_options, save_config, user_errors
 from mtsql.errors import UserError
 from mtsql.files import write_atomically
-from mtsql.learn.curriculum import SuccessCount, read_counts
-
-HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
+from mtsql.learn.curriculum import HARDEST_FIRST, SuccessCount, read_counts
 
 
 @dataclass(frozen=True, kw_only=True)

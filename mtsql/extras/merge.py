@@ -62,10 +62,11 @@ def give_away(adapter: Path, out: Path, base: str) -> None:
     with loading(f"{adapter} holds no LoRA adapter that can be read"):
         config = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
         weights = load_file(adapter / WEIGHTS)
+        config["base_model_name_or_path"] = base
+        if not isinstance(config["target_modules"], str):  # a set, saved in any order
+            config["target_modules"] = sorted(config["target_modules"])
     halved = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     write_atomically(out / WEIGHTS, save(halved, metadata={"format": "pt"}))
-    config["base_model_name_or_path"] = base
-    config["target_modules"] = sorted(config["target_modules"])  # a set, saved in any order
     write_atomically(out / ADAPTER_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     print(f"adapter: {out}, {(out / WEIGHTS).stat().st_size / 1e6:.1f} MB")
 

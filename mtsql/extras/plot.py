@@ -61,7 +61,7 @@ def plot_training(logs: Sequence[Path], path: Path) -> Path:
 
 def read_points(log: Path) -> dict[str, list[tuple[int, float]]]:
     """Step and value of every column of PANELS that a metrics.csv has."""
-    with loading(f"{log} is damaged"), file_errors(log), log.open(newline="", encoding="utf-8") as file:
+    with loading(f"{log} is damaged"), file_errors(log), log.open(newline="", encoding="utf-8-sig") as file:
         rows = list(csv.DictReader(file))
         points = {name: [(int(r["step"]), float(r[name])) for r in rows if r.get(name)] for name in PANELS}
     points = {name: found for name, found in points.items() if found}

@@ -284,6 +284,7 @@ def read_items(path: Path) -> tuple[list[tuple], list[dict]]:
         items = [item for _, item in load_json_lines(path)] if lines else load_json(path)["per_item"]
         if not items:
             raise ValueError("no item")
+        _ = [item[metric] + 0 for metric in metrics_of(items) for item in items]
         return [ASKED(item) for item in items], items
 
 

@@ -37,7 +37,8 @@ CANNOT = (400, 404, 405, 422)  # what a server answers that has no such address 
 FOR_ALL = (0, 401, 402, 403, 404, 429, 503)
 REFUSED_IN_A_ROW = 16  # episodes, with none played to its end in between: then all requests have a fault
 COUNTED = ("requests", "refused", "prompt_tokens", "completion_tokens")
-FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a message, that are sent back
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a field of a message, or the type of a piece
+FIELDS = ("content", "tool_calls", *THOUGHTS)  # of a message, that are sent back
 Message: TypeAlias = tuple[list[int], list[float], Stop, list[int]]  # the arguments of Episode.step
 
 
@@ -187,6 +188,8 @@ def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float], list[int]]
 def _message(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """A server's message as it is sent back, and as text, its thoughts first; raises one of UNREADABLE."""
     said = {"role": "assistant", "content": None} | {name: given[name] for name in FIELDS if given.get(name)}
+    if given.get("function_call"):  # of before there were several
+        said.setdefault("tool_calls", [{"function": given["function_call"]}])
     if "tool_calls" in said:
         said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
         # Servers leave the line break before a call in the text, and chat templates write another one.
@@ -206,10 +209,10 @@ def message_text(message: dict, write_call: Callable[[dict], str] | None = None)
     """
     content = message.get("content") or []
     pieces = [{"text": content}] if isinstance(content, str) else content
-    thoughts = [message.get("reasoning_content") or message.get("reasoning") or ""]
-    thoughts += [message_text({"content": p["thinking"]}) for p in pieces if p.get("type") == "thinking"]
-    thought = "\n".join(filter(None, thoughts)).strip()
-    texts = [piece["text"] for piece in pieces if piece.get("type") != "thinking"]
+    thoughts = [next((message[name] for name in THOUGHTS if message.get(name)), "")]
+    thoughts += [p.get("text") or p[p["type"]] for p in pieces if p.get("type") in THOUGHTS]
+    thought = "\n".join(message_text({"content": part}) for part in thoughts if part).strip()
+    texts = [piece["text"] for piece in pieces if piece.get("type") not in THOUGHTS]
     calls = message.get("tool_calls") or filter(None, [message.get("function_call")])
     texts += [(write_call or call_text)(call) for call in calls]
     return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n".join(texts)

@@ -52,16 +52,15 @@ def _read_line(item: Any) -> TeacherLine | None:
     try:
         messages = []
         for message in item["messages"]:
-            text = message_text(message)
             if message["role"] == "assistant":
-                messages.append((text, message.get("weight") != 0))
+                messages.append((message_text(message), message.get("weight") != 0))
         "".join(text for text, _ in messages).encode()  # arguments may hold half of a character
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     names = (item.get(name) for name in ("example_id", "db_id", "tool_set"))
     example_id, db_id, tool_set = (name if isinstance(name, str) else None for name in names)
-    tool_set = tool_set if tool_set in TOOL_SETS else None
-    return TeacherLine(example_id, db_id, tool_set, messages) if messages else None
+    readable = messages and tool_set in (None, *TOOL_SETS)
+    return TeacherLine(example_id, db_id, tool_set, messages) if readable else None
 
 
 def replay(line: TeacherLine, question: Example, environment: Environment) -> Trajectory:

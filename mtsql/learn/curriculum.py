@@ -17,6 +17,7 @@ from mtsql.data.datasets import Example
 from mtsql.errors import UserError, loading
 from mtsql.files import load_json_lines
 
+HARDEST_FIRST = ("extra", "hard", "medium", "easy", "unread")
 HOW_TO_MAKE = "make the file with python -m mtsql curriculum"
 
 
@@ -43,6 +44,8 @@ def read_counts(path: Path) -> list[SuccessCount]:
             count = SuccessCount(**record)
             if not 0 <= count.right <= count.sampled:
                 raise ValueError(f"{count.right} of {count.sampled}")
+            if not isinstance(count.example_id, str) or count.hardness not in HARDEST_FIRST:
+                raise ValueError(f"question {count.example_id!r}, hardness {count.hardness!r}")
         if count.example_id in counts:
             raise UserError(f"{path}, line {number}: question {count.example_id} is counted twice")
         counts[count.example_id] = count

@@ -55,7 +55,7 @@ from mtsql.agent.env import ModelMessage, Recipe
 from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
-from mtsql.data.schema import Schema
+from mtsql.data.schema import Schema, one_line
 from mtsql.recipes.prompt_options import PromptOptions, compact_result, truncated
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
 from mtsql.sql.execute import ExecutionResult
@@ -163,7 +163,7 @@ make_recipe = SkyrlSql
 
 
 def _cell(value: object) -> str:
-    return truncated(str(value).replace("\n", "\\n"), MAX_CELL)
+    return truncated(one_line(str(value).replace("\n", "\\n")), MAX_CELL)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def score_records(
                 "status": str(trajectory.status),
                 "interactions": trajectory.interactions,
                 "turns": trajectory.messages,
-                **({"reward_parts": reward(trajectory, example).parts} if reward and not problem else {}),
+                "reward_parts": reward(trajectory, example).parts if reward and not problem else {},
                 **({"thought_characters": thought_characters(trajectory, decode)} if decode else {}),
                 "off_protocol": trajectory.off_protocol,
                 "tool_calls": dict(Counter(o.tool for o in trajectory.observations if o.tool != NO_TOOL)),

@@ -31,10 +31,7 @@ MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
 MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
-# A name may hold a line break; a dot, which stops at one, would take square time, too.
-OF_A_COLUMN = re.compile(
-    r'(no such column|ambiguous column name): (?:(?P<table>[^."]+)\.)?"?(?P<name>[^"]+)"?(?: - should .*)?'
-)
+SHOULD = re.compile(r'"(.*)" - should .*', re.DOTALL)  # how SQLite goes on behind a quoted name
 
 
 class ResultCache:
@@ -251,17 +248,24 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     Instead of a table: all tables. Instead of a column: the tables that have it, then the columns of the
     table before its dot, or of all that the query reads. For an ambiguous column: the tables that have it.
     """
-    if message.startswith("no such table: "):
+    problem, _, missed = message.partition(": ")
+    if problem == "no such table":
         return f"tables: {_listed(table.name for table in schema.tables)}"
-    found = OF_A_COLUMN.fullmatch(message)
-    if found is None:
+    if problem not in ("no such column", "ambiguous column name"):
         return ""
-    name = folded(found["name"])
-    having = [t.name for t in schema.tables if name in (folded(column) for column, _ in t.columns)]
-    hints = [f"{written(found['name'])} is in {_listed(having)}"] if having else []
-    if found[1] == "no such column":
+
+    def having(name: str) -> list[str]:
+        return [t.name for t in schema.tables if folded(name) in (folded(column) for column, _ in t.columns)]
+
+    quoted = SHOULD.fullmatch(missed)
+    missed = quoted[1] if quoted else missed.removeprefix("main.")
+    before, dot, name = missed.partition(".")
+    if not dot or having(missed):  # a name may hold a dot, too
+        before, name = "", missed
+    hints = [f"{written(name)} is in {_listed(having(name))}"] if having(name) else []
+    if problem == "no such column":
         read = _tables_by_alias(sql)
-        asked = found["table"] and {read.get(folded(found["table"]), folded(found["table"]))}
+        asked = before and {read.get(folded(before), folded(before))}
         wanted = asked or set(read.values())
         tables = (t for t in schema.tables if folded(t.name) in wanted)
         hints += [f"{written(t.name)} has {_listed(name for name, _ in t.columns)}" for t in tables]

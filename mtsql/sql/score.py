@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlglot import exp
 
 from mtsql.data.datasets import Example
-from mtsql.data.schema import Schema
+from mtsql.data.schema import Schema, folded
 from mtsql.errors import UserError
 from mtsql.sql.execute import Executor, execution_match
 from mtsql.sql.grammar import MAX_KEPT, SqlParseError, SqlSchema, foreign_key_map
@@ -190,7 +190,7 @@ def _joined(select: exp.Select) -> list[str]:
         if join.side:
             found.append(f"{join.side.lower()} {_text(join.this)}")
         found += _conditions(join_condition(join))
-        found += [f"using {_text(column)}" for column in join.args.get("using") or []]
+        found += [f"using {folded(column.name)}" for column in join.args.get("using") or []]
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 from mtsql.data.datasets import Example
 from mtsql.data.schema import RESERVED, Schema, folded
@@ -26,6 +27,7 @@ FUNCTIONS = frozenset("avg count max min sum".split())
 ALIAS = re.compile(r"t\d+", re.IGNORECASE)
 WORD = re.compile(r"\w+")
 QUOTES = "'\"`["
+OPERAND_ENDS = ")]`'\"."
 NO_BLANK_AFTER, NO_BLANK_BEFORE = "(.", "),.;"
 SIGNS = "<>=!|&"  # those of an operator stay together,
 ARITHMETIC = "+-/%~"  # and these as they were: a sign may belong to its number
@@ -117,6 +119,14 @@ def normal_form(sql: str, schema: Schema) -> str:
     names = {folded(column): column for table in tables for column, _ in table.columns}
     names |= {folded(table.name): table.name for table in tables}
     words = [piece for piece in pieces if not is_blank(piece)]
+    # What stands behind AS, an operand or a dot is the query's own name, and so may be all that WITH defines.
+    own = {
+        folded(word).strip('"`[]')
+        for before, word in pairwise(words)
+        if before[-1] in OPERAND_ENDS or (WORD.fullmatch(before) and folded(before) not in KEYWORDS - {"as"})
+    }
+    quoted = {word for word in words if word[0] == '"'}
+    kept = {word for word in quoted if "with" in mentioned or folded(word).strip('"') in own}
     following = iter([*words[1:], ""])
     written, separated = [], False
     for piece in pieces:
@@ -125,7 +135,8 @@ def normal_form(sql: str, schema: Schema) -> str:
             continue
         if written and _blank(written[-1], piece, separated):
             written.append(" ")
-        written.append(_spelt(piece, names, called=next(following) == "("))
+        called = next(following) == "("
+        written.append(piece if piece in kept else _spelt(piece, names, called))
         separated = False
     return "".join(written).rstrip("; ")
 
@@ -148,6 +159,8 @@ def _spelt(piece: str, names: dict[str, str], called: bool) -> str:
 def _blank(before: str, piece: str, separated: bool) -> bool:
     """Whether a blank stands between two pieces; `separated` if there was one."""
     last = before[-1]
+    if before in ("x", "X") and piece[0] == "'":  # of a blob
+        return separated
     if piece in NO_BLANK_BEFORE or last in NO_BLANK_AFTER:
         return False
     if piece == "(":  # of a function's arguments, or of anything else

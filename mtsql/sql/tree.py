@@ -195,6 +195,7 @@ class _Names:
             if isinstance(source, exp.Table) and source.name:  # a function that gives rows has none
                 name, table = folded(source.alias_or_name), folded(source.name)
                 known = named[table] if table in named else (*self.schema.tables.get(table, ()), *ROW_IDS)
+                scope.opaque |= table not in {**named, **self.schema.tables}  # SQLite's own, as sqlite_master
                 scope.tables[name] = table
                 scope.sources[name] = {column: exp.column(column, table) for column in known}
             elif _selects(source):

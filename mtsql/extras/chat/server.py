@@ -62,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: a dialogue is private."""
 
     def trusted(self) -> bool:
-        own = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
+        port = self.server.server_port
+        ends = (f":{port}", "") if port == 80 else (f":{port}",)  # browsers leave out 80
+        own = [name + end for name in (ADDRESS, "localhost") for end in ends]
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
         named = len(hosts) == 1 and hosts[0].lower() in own
         return named and all(origin in [f"http://{name}" for name in own] for origin in origins)
