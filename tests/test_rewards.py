@@ -153,8 +153,8 @@ def test_weights_that_are_given_replace_those_of_the_preset(tiny):
         assert paid(tiny, episode, f"{preset},em=0,proposal=0,verify=3").total == 1 + 3
     with pytest.raises(ValueError, match="--rewards best is unknown; choose from outcome, process"):
         chosen_rewards(PRESETS, "best")
-    for wrong in ("proposals=1", "process,ex", "ex=", "ex=much", "=1"):
-        with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a number"):
+    for wrong in ("proposals=1", "process,ex", "ex=", "ex=much", "ex=nan", "=1"):
+        with pytest.raises(ValueError, match="should be one of ex, em, proposal, verify, =, and a finite"):
             chosen_rewards(PRESETS, wrong)
 
 
