@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import process_time
 
 import pytest
 from conftest import GOLD, SAMPLE, SHARED, environment_of, make_episode, say
@@ -74,6 +75,13 @@ def test_no_verdict_depends_on_it(file):
         assert scorer.ex(*key, normal), (example.gold_sql, normal)
         assert scorer.em(*key, normal) == scorer.em(*key, example.gold_sql), (example.gold_sql, normal)
     assert len(seen) > 80
+
+
+@pytest.mark.parametrize("piece", ["(1),", "(select ", "w AS (ORDER BY 1),"])
+def test_a_long_query_takes_no_square_time(tiny, piece):
+    schema, started = make_episode(tiny).schema, process_time()
+    normal_form("VALUES " + piece * (90_000 // len(piece)), schema)
+    assert process_time() - started < 3
 
 
 def test_prompt_memory_and_exported_chat_show_it(tiny):
