@@ -182,6 +182,7 @@ def test_results_equal_ends_where_columns_are_permutations_of_one_another():
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM singer WHERE age > = 1", True, True),
         ("SELECT count(*) FROM singer", "SELECT count(*) FROM nowhere", False, False),
         (NAMES + " WHERE age > 90", "", False, False),
+        (NAMES, f" ;\n{NAMES}", True, True),
         ("SELECT 'a;b distinct'", "SELECT 'a;b distinct'", True, True),
         ("SELECT n FROM number", "SELECT n + 0 FROM number", True, True),  # beyond the row limit
         ("SELECT n FROM number", "SELECT max(n, 1) FROM number", False, False),

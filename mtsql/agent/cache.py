@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -22,6 +23,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from mtsql.errors import UserError
+
+if TYPE_CHECKING:  # it imports this module
+    from mtsql.agent.decoder import Decoder
 
 TIER_STEP = 64  # Tiers have multiples of so many positions.
 SHARE_OF_FREE = 0.7  # of the device's free memory, for the cache; the rest is for activations
@@ -245,8 +249,8 @@ class RowCache:
                 new[:, target, :, :length] = old[:, source, :, :length]
 
 
-def cache_positions(model: PreTrainedModel, longest: int | None) -> int:
-    """How many positions a cache of most of the free memory has, for a model or its `Decoder`.
+def cache_positions(model: PreTrainedModel | Decoder, longest: int | None) -> int:
+    """How many positions a cache of most of the device's free memory has.
 
     Raises UserError if it does not hold a row of `longest` positions.
     """
@@ -268,7 +272,7 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def cache_bytes_per_token(model: PreTrainedModel) -> int:
+def cache_bytes_per_token(model: PreTrainedModel | Decoder) -> int:
     """Memory of one position of one row in the cache, over all layers."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
