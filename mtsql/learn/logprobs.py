@@ -296,8 +296,9 @@ def _head_factor(weight: Tensor) -> Tensor:
 class _HeadLogprobs(torch.autograd.Function):
     """The output head on trained tokens only, a chunk of them at a time, forward and backward.
 
-    The logits of a chunk are not kept: the backward pass computes them again. With p = softmax(logits),
-    d logprob / d logits = onehot(target) - p.
+    The logits of a chunk are not kept. With p = softmax(logits), d logprob / d logits is onehot(target) - p.
+    So the forward pass knows d logprob / d hidden, and keeps that; only a head that is trained needs its
+    logits again.
     """
 
     @staticmethod
@@ -307,14 +308,17 @@ class _HeadLogprobs(torch.autograd.Function):
         """`hidden` (tokens, hidden), `weight` (vocabulary, hidden), `targets` (tokens,) int64 give
         log-probabilities and entropies, (tokens,) float32."""
         factor, normalisers, logprobs, entropies = _head_factor(weight), [], [], []
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        slopes = torch.empty_like(hidden)  # (tokens, hidden): d logprob / d hidden
+        for h, t, slope in zip(*(x.split(chunk) for x in (hidden, targets[:, None], slopes)), strict=True):
             logits = float32_logits(h, factor).div_(temperature)  # (chunk, vocabulary)
-            normaliser = logits.logsumexp(-1)  # (chunk,)
-            logprobs.append(logits.gather(-1, t[:, None])[:, 0] - normaliser)
-            probabilities = (logits - normaliser[:, None]).exp_()  # (chunk, vocabulary)
-            entropies.append(normaliser - torch.linalg.vecdot(probabilities, logits))
+            normaliser = logits.logsumexp(-1, keepdim=True)  # (chunk, 1)
+            probabilities = logits.sub_(normaliser).exp()  # (chunk, vocabulary); the logits are log p now
+            logprobs.append(logits.gather(-1, t)[:, 0])
+            entropies.append(-torch.linalg.vecdot(probabilities, logits))
             normalisers.append(normaliser)
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers))
+            if ctx.needs_input_grad[0]:
+                torch.mm(_onehot_less(probabilities, t).to(weight.dtype), weight, out=slope)
+        ctx.save_for_backward(slopes.div_(temperature), hidden, weight, targets, torch.cat(normalisers))
         ctx.temperature, ctx.chunk = temperature, chunk
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
@@ -323,24 +327,25 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """`grad_logprobs` (tokens,) is d loss / d logprob. The weight's gradient adds up in float32."""
-        hidden, weight, targets, normalisers = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)  # (tokens, hidden)
-        grad_weight = None  # (vocabulary, hidden) float32
+        slopes, hidden, weight, targets, normalisers = ctx.saved_tensors
+        grad_logprobs, grad_weight = grad_logprobs[:, None], None  # (tokens, 1)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        factor, slope = _head_factor(weight), grad_logprobs[:, None] / ctx.temperature  # slope (tokens, 1)
-        for start in range(0, len(hidden), ctx.chunk):
-            at = slice(start, start + ctx.chunk)
-            logits = float32_logits(hidden[at], factor).div_(ctx.temperature)  # (chunk, vocabulary)
-            grad_logits = logits.sub_(normalisers[at, None]).exp_().mul_(-slope[at])
-            grad_logits = grad_logits.scatter_add_(1, targets[at, None], slope[at]).to(weight.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[at])
-            if grad_weight is not None and weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), hidden[at])
-            elif grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[at]
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (vocabulary, hidden)
+            factor, chunks = _head_factor(weight), (hidden, targets[:, None], normalisers, grad_logprobs)
+            for h, t, normaliser, grad in zip(*(x.split(ctx.chunk) for x in chunks), strict=True):
+                logits = float32_logits(h, factor).div_(ctx.temperature)  # (chunk, vocabulary)
+                grad_logits = _onehot_less(logits.sub_(normaliser).exp_(), t).mul_(grad / ctx.temperature)
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), h)
+                else:
+                    grad_weight += grad_logits.to(weight.dtype).t() @ h
+            grad_weight = grad_weight.to(weight.dtype)
+        return (slopes * grad_logprobs).to(hidden.dtype), grad_weight, None, None, None
+
+
+def _onehot_less(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """onehot(target) - p in the place of p (tokens, vocabulary); `targets` (tokens, 1) int64."""
+    return probabilities.neg_().scatter_add_(1, targets, torch.ones_like(targets, dtype=probabilities.dtype))
 
 
 def token_logprobs(model: Policy, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
