@@ -1,11 +1,15 @@
 """What fine-tuning on gold SQL learns from: direct answers, or demonstrations of the protocol with tools.
 
 A model that does not call its tools untrained is shown how by a scripted agent. Mostly the agent proposes
-the gold SQL, runs it, asks the memory and answers. In REPAIRED of the questions its first query fails, and
-is repaired to the gold SQL. A repair that could be guessed from the prompt teaches nothing about reading a
-result. So the prompt shows a stale schema, in which the failing query is right: a column or a table has
-another name, or a column stands in another table. What is there today is to be read in the error, and
-nowhere else.
+the gold SQL, runs it, asks the memory and answers. In a part of the questions its first query fails, and
+is repaired to the gold SQL. Where the gold SQL joins tables it mostly fails as policies' own queries do: a
+column is asked of the wrong table, or a join is missing. Such a repair can be guessed from the prompt, which
+teaches nothing about reading a result. So elsewhere the prompt shows a stale schema, in which the failing
+query is right: a column or a table has another name, or a column stands in another table. What is there
+today is to be read in the error, and nowhere else.
+
+Half of the questions are answered at once even so. With calls alone a policy has learned the SQL of later
+turns less well after as many steps (docs/lab/qwen.md).
 
 A query that fails only because the schema is stale is learned: it is what the prompt asks for. Any other has
 loss mask 0: the policy learns to run, to judge and to repair, not to fail.
@@ -28,9 +32,12 @@ from mtsql.recipes.mtsql_r1 import tool_call, verdict
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.text import KEYWORDS, PIECE, in_normal_form, normal_form
 
-SHARES = {"both": 0.85, "none": 0.09, "no_execution": 0.03, "no_memory": 0.03}  # of the sets of tools
-REPAIRED = 0.35  # share of the questions with EXECUTE whose first query fails, where a mistake can be made
+SHARES = {"both": 0.45, "none": 0.5, "no_execution": 0.025, "no_memory": 0.025}  # of the sets of tools
+# Shares of the questions with EXECUTE whose first query fails: gold SQL with a join, without one.
+REPAIRED_JOIN, REPAIRED = 0.9, 0.2
+OWN_KINDS, OWN_FIRST = ("wrong table", "lost join"), 0.9  # policies' own mistakes are tried first that often
 STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
+JOINED = re.compile(r"\bFROM (\w+) AS t1 JOIN (\w+) AS t2 ON t[12]\.\w+ = t[12]\.\w+")
 ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (t\d+)\b")
 QUALIFIED = re.compile(r"\b(t\d+)\.(\w+)")
 COMPARED = re.compile(r"(?:\b(t\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
@@ -64,8 +71,11 @@ def gold_trajectories(
         rng = random.Random(f"{seed}/{example.id}")
         tool_set = rng.choices(list(SHARES), list(SHARES.values()))[0] if environment.tools else "none"
         chosen, mistake = environments[tool_set], None
-        if EXEC_SQL in chosen.tools and rng.random() < REPAIRED:
+        share = REPAIRED_JOIN if " join " in example.gold_sql.lower() else REPAIRED
+        if EXEC_SQL in chosen.tools and rng.random() < share:
             kinds = rng.sample(list(KINDS), len(KINDS))
+            if rng.random() < OWN_FIRST:
+                kinds.sort(key=lambda kind: kind not in OWN_KINDS)
             made = (KINDS[kind](Question(chosen, example), rng) for kind in kinds)
             mistake = next(filter(None, made), None)
         trajectory = play(chosen, example, mistake) or play(chosen, example)
@@ -183,6 +193,36 @@ def moved_column(question: Question, rng: random.Random) -> Mistake | None:
     return question.checked(Mistake(wrong, (question.example, shown), learned=True))
 
 
+def wrong_table(question: Question, rng: random.Random) -> Mistake | None:
+    """A column is asked of another table of the join."""
+    gold, table_of = question.gold, question.table_of
+    pairs = [
+        (alias, column, other)
+        for alias, column in sorted(set(QUALIFIED.findall(gold)))
+        for other in table_of
+        if alias in table_of and column not in question.columns[table_of[other]]
+    ]
+    if not pairs:
+        return None
+    alias, column, other = rng.choice(pairs)
+    wrong = re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
+    return question.checked(Mistake(wrong, (question.example, question.schema)))
+
+
+def lost_join(question: Question, rng: random.Random) -> Mistake | None:
+    """One of two joined tables stands alone."""
+    gold, join = question.gold, JOINED.search(question.gold)
+    if join is None or gold.count(" JOIN ") != 1:
+        return None
+    for kept in rng.sample([1, 2], 2):
+        rest = gold.replace(join[0], "")
+        columns = {column for alias, column in QUALIFIED.findall(rest) if alias == f"t{3 - kept}"}
+        if columns - set(question.columns.get(join[kept], ())):
+            wrong = re.sub(r"\bt[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
+            return question.checked(Mistake(wrong, (question.example, question.schema)))
+    return None
+
+
 def ambiguous_column(question: Question, rng: random.Random) -> Mistake | None:
     """A column that several joined tables have, without its table."""
     gold = question.gold
@@ -221,6 +261,8 @@ KINDS: dict[str, Callable[[Question, random.Random], Mistake | None]] = {
     "stale column": lambda *given: stale_name(*given, of_tables=False),
     "stale table": lambda *given: stale_name(*given, of_tables=True),
     "moved column": moved_column,
+    "wrong table": wrong_table,
+    "lost join": lost_join,
     "ambiguous column": ambiguous_column,
     "other value": other_value,
 }
