@@ -17,7 +17,7 @@ from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import examples, load_dataset
 from mtsql.errors import UserError
-from mtsql.extras.demonstrations import COMPARED, KINDS, Mistake, Question, gold_trajectories, play
+from mtsql.extras.demonstrations import COMPARED, KINDS, OWN_KINDS, Mistake, Question, gold_trajectories, play
 from mtsql.extras.probe import Args, own_failures, probe
 from mtsql.learn.batches import alike, order_by_database
 from mtsql.recipes.mtsql_r1 import MtsqlR1, verdict
@@ -116,17 +116,14 @@ def test_a_stale_name_stands_in_the_prompt_and_todays_only_in_the_error(kind, re
         assert schema.text(True) in tiny.tokens.decode(trajectory.segments[0].ids)
 
 
-def test_a_moved_column_is_shown_where_the_query_looks_for_it(real):
+def test_own_mistakes_stand_under_the_true_schema_and_are_not_learned(real):
     environment, _ = real
-    for example, mistake in mistakes_of(real, "moved column"):
-        _, shown = mistake.shown
-        before, after = (
-            {t.name: [c for c, _ in t.columns] for t in schema.tables}
-            for schema in (environment.schemas[example.db_id], shown)
-        )
-        assert before != after and sum(map(len, before.values())) == sum(map(len, after.values()))
-        for table in shown.tables:
-            assert table.example_row is None or len(table.example_row) == len(table.columns)
+    for kind in OWN_KINDS:
+        for example, mistake in mistakes_of(real, kind):
+            gold = normal_form(example.gold_sql, environment.schemas[example.db_id])
+            assert mistake.shown[1] == environment.schemas[example.db_id] and not mistake.learned
+            joins = [sql.count(" JOIN ") for sql in (mistake.wrong, gold)]
+            assert joins == [0, 1] if kind == "lost join" else joins[0] == joins[1] > 0
 
 
 def test_the_right_form_of_a_value_is_looked_up(real):

@@ -5,8 +5,8 @@ the gold SQL, runs it, asks the memory and answers. In a part of the questions i
 is repaired to the gold SQL. Where the gold SQL joins tables it mostly fails as policies' own queries do: a
 column is asked of the wrong table, or a join is missing. Such a repair can be guessed from the prompt, which
 teaches nothing about reading a result. So elsewhere the prompt shows a stale schema, in which the failing
-query is right: a column or a table has another name, or a column stands in another table. What is there
-today is to be read in the error, and nowhere else.
+query is right: a column or a table has another name. What is there today is to be read in the error, and
+nowhere else.
 
 Half of the questions are answered at once even so. With calls alone a policy has learned the SQL of later
 turns less well after as many steps (docs/lab/qwen.md).
@@ -173,26 +173,6 @@ def stale_name(question: Question, rng: random.Random, of_tables: bool) -> Mista
     return question.checked(Mistake(_renamed(gold, name, stale), shows, told))
 
 
-def moved_column(question: Question, rng: random.Random) -> Mistake | None:
-    """The prompt shows a column in another table of the join; the error says where it is."""
-    gold, schema, table_of = question.gold, question.schema, question.table_of
-    foreign = {n for t in schema.tables for column, _, key in t.foreign_keys for n in (column, key)}
-    keys = foreign.union(*(table.primary_keys for table in schema.tables))
-    pairs = [
-        (alias, column, other)
-        for alias, column in sorted(set(QUALIFIED.findall(gold)))
-        for other in table_of
-        if alias in table_of and column in set(question.columns[table_of[alias]]) - keys
-        if column not in question.columns[table_of[other]]
-    ]
-    if not pairs:
-        return None
-    alias, column, other = rng.choice(pairs)
-    wrong = re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
-    shown = moved(schema, column, table_of[alias], table_of[other])
-    return question.checked(Mistake(wrong, (question.example, shown), learned=True))
-
-
 def wrong_table(question: Question, rng: random.Random) -> Mistake | None:
     """A column is asked of another table of the join."""
     gold, table_of = question.gold, question.table_of
@@ -260,7 +240,6 @@ def other_value(question: Question, rng: random.Random) -> Mistake | None:
 KINDS: dict[str, Callable[[Question, random.Random], Mistake | None]] = {
     "stale column": lambda *given: stale_name(*given, of_tables=False),
     "stale table": lambda *given: stale_name(*given, of_tables=True),
-    "moved column": moved_column,
     "wrong table": wrong_table,
     "lost join": lost_join,
     "ambiguous column": ambiguous_column,
@@ -308,23 +287,6 @@ def renamed_schema(schema: Schema, name: str, stale: str) -> Schema:
         for table in schema.tables
     )
     return replace(schema, tables=tables)
-
-
-def moved(schema: Schema, column: str, source: str, target: str) -> Schema:
-    """The schema with a column, which is no key, at the end of another table, its example cell with it."""
-    tables = {table.name: table for table in schema.tables}
-    old, new = tables[source], tables[target]
-    place = columns_of(schema)[source].index(column)
-
-    def without(cells: tuple | None) -> tuple | None:
-        return cells and cells[:place] + cells[place + 1 :]
-
-    columns, row = without(old.columns), without(old.example_row)
-    tables[source] = replace(old, columns=columns, example_row=row, descriptions=())
-    cell = old.example_row and old.example_row[place]
-    columns, row = (*new.columns, old.columns[place]), new.example_row and (*new.example_row, cell)
-    tables[target] = replace(new, columns=columns, example_row=row, descriptions=())
-    return replace(schema, tables=tuple(tables.values()))
 
 
 def format_repairs(trajectories: Sequence[Trajectory]) -> str:
