@@ -33,9 +33,10 @@ from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.text import KEYWORDS, PIECE, in_normal_form, normal_form
 
 SHARES = {"both": 0.45, "none": 0.5, "no_execution": 0.025, "no_memory": 0.025}  # of the sets of tools
-# Shares of the questions with EXECUTE whose first query fails: gold SQL with a join, without one.
-REPAIRED_JOIN, REPAIRED = 0.9, 0.2
-OWN_KINDS, OWN_FIRST = ("wrong table", "lost join"), 0.9  # policies' own mistakes are tried first that often
+# Shares of the questions with EXECUTE whose first query fails, where a mistake can be made: gold SQL with a
+# join, without one; and of those in which the mistakes that policies make themselves are tried first.
+REPAIRED_JOIN, REPAIRED, OWN_FIRST = 0.9, 0.2, 0.9
+OWN_KINDS = ("wrong table", "lost join")
 STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
 JOINED = re.compile(r"\bFROM (\w+) AS t1 JOIN (\w+) AS t2 ON t[12]\.\w+ = t[12]\.\w+")
 ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (t\d+)\b")
@@ -71,7 +72,7 @@ def gold_trajectories(
         rng = random.Random(f"{seed}/{example.id}")
         tool_set = rng.choices(list(SHARES), list(SHARES.values()))[0] if environment.tools else "none"
         chosen, mistake = environments[tool_set], None
-        share = REPAIRED_JOIN if " join " in example.gold_sql.lower() else REPAIRED
+        share = REPAIRED_JOIN if "join" in example.gold_sql.lower().split() else REPAIRED
         if EXEC_SQL in chosen.tools and rng.random() < share:
             kinds = rng.sample(list(KINDS), len(KINDS))
             if rng.random() < OWN_FIRST:
@@ -194,13 +195,10 @@ def lost_join(question: Question, rng: random.Random) -> Mistake | None:
     gold, join = question.gold, JOINED.search(question.gold)
     if join is None or gold.count(" JOIN ") != 1:
         return None
-    for kept in rng.sample([1, 2], 2):
-        rest = gold.replace(join[0], "")
-        columns = {column for alias, column in QUALIFIED.findall(rest) if alias == f"t{3 - kept}"}
-        if columns - set(question.columns.get(join[kept], ())):
-            wrong = re.sub(r"\bt[12]\.", "", gold.replace(join[0], f"FROM {join[kept]}"))
-            return question.checked(Mistake(wrong, (question.example, question.schema)))
-    return None
+    alone = [gold.replace(join[0], f"FROM {join[kept]}") for kept in rng.sample([1, 2], 2)]
+    shown = (question.example, question.schema)
+    made = (question.checked(Mistake(re.sub(r"\bt[12]\.", "", sql), shown)) for sql in alone)
+    return next(filter(None, made), None)
 
 
 def ambiguous_column(question: Question, rng: random.Random) -> Mistake | None:
