@@ -8,6 +8,10 @@ teaches nothing about reading a result. So elsewhere the prompt shows a stale sc
 query is right: a column or a table has another name. What is there today is to be read in the error, and
 nowhere else.
 
+After a failure the agent says in a few words what it needed ("name is in singer"), mostly in words of the
+error's hint, and then writes the repair. At times the next query fails too, the same again or another one:
+where every demonstration fails once, a policy learns to count its failures and not to look at results.
+
 Half of the questions are answered at once even so. With calls alone a policy has learned the SQL of later
 turns less well after as many steps (docs/lab/qwen.md).
 
@@ -22,6 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 
 from mtsql.agent.env import Environment, Episode, outcome_of
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
@@ -37,11 +42,14 @@ SHARES = {"both": 0.45, "none": 0.5, "no_execution": 0.025, "no_memory": 0.025} 
 # join, without one; and of those in which the mistakes that policies make themselves are tried first.
 REPAIRED_JOIN, REPAIRED, OWN_FIRST = 0.9, 0.2, 0.9
 OWN_KINDS = ("wrong table", "lost join")
+FAILS_AGAIN = 0.4  # share of the first queries that fail whose next one fails too
 STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
 JOINED = re.compile(r"\bFROM (\w+) AS t1 JOIN (\w+) AS t2 ON t[12]\.\w+ = t[12]\.\w+")
 ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (t\d+)\b")
 QUALIFIED = re.compile(r"\b(t\d+)\.(\w+)")
-COMPARED = re.compile(r"(?:\b(t\d+)\.)?(?<![\w.])(\w+) = '([^']+)'")
+FROM = re.compile(r"\b(?:FROM|JOIN) (\w+)")
+NAME = re.compile(r"'[^']*'|(?<![\w.])(?:(t\d+)\.)?(\w+)")  # or a text, in which none is found
+COMPARED = re.compile(r"(?<![\w.])(?:(t\d+)\.)?(\w+) = '([^']+)'")
 
 
 @dataclass(frozen=True)
@@ -71,33 +79,38 @@ def gold_trajectories(
     for example in asked:
         rng = random.Random(f"{seed}/{example.id}")
         tool_set = rng.choices(list(SHARES), list(SHARES.values()))[0] if environment.tools else "none"
-        chosen, mistake = environments[tool_set], None
+        chosen, mistakes = environments[tool_set], []
         share = REPAIRED_JOIN if "join" in example.gold_sql.lower().split() else REPAIRED
         if EXEC_SQL in chosen.tools and rng.random() < share:
             kinds = rng.sample(list(KINDS), len(KINDS))
             if rng.random() < OWN_FIRST:
                 kinds.sort(key=lambda kind: kind not in OWN_KINDS)
-            made = (KINDS[kind](Question(chosen, example), rng) for kind in kinds)
-            mistake = next(filter(None, made), None)
-        trajectory = play(chosen, example, mistake) or play(chosen, example)
+            made = filter(None, (KINDS[kind](Question(chosen, example), rng) for kind in kinds))
+            mistakes = list(islice(made, 1))
+            if mistakes and not mistakes[0].look and rng.random() < FAILS_AGAIN:
+                others = (mistake for mistake in made if not mistake.look)
+                again = next(others, mistakes[0]) if rng.random() < 0.5 else mistakes[0]
+                mistakes.append(replace(again, learned=False))
+        trajectory = play(chosen, example, mistakes) or play(chosen, example)
         trajectory = trajectory or play(environments["none"], example)
         found.append([] if trajectory is None else [trajectory])
     return found
 
 
-def play(environment: Environment, example: Example, mistake: Mistake | None = None) -> Trajectory | None:
+def play(environment: Environment, example: Example, mistakes: Sequence[Mistake] = ()) -> Trajectory | None:
     """The scripted agent's episode: what is wrong, then the gold SQL, which passes every check.
 
-    None if it does not fit into the limits.
+    The first of the mistakes says what the prompt shows. None if it does not fit into the limits.
     """
-    (episode,) = environment.episodes(example, [0], mistake and mistake.shown)
+    (episode,) = environment.episodes(example, [0], mistakes[0].shown if mistakes else None)
     recipe, gold = episode.recipe, normal_form(example.gold_sql, episode.schema)
     said = ""  # the verdict on what came back
-    if mistake:
-        say(episode, recipe.call(mistake.wrong), learned=mistake.learned)
-        said = verdict(EXEC_SQL, False) + "\n"
-    if mistake and mistake.look:
-        say(episode, said + recipe.call(mistake.look))
+    for mistake in mistakes:
+        say(episode, said + recipe.call(mistake.wrong), learned=mistake.learned)
+        needed = Question(environment, example).needed(mistake.wrong)
+        said = verdict(EXEC_SQL, False) + "\n" + (needed and needed + "\n")
+        if mistake.look:
+            say(episode, said + recipe.call(mistake.look))
     if EXEC_SQL in episode.tools:
         say(episode, said + recipe.call(gold))
         said = verdict(EXEC_SQL, True) + "\n"
@@ -105,8 +118,9 @@ def play(environment: Environment, example: Example, mistake: Mistake | None = N
         say(episode, said + tool_call(MEMORY_RETRIEVE, gold))
         said = verdict(MEMORY_RETRIEVE, True) + "\n"
     say(episode, said + recipe.answer(gold))
-    finished = episode.trajectory.status is Status.ANSWERED and not episode.trajectory.off_protocol
-    return episode.trajectory if finished else None
+    repeated = sum(a.wrong == b.wrong for a, b in pairwise(mistakes))  # off the protocol, and not learned
+    played = episode.trajectory
+    return played if played.status is Status.ANSWERED and played.off_protocol == repeated else None
 
 
 def say(episode: Episode, text: str, stop: Stop = Stop.END_OF_TURN, learned: bool = True) -> None:
@@ -137,6 +151,27 @@ class Question:
     def execute(self, sql: str) -> ExecutionResult:
         """What a query gives in the question's database."""
         return self.environment.executor.execute(self.schema.path, sql)
+
+    def columns_in(self, sql: str) -> dict[tuple[str, str], None]:
+        """The (table, column) of each column in SQL in normal form, in its order."""
+        from_, table_of = set(FROM.findall(sql)), {alias: table for table, alias in ALIASED.findall(sql)}
+        found = {}
+        for alias, name in NAME.findall(sql):
+            having = [table for table in from_ if name in self.columns.get(table, ())]
+            if alias in table_of or (not alias and len(having) == 1):
+                found[table_of.get(alias) or having[0], name] = None
+        return found
+
+    def needed(self, wrong: str) -> str:
+        """What the gold SQL has and the failed query has not, in a hint's words.
+
+        At most two columns, of which those come first that the query names; else tables.
+        """
+        missing = [pair for pair in self.columns_in(self.gold) if pair not in self.columns_in(wrong)]
+        missing.sort(key=lambda pair: pair[1] not in PIECE.findall(wrong))
+        tables = set(FROM.findall(self.gold)) - set(FROM.findall(wrong))
+        said = [f"{column} is in {table}" for table, column in missing[:2]]
+        return "; ".join(said or [f"there is {table}" for table in sorted(tables)])
 
     def checked(self, mistake: Mistake) -> Mistake | None:
         """The mistake, if its query fails where the gold SQL does not; before a look it finds nothing."""
