@@ -259,10 +259,18 @@ def test_its_probabilities_are_of_the_token_where_repair_and_copy_part(work):
         return policy(ids, **how)
 
     watched.device = policy.device
+    said = "name is in singer\n"  # what it says between verdict and call
+
+    def generate(ids, max_new_tokens, **_):
+        asked_before.append(text(ids[0].tolist()))
+        return torch.tensor([ids[0].tolist() + task.tokens.message_ids(f"{said}<tool_call>\n{{")])
+
+    asked_before, watched.generate = [], generate
     copied = "SELECT absent FROM nowhere"
     found = probe(replace(task, policy=watched), example, Mistake(copied, shown))
     judged, call = verdict(EXEC_SQL, False) + "\n", task.environment.recipe.call
-    gold, copy = (task.tokens.message_ids(judged + call(sql)) for sql in (example.gold_sql, copied))
+    gold, copy = (task.tokens.message_ids(judged + said + call(sql)) for sql in (example.gold_sql, copied))
+    assert all(given.endswith(judged) for given in asked_before) and len(asked_before) == 2
     place = next(i for i, (a, b) in enumerate(zip(gold, copy, strict=False)) if a != b)
     for ids, name in zip(asked, ("seen", "blind"), strict=True):
         given = text(ids[0].tolist())

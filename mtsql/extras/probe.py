@@ -4,11 +4,11 @@ failed.
     python -m mtsql.extras.probe --config configs/real_qwen.toml --data DATA --model MODEL \\
         --failures runs/real/held_out/short_sft/predictions.jsonl --out runs/real/probe/warm_start
 
-A query has failed with an error. The policy has judged it (no_pass) and writes the next call, given as far
-as gold SQL and failed query agree. P(gold) is the probability of the gold SQL's next token, P(copy) that of
-the failed query's, `seen` after the real error with its hint, `blind` after "error: the query fails". The
-gap, P(gold | seen) - P(gold | blind), is what the policy takes from the observation: 0 for one that repairs
-by guessing.
+A query has failed with an error. The policy has judged it (no_pass), says greedily what it says
+before a call, and writes the next call, given as far as gold SQL and failed query agree. P(gold) is the probability of the
+gold SQL's next token, P(copy) that of the failed query's, `seen` after the real error with its hint, `blind`
+after "error: the query fails". The gap, P(gold | seen) - P(gold | blind), is what the policy takes from the
+observation: 0 for one that repairs by guessing.
 
 The failures, of --split (held_out), are those of --failures (an evaluation's predictions.jsonl, of any
 policy), and --questions questions with mistakes of each kind of mtsql/extras/demonstrations.py.
@@ -109,6 +109,16 @@ def made_failures(config: Args, task: Task) -> Iterator[tuple[str, Example, Mist
         yield from islice(failures(kind), config.questions)
 
 
+def said_first(task: Task, ids: list[int]) -> str:
+    """What the policy says between its verdict and its next call; nothing if no call comes in 60 tokens."""
+    given = torch.tensor([ids], device=task.policy.device)  # (1, T)
+    sampled = task.policy.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=60, do_sample=False
+    )
+    said, call, _ = task.tokens.decode(sampled[0, len(ids) :].tolist()).partition("<tool_call>")
+    return said if call else ""
+
+
 @torch.no_grad()
 def probe(task: Task, example: Example, mistake: Mistake) -> dict[str, float] | None:
     """The probabilities at the first token where the repair differs from the failed query.
@@ -124,11 +134,14 @@ def probe(task: Task, example: Example, mistake: Mistake) -> dict[str, float] | 
         return None
     prompt, message, real = (list(segment.ids) for segment in episode.trajectory.segments)
     judged = verdict(EXEC_SQL, False) + "\n"
-    gold, copy = (tokens.message_ids(judged + recipe.call(sql)) for sql in (question.gold, mistake.wrong))
-    place, found = shared_length(gold, copy), {}
+    found = {}
     observations = {"seen": real, "blind": tokens.observation_suffix(BLIND, True, recipe.observation_role)}
     for name, observation in observations.items():
-        ids = torch.tensor([prompt + message + observation + gold[:place]], device=task.policy.device)
+        before = prompt + message + observation
+        said = judged + said_first(task, before + tokens.message_ids(judged)[:-1])
+        gold, copy = (tokens.message_ids(said + recipe.call(sql)) for sql in (question.gold, mistake.wrong))
+        place = shared_length(gold, copy)
+        ids = torch.tensor([before + gold[:place]], device=task.policy.device)  # (1, T)
         logits = task.policy(ids, logits_to_keep=1).logits[0, -1]  # (vocabulary,)
         probabilities = logits.float().softmax(-1)
         found[f"gold_{name}"] = probabilities[gold[place]].item()
