@@ -4,11 +4,11 @@ failed.
     python -m mtsql.extras.probe --config configs/real_qwen.toml --data DATA --model MODEL \\
         --failures runs/real/held_out/short_sft/predictions.jsonl --out runs/real/probe/warm_start
 
-A query has failed with an error. The policy has judged it (no_pass), says greedily what it says
-before a call, and writes the next call, given as far as gold SQL and failed query agree. P(gold) is the probability of the
-gold SQL's next token, P(copy) that of the failed query's, `seen` after the real error with its hint, `blind`
-after "error: the query fails". The gap, P(gold | seen) - P(gold | blind), is what the policy takes from the
-observation: 0 for one that repairs by guessing.
+A query has failed with an error. The policy has judged it (no_pass), says greedily what it says before
+a call, and writes the next call, given as far as gold SQL and failed query agree. P(gold) is the probability
+of the gold SQL's next token, P(copy) that of the failed query's, `seen` after the real error with its hint,
+`blind` after "error: the query fails". The gap, P(gold | seen) - P(gold | blind), is what the policy takes
+from the observation: 0 for one that repairs by guessing.
 
 The failures, of --split (held_out), are those of --failures (an evaluation's predictions.jsonl, of any
 policy), and --questions questions with mistakes of each kind of mtsql/extras/demonstrations.py.
