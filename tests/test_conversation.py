@@ -23,10 +23,10 @@ from conftest import GOLD, QUESTION, ROOT, TOY, Tiny, environment_of, make_datab
 
 from mtsql.agent.env import Episode, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
-from mtsql.agent.trajectory import Stop
+from mtsql.agent.trajectory import Segment, Stop, Trajectory
 from mtsql.errors import UserError
 from mtsql.extras.chat import __main__ as chat
-from mtsql.extras.chat.conversation import Conversation, Event, Show, read_schema
+from mtsql.extras.chat.conversation import Conversation, Event, Show, read_schema, show_step
 from mtsql.extras.chat.server import Handler, Server
 from mtsql.model_folder import PACKAGED
 from mtsql.pretrained import MODELS
@@ -69,6 +69,18 @@ def test_each_step_is_shown_and_the_memory_holds_the_agents_own_answers(tiny):
     assert [COUNT in e.text for e in shown if e.kind == "recall"] == [True]
     assert answer.result.rows == (("Bruno",),)
     assert conversation.undo() == QUESTION and [t.sql for t in conversation.history] == [COUNT]
+
+
+def test_what_the_agent_says_stands_beside_its_verdict(tiny, capsys):
+    judged, call = verdict(EXEC_SQL, False), tool_call(EXEC_SQL, COUNT)
+    messages = [FIRST[0], f"{judged}\nname is in singer\n{call}", FIRST[-1]]
+    shown: list[Event] = []
+    make_conversation(tiny, messages).ask("How many singers are there?", shown.append)
+    assert [e.text for e in shown if e.passed is not None] == ["name is in singer", ""]
+    chat.show_event(shown[3])
+    assert "judges the result no pass: name is in singer" in capsys.readouterr().out
+    silent = Trajectory("00000/0", 0, [Segment.given("prompt", [1])])  # of a server that gives up at once
+    show_step(silent, tiny.tokens.decode, shown.append)
 
 
 def test_a_question_that_does_not_fit_is_refused_and_forgotten(tiny):

@@ -183,7 +183,7 @@ def run_command(conversation: Conversation, line: str) -> str:
 def show_event(event: Event) -> None:
     """One line of what the agent does or sees."""
     verdict = {True: "pass", False: "no pass", None: ""}[event.passed]
-    text = " ".join(printable(f"{verdict} {event.text}").split())
+    text = " ".join(printable(": ".join(filter(None, (verdict, event.text)))).split())
     width = max(40, shutil.get_terminal_size().columns - 22)
     cut = text if len(text) <= width else f"{text[: width - 4]} ..."
     print(f"  {LABELS.get(event.kind, event.kind):<18}{cut}", flush=True)

@@ -30,6 +30,7 @@ INDEX_PARTS = (  # tables of FTS3 to FTS5 and of R-trees
     "content", "data", "idx", "docsize", "config", "segments", "segdir", "stat", "node", "parent", "rowid",
 )  # fmt: skip
 SMALL = r"[^\W\d_A-Z]"  # any letter but ASCII's capitals
+TAGGED = re.compile(r"<(\w+)>.*?</\1>", re.DOTALL)  # a verdict, a call, an answer; the rest is said freely
 NAME_WORD = re.compile(rf"[A-Z]+(?!{SMALL})|[A-Z]?{SMALL}+|\d+")
 SHORT_WORDS = frozenset(
     "a an and are as at by do for from in is it of on or that the their to was what".split()
@@ -155,7 +156,7 @@ ENDINGS = {
 class Event:
     """Something that the agent did (an ActionType), saw or recalled, or a `note` about the question.
 
-    `passed` is the verdict of a check.
+    `passed` is the verdict of a check; its text is what the agent says of it.
     """
 
     kind: str
@@ -166,13 +167,15 @@ class Event:
 Show = Callable[[Event], None]
 
 
-def show_step(trajectory: Trajectory, show: Show) -> None:
-    """Show what the last message did, an SQL once, and what came back."""
-    before = ""
+def show_step(trajectory: Trajectory, decode: Callable[[list[int]], str], show: Show) -> None:
+    """Show what the last message did and said, an SQL once, and what came back."""
+    before, written = "", [segment.ids for segment in trajectory.segments if segment.role == "model"]
+    said = TAGGED.sub("", decode(written[-1]).rpartition("</think>")[2]).strip() if written else ""
     for action in trajectory.actions:
         sql = action.sql or ""
         if action.message == trajectory.messages - 1:
-            show(Event(str(action.type), sql if sql != before else "", action.passed))
+            text = said if action.passed is not None else sql if sql != before else ""
+            show(Event(str(action.type), text, action.passed))
         before = sql
     if trajectory.segments[-1].role == "environment":
         seen = trajectory.observations[-1]
@@ -221,7 +224,8 @@ class Conversation:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
             names = ", ".join(table.name for table in schema.tables)
             show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
-        trajectory, episode.told = episode.trajectory, partial(show_step, show=show)
+        trajectory = episode.trajectory
+        episode.told = partial(show_step, decode=episode.tokens.decode, show=show)
         try:
             self.play([episode])
             sql = trajectory.answer_sql
