@@ -261,7 +261,8 @@ def test_its_probabilities_are_of_the_token_where_repair_and_copy_part(work):
     watched.device = policy.device
     said = "name is in singer\n"  # what it says between verdict and call
 
-    def generate(ids, max_new_tokens, **_):
+    def generate(ids, *, do_sample, repetition_penalty, **_):
+        assert not do_sample and repetition_penalty == 1
         asked_before.append(text(ids[0].tolist()))
         return torch.tensor([ids[0].tolist() + task.tokens.message_ids(f"{said}<tool_call>\n{{")])
 

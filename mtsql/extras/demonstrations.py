@@ -82,10 +82,10 @@ def gold_trajectories(
         chosen, mistakes = environments[tool_set], []
         share = REPAIRED_JOIN if "join" in example.gold_sql.lower().split() else REPAIRED
         if EXEC_SQL in chosen.tools and rng.random() < share:
-            kinds = rng.sample(list(KINDS), len(KINDS))
+            question, kinds = Question(chosen, example), rng.sample(list(KINDS), len(KINDS))
             if rng.random() < OWN_FIRST:
                 kinds.sort(key=lambda kind: kind not in OWN_KINDS)
-            made = filter(None, (KINDS[kind](Question(chosen, example), rng) for kind in kinds))
+            made = filter(None, (KINDS[kind](question, rng) for kind in kinds))
             mistakes = list(islice(made, 1))
             if mistakes and not mistakes[0].look and rng.random() < FAILS_AGAIN:
                 others = (mistake for mistake in made if not mistake.look)
@@ -103,11 +103,12 @@ def play(environment: Environment, example: Example, mistakes: Sequence[Mistake]
     The first of the mistakes says what the prompt shows. None if it does not fit into the limits.
     """
     (episode,) = environment.episodes(example, [0], mistakes[0].shown if mistakes else None)
-    recipe, gold = episode.recipe, normal_form(example.gold_sql, episode.schema)
-    said = ""  # the verdict on what came back
+    recipe, question = episode.recipe, Question(environment, example)
+    gold = question.gold
+    said = ""  # the verdict on what came back, and what was needed
     for mistake in mistakes:
         say(episode, said + recipe.call(mistake.wrong), learned=mistake.learned)
-        needed = Question(environment, example).needed(mistake.wrong)
+        needed = question.needed(mistake.wrong)
         said = verdict(EXEC_SQL, False) + "\n" + (needed and needed + "\n")
         if mistake.look:
             say(episode, said + recipe.call(mistake.look))

@@ -112,9 +112,8 @@ def made_failures(config: Args, task: Task) -> Iterator[tuple[str, Example, Mist
 def said_first(task: Task, ids: list[int]) -> str:
     """What the policy says between its verdict and its next call; nothing if no call comes in 60 tokens."""
     given = torch.tensor([ids], device=task.policy.device)  # (1, T)
-    sampled = task.policy.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=60, do_sample=False
-    )
+    greedy = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 60}  # whatever its folder says
+    sampled = task.policy.generate(given, attention_mask=torch.ones_like(given), **greedy)  # (1, T + 60)
     said, call, _ = task.tokens.decode(sampled[0, len(ids) :].tolist()).partition("<tool_call>")
     return said if call else ""
 
