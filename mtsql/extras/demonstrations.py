@@ -44,7 +44,7 @@ REPAIRED_JOIN, REPAIRED, OWN_FIRST = 0.9, 0.2, 0.9
 OWN_KINDS = ("wrong table", "lost join")
 FAILS_AGAIN = 0.4  # share of the first queries that fail whose next one fails too
 STALE_QUESTION = 0.5  # share of stale schemas whose names stand in the question too
-JOINED = re.compile(r"\bFROM (\w+) AS t1 JOIN (\w+) AS t2 ON t[12]\.\w+ = t[12]\.\w+")
+JOINED = re.compile(r"\bFROM \w+ AS t1(?: JOIN \w+ AS t\d+ ON t\d+\.\w+ = t\d+\.\w+)+(?! AND)")
 ALIASED = re.compile(r"\b(?:FROM|JOIN) (\w+) AS (t\d+)\b")
 QUALIFIED = re.compile(r"\b(t\d+)\.(\w+)")
 FROM = re.compile(r"\b(?:FROM|JOIN) (\w+)")
@@ -164,14 +164,18 @@ class Question:
         return found
 
     def needed(self, wrong: str) -> str:
-        """What the gold SQL has and the failed query has not, in a hint's words.
+        """What the gold SQL has and the failed query has not: how it joins, else at most two columns.
 
-        At most two columns, of which those come first that the query names; else tables.
+        Of these come first that the query names.
         """
+        joined = JOINED.search(self.gold)
+        if joined and joined[0] not in wrong:
+            return joined[0]
         missing = [pair for pair in self.columns_in(self.gold) if pair not in self.columns_in(wrong)]
         missing.sort(key=lambda pair: pair[1] not in PIECE.findall(wrong))
         tables = set(FROM.findall(self.gold)) - set(FROM.findall(wrong))
-        said = [f"{column} is in {table}" for table, column in missing[:2]]
+        alias = {table: f": {alias}." for alias, table in self.table_of.items()}
+        said = [f"{c} is in {t}{alias[t] + c if t in alias else ''}" for t, c in missing[:2]]
         return "; ".join(said or [f"there is {table}" for table in sorted(tables)])
 
     def checked(self, mistake: Mistake) -> Mistake | None:
@@ -227,13 +231,13 @@ def wrong_table(question: Question, rng: random.Random) -> Mistake | None:
 
 
 def lost_join(question: Question, rng: random.Random) -> Mistake | None:
-    """One of two joined tables stands alone."""
+    """One of the joined tables stands alone."""
     gold, join = question.gold, JOINED.search(question.gold)
-    if join is None or gold.count(" JOIN ") != 1:
+    if join is None or gold.count(" JOIN ") != join[0].count(" JOIN "):
         return None
-    alone = [gold.replace(join[0], f"FROM {join[kept]}") for kept in rng.sample([1, 2], 2)]
-    shown = (question.example, question.schema)
-    made = (question.checked(Mistake(re.sub(r"\bt[12]\.", "", sql), shown)) for sql in alone)
+    tables, shown = [table for table, _ in ALIASED.findall(join[0])], (question.example, question.schema)
+    alone = (gold.replace(join[0], f"FROM {table}") for table in rng.sample(tables, len(tables)))
+    made = (question.checked(Mistake(re.sub(r"\bt\d+\.", "", sql), shown)) for sql in alone)
     return next(filter(None, made), None)
 
 

@@ -7,11 +7,12 @@ could have said beside "no such column": where it is, as PostgreSQL's hints do.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from mtsql.sql.grammar import SqlParseError
 from mtsql.sql.text import as_executed
 from mtsql.sql.tree import query_tree
 
+MAX_PLACES = 3  # of a missed column that a hint names
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
 MAX_CACHED_RESULTS = 50_000
@@ -245,8 +247,9 @@ def _columns_match(gold: list[tuple], pred: list[tuple]) -> bool:
 def error_hint(message: str, sql: str, schema: Schema) -> str:
     """The names that there are instead of one that SQLite's `message` misses; "" for other errors.
 
-    Instead of a table: all tables. Instead of a column: the tables that have it, then the columns of the
-    table before its dot, or of all that the query reads. For an ambiguous column: the tables that have it.
+    Instead of a table: all tables. Instead of a column: the tables that have it, each with its name in the
+    query or the joins that lead to it from there, then the columns of the table before its dot, or of all
+    that the query reads. For an ambiguous column: the tables that have it.
     """
     problem, _, missed = message.partition(": ")
     if problem == "no such table":
@@ -262,14 +265,38 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     before, dot, name = missed.partition(".")
     if not dot or having(missed):  # a name may hold a dot, too
         before, name = "", missed
-    hints = [f"{written(name)} is in {_listed(having(name))}"] if having(name) else []
-    if problem == "no such column":
-        read = _tables_by_alias(sql)
-        asked = before and {read.get(folded(before), folded(before))}
-        wanted = asked or set(read.values())
-        tables = (t for t in schema.tables if folded(t.name) in wanted)
-        hints += [f"{written(t.name)} has {_listed(name for name, _ in t.columns)}" for t in tables]
+    found = having(name)
+    if problem == "ambiguous column name":
+        return f"{written(name)} is in {_listed(found)}" if found else ""
+    read = _tables_by_alias(sql)
+    places = [(table, _reached(table, name, read, schema)) for table in found]
+    places.sort(key=lambda place: len(place[1]) or math.inf)  # an alias, one join, two; others
+    hints = [f"{written(name)} is in {written(table)}{way}" for table, way in places[:MAX_PLACES]]
+    named = {folded(alias): table for alias, table in read.items()}
+    wanted = {named.get(folded(before), folded(before))} if before else set(read.values())
+    tables = (t for t in schema.tables if folded(t.name) in wanted)
+    hints += [f"{written(t.name)} has {_listed(name for name, _ in t.columns)}" for t in tables]
     return "; ".join(hints)
+
+
+def _reached(table: str, column: str, read: Mapping[str, str], schema: Schema) -> str:
+    """How a query that reads `read` gets at a table's column: by its alias, or by joins over foreign keys."""
+    for alias, name in read.items():
+        if name == folded(table):
+            return f": {written(alias)}.{written(column)}"
+    links = [(t.name, c, other, key) for t in schema.tables for c, other, key in t.foreign_keys]
+    links += [(other, key, t, c) for t, c, other, key in links]
+    joins = {name: (alias, "") for alias, name in reversed(read.items())}  # by table: its name, joins
+    ends = list(joins)
+    while ends and folded(table) not in joins:
+        end = ends.pop(0)
+        for here, key, there, other_key in links:
+            if folded(here) == end and folded(there) not in joins:
+                alias, before = joins[end]
+                on = f"{written(there)}.{written(other_key)} = {written(alias)}.{written(key)}"
+                joins[folded(there)] = (there, f"{before} JOIN {written(there)} ON {on}")
+                ends.append(folded(there))
+    return ":" + joins[folded(table)][1] if folded(table) in joins else ""
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -277,9 +304,9 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _tables_by_alias(sql: str) -> dict[str, str]:
-    """The tables that a query reads, by the names that it gives them, `folded`; none if unreadable."""
+    """The tables that a query reads, `folded`, by the names that it gives them; none if unreadable."""
     try:
         tables = query_tree(sql).find_all(exp.Table)
     except SqlParseError:
         return {}
-    return {folded(table.alias_or_name): folded(table.name) for table in tables}
+    return {table.alias_or_name: folded(table.name) for table in tables}
