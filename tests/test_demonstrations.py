@@ -104,11 +104,14 @@ def test_a_repair_begins_with_what_was_missing(real):
                     PIECE.findall(question.gold)
                 )
             hint = error_hint(question.execute(mistake.wrong).message, mistake.wrong, question.schema)
-            said.append(
-                any(part in hint for part in needed.split("; ")) if kind != "stale column" else bool(needed)
-            )
+            if needed.startswith("FROM "):  # how the gold SQL joins
+                assert needed in question.gold and needed not in mistake.wrong
+            elif kind == "wrong table":
+                said.append(any(part in hint for part in needed.split("; ")))
+            else:
+                assert needed and kind == "stale column"
             assert question.needed(question.gold) == ""
-    assert fmean(said) > 0.8
+    assert len(said) > 5 and fmean(said) > 0.8
 
 
 def test_what_does_not_fit_is_no_demonstration(tiny):
@@ -157,7 +160,7 @@ def test_own_mistakes_stand_under_the_true_schema_and_are_not_learned(real):
             gold = normal_form(example.gold_sql, environment.schemas[example.db_id])
             assert mistake.shown[1] == environment.schemas[example.db_id] and not mistake.learned
             joins = [sql.count(" JOIN ") for sql in (mistake.wrong, gold)]
-            assert joins == [0, 1] if kind == "lost join" else joins[0] == joins[1] > 0
+            assert joins[0] == 0 < joins[1] if kind == "lost join" else joins[0] == joins[1] > 0
 
 
 def test_the_right_form_of_a_value_is_looked_up(real):

@@ -7,11 +7,10 @@ could have said beside "no such column": where it is, as PostgreSQL's hints do.
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -25,7 +24,7 @@ from mtsql.sql.grammar import SqlParseError
 from mtsql.sql.text import as_executed
 from mtsql.sql.tree import query_tree
 
-MAX_PLACES = 3  # of a missed column that a hint names
+MAX_PLACES = MAX_JOINS = 3  # tables of a missed column that a hint names, joins to one of them
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
 MAX_CACHED_RESULTS = 50_000
@@ -269,9 +268,14 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     if problem == "ambiguous column name":
         return f"{written(name)} is in {_listed(found)}" if found else ""
     read = _tables_by_alias(sql)
-    places = [(table, _reached(table, name, read, schema)) for table in found]
-    places.sort(key=lambda place: len(place[1]) or math.inf)  # an alias, one join, two; others
-    hints = [f"{written(name)} is in {written(table)}{way}" for table, way in places[:MAX_PLACES]]
+    ways = _ways(read, schema)
+    near = {table: number for number, table in enumerate(ways)}
+    found.sort(key=lambda table: near.get(folded(table), len(near)))
+    hints = []
+    for table in found[:MAX_PLACES]:
+        alias, joins = ways.get(folded(table), ("", ""))
+        way = joins or (alias and f" {written(alias)}.{written(name)}")
+        hints.append(f"{written(name)} is in {written(table)}" + (way and ":" + way))
     named = {folded(alias): table for alias, table in read.items()}
     wanted = {named.get(folded(before), folded(before))} if before else set(read.values())
     tables = (t for t in schema.tables if folded(t.name) in wanted)
@@ -279,24 +283,27 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     return "; ".join(hints)
 
 
-def _reached(table: str, column: str, read: Mapping[str, str], schema: Schema) -> str:
-    """How a query that reads `read` gets at a table's column: by its alias, or by joins over foreign keys."""
-    for alias, name in read.items():
-        if name == folded(table):
-            return f": {written(alias)}.{written(column)}"
-    links = [(t.name, c, other, key) for t in schema.tables for c, other, key in t.foreign_keys]
-    links += [(other, key, t, c) for t, c, other, key in links]
-    joins = {name: (alias, "") for alias, name in reversed(read.items())}  # by table: its name, joins
-    ends = list(joins)
-    while ends and folded(table) not in joins:
-        end = ends.pop(0)
-        for here, key, there, other_key in links:
-            if folded(here) == end and folded(there) not in joins:
-                alias, before = joins[end]
-                on = f"{written(there)}.{written(other_key)} = {written(alias)}.{written(key)}"
-                joins[folded(there)] = (there, f"{before} JOIN {written(there)} ON {on}")
-                ends.append(folded(there))
-    return ":" + joins[folded(table)][1] if folded(table) in joins else ""
+def _ways(read: Mapping[str, str], schema: Schema) -> dict[str, tuple[str, str]]:
+    """How a query that reads `read` gets at tables, `folded`: their names in it, and the joins to them.
+
+    The nearest come first. Joins are over foreign keys, at most MAX_JOINS; "" for a table that it reads.
+    """
+    links = defaultdict(list)
+    for table in schema.tables:
+        for column, other, key in table.foreign_keys:
+            links[folded(table.name)].append((column, other, key))
+            links[folded(other)].append((key, table.name, column))
+    ways = {table: (alias, "") for alias, table in reversed(read.items())}
+    ends = deque(ways)
+    while ends:
+        here = ends.popleft()
+        name, joins = ways[here]
+        for key, other, other_key in links[here] if joins.count(" JOIN ") < MAX_JOINS else ():
+            if folded(other) not in ways:
+                on = f"{written(other)}.{written(other_key)} = {written(name)}.{written(key)}"
+                ways[folded(other)] = (other, f"{joins} JOIN {written(other)} ON {on}")
+                ends.append(folded(other))
+    return ways
 
 
 def _listed(names: Iterable[str]) -> str:
