@@ -8,9 +8,10 @@ teaches nothing about reading a result. So elsewhere the prompt shows a stale sc
 query is right: a column or a table has another name. What is there today is to be read in the error, and
 nowhere else.
 
-After a failure the agent says in a few words what it needed ("name is in singer"), mostly in words of the
-error's hint, and then writes the repair. At times the next query fails too, the same again or another one:
-where every demonstration fails once, a policy learns to count its failures and not to look at results.
+After a failure the agent says what it needed, how the repair joins ("FROM singer AS t1 JOIN ...") or where a
+column is ("name is in singer: t1.name"), mostly as the error's hint has it, and then writes the repair. At
+times the next query fails too, the same again or another one: where every demonstration fails once, a policy
+learns to count its failures and not to look at results.
 
 Half of the questions are answered at once even so. With calls alone a policy has learned the SQL of later
 turns less well after as many steps (docs/lab/qwen.md).
