@@ -185,6 +185,8 @@ def test_a_hint_says_how_a_query_gets_at_a_column(tmp_path):
         "name is in label: JOIN Singer ON Singer.id = album.singer JOIN label ON label.id = Singer.label_id"
     )
     assert hint("SELECT size FROM Singer") == "size is in town"
+    parts = "SELECT t1.size FROM album AS t1 EXCEPT SELECT t1.size FROM town AS t1"
+    assert hint(parts).startswith("size is in town; ")  # and not that t1.size is to be tried
     assert hint("SELECT city FROM Singer") == (
         "city is in label: JOIN label ON label.id = Singer.label_id; city is in town"
     )

@@ -175,8 +175,8 @@ class Question:
         missing = [pair for pair in self.columns_in(self.gold) if pair not in self.columns_in(wrong)]
         missing.sort(key=lambda pair: pair[1] not in PIECE.findall(wrong))
         tables = set(FROM.findall(self.gold)) - set(FROM.findall(wrong))
-        alias = {table: f": {alias}." for alias, table in self.table_of.items()}
-        said = [f"{c} is in {t}{alias[t] + c if t in alias else ''}" for t, c in missing[:2]]
+        alias_of = {table: alias for alias, table in self.table_of.items()}
+        said = [f"{c} is in {t}" + (f": {alias_of[t]}.{c}" if t in alias_of else "") for t, c in missing[:2]]
         return "; ".join(said or [f"there is {table}" for table in sorted(tables)])
 
     def checked(self, mistake: Mistake) -> Mistake | None:

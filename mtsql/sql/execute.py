@@ -273,8 +273,9 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     found.sort(key=lambda table: near.get(folded(table), len(near)))
     hints = []
     for table in found[:MAX_PLACES]:
-        alias, joins = ways.get(folded(table), ("", ""))
-        way = joins or (alias and f" {written(alias)}.{written(name)}")
+        alias, joins = ways.get(folded(table), (before, ""))
+        known = folded(alias) == folded(before)  # what was missed: another part of the query has that alias
+        way = joins or ("" if known else f" {written(alias)}.{written(name)}")
         hints.append(f"{written(name)} is in {written(table)}" + (way and ":" + way))
     named = {folded(alias): table for alias, table in read.items()}
     wanted = {named.get(folded(before), folded(before))} if before else set(read.values())
