@@ -20,7 +20,7 @@ from mtsql.agent.trajectory import ActionType, Status, Trajectory
 from mtsql.data.datasets import examples, load_dataset
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import COMPARED, KINDS, OWN_KINDS, Mistake, Question, gold_trajectories, play
-from mtsql.extras.probe import Args, own_failures, probe
+from mtsql.extras.probe import Args, judged_failure, own_failures, probe, said_first
 from mtsql.learn.batches import alike, order_by_database
 from mtsql.recipes.mtsql_r1 import MtsqlR1, verdict
 from mtsql.recipes.prompt_options import PromptOptions
@@ -262,19 +262,12 @@ def test_its_probabilities_are_of_the_token_where_repair_and_copy_part(work):
         return policy(ids, **how)
 
     watched.device = policy.device
-    said = "name is in singer\n"  # what it says between verdict and call
-
-    def generate(ids, *, do_sample, repetition_penalty, **_):
-        assert not do_sample and repetition_penalty == 1
-        asked_before.append(text(ids[0].tolist()))
-        return torch.tensor([ids[0].tolist() + task.tokens.message_ids(f"{said}<tool_call>\n{{")])
-
-    asked_before, watched.generate = [], generate
-    copied = "SELECT absent FROM nowhere"
-    found = probe(replace(task, policy=watched), example, Mistake(copied, shown))
+    said, copied = "name is in singer\n", "SELECT absent FROM nowhere"  # between verdict and call
+    before = judged_failure(task, example, Mistake(copied, shown))
+    found = probe(replace(task, policy=watched), before, [said] * 2, example.gold_sql, copied)
     judged, call = verdict(EXEC_SQL, False) + "\n", task.environment.recipe.call
-    gold, copy = (task.tokens.message_ids(judged + said + call(sql)) for sql in (example.gold_sql, copied))
-    assert all(given.endswith(judged) for given in asked_before) and len(asked_before) == 2
+    gold, copy = (task.tokens.message_ids(said + call(sql)) for sql in (example.gold_sql, copied))
+    assert list(before) == ["seen", "blind"] and all(text(ids).endswith(judged) for ids in before.values())
     place = next(i for i, (a, b) in enumerate(zip(gold, copy, strict=False)) if a != b)
     for ids, name in zip(asked, ("seen", "blind"), strict=True):
         given = text(ids[0].tolist())
@@ -285,4 +278,11 @@ def test_its_probabilities_are_of_the_token_where_repair_and_copy_part(work):
             expected = torch.softmax(policy(ids).logits[0, -1], -1)  # (vocabulary,)
         assert abs(expected[gold[place]].item() - found[f"gold_{name}"]) < 1e-4
         assert abs(expected[copy[place]].item() - found[f"copy_{name}"]) < 1e-4
-    assert probe(task, example, Mistake(example.gold_sql, shown)) is None  # it does not fail
+    assert judged_failure(task, example, Mistake(example.gold_sql, shown)) is None  # it does not fail
+    for ids, words in zip(before.values(), said_first(task, list(before.values())), strict=True):
+        given = torch.tensor([ids])  # (1, T)
+        greedy = policy.generate(
+            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=60
+        )
+        expected, call, _ = text(greedy[0, len(ids) :].tolist()).partition("<tool_call>")
+        assert words == (expected if call else "")

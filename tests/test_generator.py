@@ -156,6 +156,54 @@ def test_batch_composition_and_order_do_not_matter(model):
     assert play_ids(model, 1.0, [7, 2, 10]) == {seed: together[seed] for seed in (2, 7, 10)}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_the_number_of_steps_and_nothing_else(any_model, monkeypatch, temperature):
+    steps = []
+    watch(monkeypatch, Generator, "_draw", lambda *_: steps.append(1))
+
+    def sampled() -> list[Row]:
+        steps.clear()
+        with Generator(any_model, (END,), Sampling(temperature)) as generator:
+            rows = generator.start(prompts(3), range(3), [60] * 3)
+            finish(generator, rows)
+            generator.append(rows, [[7, 8]] * 3, [30] * 3)
+            finish(generator, rows)
+            return rows
+
+    plain = sampled()
+    told = {tuple(row.history[:40]): row.history for row in plain}
+
+    def draft(row: Row, most: int) -> list[int]:
+        """The next four tokens, of which the last is wrong."""
+        (known,) = (known for known in told.values() if known[: len(row.history)] == row.history)
+        coming = known[len(row.history) :][: min(4, row.room - len(row.history))]
+        return [*coming[:-1], *((token + 1) % VOCABULARY for token in coming[-1:])]
+
+    before = len(steps)
+    monkeypatch.setattr(Row, "draft", draft)
+    drafted = sampled()
+    assert len(steps) < before / 2
+    for row, other in zip(drafted, plain, strict=True):
+        assert row.history == other.history and row.stop == other.stop
+        assert np.abs(np.subtract(row.logprobs, other.logprobs)).max() < 1e-4
+        assert row.length == len(row.history) - 1
+
+
+def test_a_draft_is_what_followed_the_last_three_tokens_before():
+    row = Row([1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 1, 2, 3], None, 20)
+    row.room = 64
+    assert row.draft(8) == [5, 6, 1, 2, 3] and row.draft(2) == [5, 6] and row.draft(0) == []
+    row.history += [4]
+    assert row.draft(3) == [9, 1, 2]
+    row.history += [7]
+    assert row.draft(3) == []
+    row.history += [1, 2, 3]
+    row.room = len(row.history) + 2
+    assert row.draft(8) == [4, 7]
+    row.limit = 2
+    assert row.draft(8) == [4]
+
+
 def over_schemas() -> list[list[int]]:
     """Prompts of one system message, two schemas of 150 tokens, questions of 1 to 9; and odd ones."""
     draw = np.random.default_rng(1)
@@ -471,7 +519,8 @@ def test_what_torch_keeps_for_itself_is_free(monkeypatch):
 
 def test_a_row_takes_the_positions_that_it_uses(model):
     with Generator(model, (), Sampling(), make_cache=lambda model: new_cache(model, 12_000)) as generator:
-        rows = generator.start([[5] * 100, [6] * 100, [7] * 1000], range(3), [100] * 3)
+        odd = [np.random.default_rng(n).integers(4, VOCABULARY, n).tolist() for n in (101, 100, 1000)]
+        rows = generator.start(odd, range(3), [100] * 3)
         assert generator.cache.reserved == 2 * 128 + 1024
         for _ in range(30):
             generator.step()
@@ -480,7 +529,7 @@ def test_a_row_takes_the_positions_that_it_uses(model):
         generator.release(rows[1:])
         for _ in range(5):
             generator.step()
-        assert rows[0].length == 100 + 35 - 1
+        assert rows[0].length == 101 + 35 - 1
 
 
 def test_captured_graphs_replay_the_decode_step(model, monkeypatch):

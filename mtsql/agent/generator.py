@@ -36,6 +36,9 @@ TOKENS_PER_FORWARD_ELSEWHERE = 8192
 WIDEST = 1024  # tokens of one row in a forward pass,
 MASK_ELEMENTS = 2**25  # and elements of its attention mask
 UNIFORMS = 32  # drawn for a row at once
+DRAFT_BY = 3  # tokens that a draft is found by
+LONGEST_DRAFT = 8  # tokens
+TOKENS_PER_STEP = 128  # of all rows, with the drafted ones: beyond it checking costs more than steps saved
 BLOCK = 256  # at most so many tokens' probabilities are added up before one of them is sampled
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 TOO_SMALL = (
@@ -69,13 +72,29 @@ class Row(CachedRow):
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
     uniforms: list[float] = field(default_factory=list)  # drawn, and not used yet
+    followed: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens, where their last next one is
+    looked_up: int = 0  # tokens of `history` that are in `followed`
 
     def begin(self, limit: int) -> None:
         """Start a message of at most `limit` tokens."""
         self.limit, self.ids, self.logprobs, self.stop = limit, [], [], None
 
+    def draft(self, most: int) -> list[int]:
+        """At most `most` tokens that followed the last three where these stood before.
+
+        A draft is a guess that the next step checks (prompt lookup decoding, Saxena 2023): agents repeat SQL.
+        """
+        if most < 1:
+            return []
+        for end in range(max(DRAFT_BY, self.looked_up), len(self.history)):
+            self.followed[tuple(self.history[end - DRAFT_BY : end])] = end
+        self.looked_up = len(self.history)
+        place = self.followed.get(tuple(self.history[-DRAFT_BY:]))
+        most = min(most, self.room - len(self.history), self.limit - len(self.ids) - 1)
+        return self.history[place : place + max(0, most)] if place else []
+
     def uniform(self, place: int) -> float:
-        """The random number of the next token (`place` 0) or the one after it, until one is taken."""
+        """The random number of the next token (`place` 0) or of a later one."""
         if place >= len(self.uniforms):
             self.uniforms = self.rng.random(UNIFORMS).tolist()[::-1] + self.uniforms
         return self.uniforms[-1 - place]
@@ -104,7 +123,8 @@ class Drawn:
     """What a step sampled for each of some rows (None is padding)."""
 
     rows: Sequence[Row | None]
-    pairs: Tensor  # (rows, 2) float64, on the device: token, log-probability
+    drafts: Sequence[Sequence[int]]  # which tokens each was taken to begin with
+    pairs: Tensor  # (rows, 1 + longest draft, 2) float64, on the device: token, log-probability
     copied: Tensor  # the same on the CPU,
     ready: torch.cuda.Event | None  # from this moment
 
@@ -210,22 +230,29 @@ class Generator:
         pieces = self.cache.decode_pieces(rows)
         placed = [row for piece in pieces for row in piece.rows]
         untaken = int(before is not None)
+        most = 0 if self.late else min(LONGEST_DRAFT, TOKENS_PER_STEP // len(placed) - 1)
+        drafts = [row.draft(most) if row and row.decoding else [] for row in placed]
+        width = 1 + max(map(len, drafts))
         if before is None:
-            pending = torch.tensor([[row.history[-1] if row else 0] for row in placed])  # (rows, 1)
+            ends = [[row.history[-1] if row else 0, *own] for row, own in zip(placed, drafts, strict=True)]
+            # What is left of a line is its last token again, written to the same place.
+            pending = torch.tensor([own + own[-1:] * (width - len(own)) for own in ends])  # (rows, width)
         else:
             places = {row: place for place, row in enumerate(before.rows)}
             index = torch.tensor([places.get(row, 0) for row in placed])  # (rows,)
             if before.pairs.is_cuda:  # Else it would wait for the step under way.
                 index = index.pin_memory().to(before.pairs.device, non_blocking=True)
-            pending = before.pairs[index, :1].long()  # (rows, 1)
-        positions = torch.tensor([[row.length + untaken if row else 0] for row in placed])  # (rows, 1)
-        uniforms = [[row.uniform(untaken) if row else 0.0] for row in placed]
-        pairs = self._sample(pending, positions, torch.tensor(uniforms, dtype=torch.float64), pieces)
+            pending = before.pairs[index, 0, :1].long()  # (rows, 1)
+        firsts = torch.tensor([[row.length + untaken if row else 0] for row in placed])  # (rows, 1)
+        offsets = torch.arange(width).minimum(torch.tensor([[len(own)] for own in drafts]))  # (rows, width)
+        uniforms = [[row.uniform(untaken + i) if row else 0.0] for row in placed for i in range(width)]
+        numbers = torch.tensor(uniforms, dtype=torch.float64)  # (rows x width, 1)
+        pairs = self._sample(pending, firsts + offsets, numbers, pieces).view(len(placed), width, 2)
         copied = pairs.to("cpu", non_blocking=True)
         ready = torch.cuda.Event() if pairs.is_cuda else None
         if ready is not None:
             ready.record()
-        return Drawn(placed, pairs, copied, ready)
+        return Drawn(placed, drafts, pairs, copied, ready)
 
     def _take_ahead(self) -> None:
         """Look at what was sampled, and give it to the rows whose messages were not complete before."""
@@ -234,15 +261,18 @@ class Generator:
             return
         if drawn.ready is not None:
             drawn.ready.synchronize()
-        for row, (token, logprob) in zip(drawn.rows, drawn.copied.tolist(), strict=True):
-            if row is None or not row.decoding:
-                continue
-            if logprob != logprob:
-                raise FloatingPointError("The model's logits hold NaN.")
-            row.take(int(token), logprob)
-            row.stop = self._stop(row)
-            if row.stop is not None:
-                self.stopped.append(row)
+        for row, draft, sampled in zip(drawn.rows, drawn.drafts, drawn.copied.tolist(), strict=True):
+            for (token, logprob), drafted in zip(sampled, [*draft, None], strict=False):
+                if row is None or not row.decoding:
+                    break
+                if logprob != logprob:
+                    raise FloatingPointError("The model's logits hold NaN.")
+                row.take(int(token), logprob)
+                row.stop = self._stop(row)
+                if row.stop is not None:
+                    self.stopped.append(row)
+                if token != drafted:
+                    break  # what was sampled after it followed another token
 
     def _make_room(self) -> bool:
         """Let rows come in again and those that outgrew their room have more; whether a row is decoding."""

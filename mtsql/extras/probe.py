@@ -38,7 +38,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -46,6 +46,8 @@ from statistics import fmean
 import torch
 from tqdm import tqdm
 
+from mtsql.agent.generator import Generator, Sampling
+from mtsql.agent.rollout import stop_string_test
 from mtsql.agent.tokens import shared_length
 from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Stop
@@ -58,6 +60,7 @@ from mtsql.sql.text import in_normal_form, normal_form
 from mtsql.task import Task, begin_task
 
 BLIND = "error: the query fails"
+CALL = "<tool_call>"
 PROBABILITIES = ("gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind")
 
 
@@ -66,9 +69,12 @@ def main(config: Args) -> None:
     task, rows = begin_task(config, config.split), []
     task.policy.eval()
     failures = [*own_failures(config, task), *made_failures(config, task)]
-    for kind, example, mistake in tqdm(failures, desc="probe", unit="failure"):
-        if found := probe(task, example, mistake):
-            rows.append({"kind": kind, "example_id": example.id, "failed": mistake.wrong} | found)
+    failed = [(*given, before) for given in failures if (before := judged_failure(task, *given[1:]))]
+    said = iter(said_first(task, [ids for *_, before in failed for ids in before.values()]))
+    for kind, example, mistake, before in tqdm(failed, desc="probe", unit="failure"):
+        gold = Question(task.environment, example).gold
+        found = probe(task, before, list(islice(said, len(before))), gold, mistake.wrong)
+        rows.append({"kind": kind, "example_id": example.id, "failed": mistake.wrong} | found)
     means = {}
     print("failures".ljust(20) + "number".rjust(8) + "".join(name.rjust(12) for name in PROBABILITIES))
     for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -109,39 +115,50 @@ def made_failures(config: Args, task: Task) -> Iterator[tuple[str, Example, Mist
         yield from islice(failures(kind), config.questions)
 
 
-def said_first(task: Task, ids: list[int]) -> str:
-    """What the policy says between its verdict and its next call; nothing if no call comes in 60 tokens."""
-    given = torch.tensor([ids], device=task.policy.device)  # (1, T)
-    greedy = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 60}  # whatever its folder says
-    sampled = task.policy.generate(given, attention_mask=torch.ones_like(given), **greedy)  # (1, T + 60)
-    said, call, _ = task.tokens.decode(sampled[0, len(ids) :].tolist()).partition("<tool_call>")
-    return said if call else ""
-
-
-@torch.no_grad()
-def probe(task: Task, example: Example, mistake: Mistake) -> dict[str, float] | None:
-    """The probabilities at the first token where the repair differs from the failed query.
+def judged_failure(task: Task, example: Example, mistake: Mistake) -> dict[str, list[int]] | None:
+    """The tokens up to the verdict on a failed query, after the real observation and after a blind one.
 
     None if the query does not fail with an error, or the gold SQL does.
     """
-    tokens, recipe, question = task.tokens, task.environment.recipe, Question(task.environment, example)
-    if question.checked(mistake) is None:
+    tokens, recipe = task.tokens, task.environment.recipe
+    if Question(task.environment, example).checked(mistake) is None:
         return None
     (episode,) = task.environment.episodes(example, [0], mistake.shown)
     call = tokens.message_ids(recipe.call(mistake.wrong))
     if episode.trajectory.status or episode.step(call, [0.0] * len(call), Stop.END_OF_TURN) is None:
         return None
     prompt, message, real = (list(segment.ids) for segment in episode.trajectory.segments)
-    judged = verdict(EXEC_SQL, False) + "\n"
-    found = {}
-    observations = {"seen": real, "blind": tokens.observation_suffix(BLIND, True, recipe.observation_role)}
-    for name, observation in observations.items():
-        before = prompt + message + observation
-        said = judged + said_first(task, before + tokens.message_ids(judged)[:-1])
-        gold, copy = (tokens.message_ids(said + recipe.call(sql)) for sql in (question.gold, mistake.wrong))
+    blind = tokens.observation_suffix(BLIND, True, recipe.observation_role)
+    judged = tokens.message_ids(verdict(EXEC_SQL, False) + "\n")[:-1]  # the message goes on
+    return {"seen": prompt + message + real + judged, "blind": prompt + message + blind + judged}
+
+
+def said_first(task: Task, prompts: Sequence[list[int]]) -> list[str]:
+    """What the policy says, greedily, between its verdict and its next call after each of these tokens.
+
+    Nothing where no call comes in 60 tokens.
+    """
+    sampling = Sampling(temperature=0.0, max_turn_tokens=60, stop_strings=(CALL,))
+    stops = stop_string_test(task.tokens, sampling.stop_strings)
+    with Generator(task.policy, task.tokens.end_of_turn_ids, sampling, stops) as generator:
+        rows = generator.start(prompts, [0] * len(prompts), [sampling.max_turn_tokens] * len(prompts))
+        while generator.rows:
+            generator.release(generator.step())
+    said = [task.tokens.decode(row.ids).partition(CALL) for row in rows]
+    return [words if call else "" for words, call, _ in said]
+
+
+@torch.no_grad()
+def probe(
+    task: Task, before: dict[str, list[int]], said: Sequence[str], gold_sql: str, copied_sql: str
+) -> dict[str, float]:
+    """The probabilities where the two calls first differ, after each `before` and what is `said` there."""
+    found, call = {}, task.environment.recipe.call
+    for (name, ids), words in zip(before.items(), said, strict=True):
+        gold, copy = (task.tokens.message_ids(words + call(sql), False) for sql in (gold_sql, copied_sql))
         place = shared_length(gold, copy)
-        ids = torch.tensor([before + gold[:place]], device=task.policy.device)  # (1, T)
-        logits = task.policy(ids, logits_to_keep=1).logits[0, -1]  # (vocabulary,)
+        given = torch.tensor([ids + gold[:place]], device=task.policy.device)  # (1, T)
+        logits = task.policy(given, logits_to_keep=1).logits[0, -1]  # (vocabulary,)
         probabilities = logits.float().softmax(-1)
         found[f"gold_{name}"] = probabilities[gold[place]].item()
         found[f"copy_{name}"] = probabilities[copy[place]].item()
