@@ -93,8 +93,7 @@ def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 class Piece:
     """Rows in a forward pass, read to `reach`; `table` (rows, columns) int64 has the slots of each, in order.
 
-    `decoding`: each row has one token, of which the next one's logits are asked; in a tier all its rows go
-    along then.
+    `decoding`: the logits of what follows are asked; in a tier all its rows go along then.
     """
 
     home: Slots
@@ -183,7 +182,7 @@ class RowCache:
             self._copy(origin.tier, origin.slot, tier, slots, length)
 
     def decode_pieces(self, decoding: Sequence[CachedRow]) -> list[Piece]:
-        """The pieces of a forward pass of one token for each `decoding` row, tier by tier.
+        """The pieces of a decode step of these rows, tier by tier.
 
         Rows that wait for an observation go along: this writes their last token in place.
         """

@@ -59,8 +59,8 @@ class Decoder:
 
     def forward(self, ids: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Tensor | None:
         """Write the tokens `ids` at `positions`, (rows, tokens) int64 both, into the cache; `pieces` have
-        these rows in order. Gives the next token's logits, (rows, vocabulary) float32, in a decode step, else
-        None.
+        these rows in order. In a decode step it gives the logits of what follows each token, (rows x tokens,
+        vocabulary) float32, else None.
         """
         decoding, tokens = pieces[0].decoding, ids.shape[1]
         counts = [len(piece.rows) for piece in pieces]

@@ -4,7 +4,8 @@ Each trajectory owns one row of the cache from its prompt to its last message. R
 with their own lengths, so that no row has padding inside. Between two operations the cache holds
 all tokens of a row but the last, the *pending* one; a decode step feeds the pending tokens and
 samples the next. So prompts and observations are only written into the cache, and sampling happens in
-one place.
+one place. On a CPU a few drafted tokens go along with a pending one; a sampled token counts if all drafted
+ones before it are what was sampled there (Leviathan et al. 2023; the draft is Saxena's prompt lookup, 2023).
 
 When the cache is full, the youngest rows give their places back. They keep their tokens, and are prefilled
 again when others have ended.
@@ -35,10 +36,10 @@ TOKENS_PER_FORWARD = {"cpu": 1024}
 TOKENS_PER_FORWARD_ELSEWHERE = 8192
 WIDEST = 1024  # tokens of one row in a forward pass,
 MASK_ELEMENTS = 2**25  # and elements of its attention mask
-UNIFORMS = 32  # drawn for a row at once
+UNIFORMS = 32  # drawn for a row at once; more than LONGEST_DRAFT
 DRAFT_BY = 3  # tokens that a draft is found by
 LONGEST_DRAFT = 8  # tokens
-TOKENS_PER_STEP = 128  # of all rows, with the drafted ones: beyond it checking costs more than steps saved
+TOKENS_PER_STEP = {"cpu": 96}  # of all rows; with more drafts, checking costs more time than it saves
 BLOCK = 256  # at most so many tokens' probabilities are added up before one of them is sampled
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 TOO_SMALL = (
@@ -72,7 +73,9 @@ class Row(CachedRow):
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
     uniforms: list[float] = field(default_factory=list)  # drawn, and not used yet
-    followed: dict[tuple[int, ...], int] = field(default_factory=dict)  # tokens, where their last next one is
+    followed: dict[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  # three tokens: the place after their last occurrence
     looked_up: int = 0  # tokens of `history` that are in `followed`
 
     def begin(self, limit: int) -> None:
@@ -80,18 +83,15 @@ class Row(CachedRow):
         self.limit, self.ids, self.logprobs, self.stop = limit, [], [], None
 
     def draft(self, most: int) -> list[int]:
-        """At most `most` tokens that followed the last three where these stood before.
-
-        A draft is a guess that the next step checks (prompt lookup decoding, Saxena 2023): agents repeat SQL.
-        """
+        """At most `most` tokens: what followed the last earlier occurrence of the row's last three."""
+        most = min(most, self.room - len(self.history), self.limit - len(self.ids) - 1)
         if most < 1:
             return []
         for end in range(max(DRAFT_BY, self.looked_up), len(self.history)):
             self.followed[tuple(self.history[end - DRAFT_BY : end])] = end
         self.looked_up = len(self.history)
         place = self.followed.get(tuple(self.history[-DRAFT_BY:]))
-        most = min(most, self.room - len(self.history), self.limit - len(self.ids) - 1)
-        return self.history[place : place + max(0, most)] if place else []
+        return self.history[place : place + most] if place else []
 
     def uniform(self, place: int) -> float:
         """The random number of the next token (`place` 0) or of a later one."""
@@ -123,7 +123,7 @@ class Drawn:
     """What a step sampled for each of some rows (None is padding)."""
 
     rows: Sequence[Row | None]
-    drafts: Sequence[Sequence[int]]  # which tokens each was taken to begin with
+    drafts: Sequence[Sequence[int]]  # of each row; [] without one
     pairs: Tensor  # (rows, 1 + longest draft, 2) float64, on the device: token, log-probability
     copied: Tensor  # the same on the CPU,
     ready: torch.cuda.Event | None  # from this moment
@@ -133,7 +133,7 @@ class Generator:
     """Samples model messages for many trajectories at once. Use as a context manager.
 
     Each row draws its random numbers from its own generator, one a token, so that a trajectory does not
-    depend on the others in its batch (up to the rounding of matrix products of different sizes). At
+    depend on the others in its batch (up to the rounding of other kernels for products of other sizes). At
     temperature 0 decoding is greedy. Log-probabilities are those of softmax(logits / temperature), of
     softmax(logits) when greedy; `top_p` (see `Sampling`) changes what is drawn and not them.
 
@@ -208,7 +208,7 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Sample a token in every decoding row of the cache; return the rows whose messages are complete."""
+        """Sample a token, or a draft's and one more, in each decoding row; return rows that are complete."""
         self._or_halve_the_cache(self._step)
         stopped, self.stopped = self.stopped, []
         return stopped
@@ -226,16 +226,17 @@ class Generator:
         self.ahead = following
 
     def _begin_step(self, rows: Sequence[Row], before: Drawn | None = None) -> Drawn:
-        """Sample a token in each of these rows, after those sampled `before`, if they were not taken yet."""
+        """Sample after each of these rows and in its draft, or after those sampled `before` and not taken."""
         pieces = self.cache.decode_pieces(rows)
         placed = [row for piece in pieces for row in piece.rows]
         untaken = int(before is not None)
-        most = 0 if self.late else min(LONGEST_DRAFT, TOKENS_PER_STEP // len(placed) - 1)
+        budget = 0 if self.late else TOKENS_PER_STEP.get(self.decoder.device.type, 0)
+        most = min(LONGEST_DRAFT, budget // len(placed) - 1)
         drafts = [row.draft(most) if row and row.decoding else [] for row in placed]
         width = 1 + max(map(len, drafts))
         if before is None:
             ends = [[row.history[-1] if row else 0, *own] for row, own in zip(placed, drafts, strict=True)]
-            # What is left of a line is its last token again, written to the same place.
+            # A shorter line is padded with its last token, which is written to the same place again.
             pending = torch.tensor([own + own[-1:] * (width - len(own)) for own in ends])  # (rows, width)
         else:
             places = {row: place for place, row in enumerate(before.rows)}
@@ -386,8 +387,9 @@ class Generator:
     def _sample(
         self, pending: Tensor, positions: Tensor, uniforms: Tensor, pieces: Sequence[Piece]
     ) -> Tensor:
-        """The next token of each row and its log-probability, (rows, 2) float64, from `pending` tokens at
-        `positions` and from `uniforms`, (rows, 1) all.
+        """What comes after each of the `pending` tokens, and its log-probability: (rows x tokens, 2) float64.
+
+        `pending` and `positions` are (rows, tokens), `uniforms` (rows x tokens, 1).
         """
         if self.graphs is None:
             return self._draw(self._forward(pending, positions, pieces), uniforms)

@@ -44,17 +44,16 @@ class PagedPiece(Piece):
 
 
 class SplitAttention(Attention):
-    """Attention of a decode step, read from the pages where they are, as if each token had a row."""
+    """Attention of one token a row, read from the pages where they are."""
 
     def __init__(self, piece: PagedPiece, positions: Tensor, kv_heads: int, kernel: Callable[..., Tensor]):
-        """`positions` (rows, tokens)."""
-        self.piece, self.kernel, self.places = piece, kernel, piece.places(positions, kv_heads)
-        self.table = piece.table.repeat_interleave(positions.shape[1], 0)  # (rows x tokens, columns)
-        self.lengths = positions.flatten() + 1
+        """`positions` (rows, 1) of the tokens."""
+        self.piece, self.kernel = piece, kernel
+        self.places, self.lengths = piece.places(positions, kv_heads), positions[:, 0] + 1
 
     def attend(self, layer: int, queries: Tensor) -> Tensor:
-        """(rows x tokens, heads, head_dim) to (rows x tokens, heads x head_dim)."""
-        return self.kernel(queries, self.piece.home.layers[layer], self.table, self.lengths).flatten(1)
+        """(rows, heads, head_dim) to (rows, heads x head_dim)."""
+        return self.kernel(queries, self.piece.home.layers[layer], self.piece.table, self.lengths).flatten(1)
 
 
 def decode_kernel(device: torch.device) -> Callable[..., Tensor] | None:

@@ -69,11 +69,15 @@ def main(config: Args) -> None:
     task, rows = begin_task(config, config.split), []
     task.policy.eval()
     failures = [*own_failures(config, task), *made_failures(config, task)]
-    failed = [(*given, before) for given in failures if (before := judged_failure(task, *given[1:]))]
-    said = iter(said_first(task, [ids for *_, before in failed for ids in before.values()]))
-    for kind, example, mistake, before in tqdm(failed, desc="probe", unit="failure"):
+    failed = []  # kind, example, mistake, the tokens before the repair
+    for kind, example, mistake in tqdm(failures, desc="queries", unit="failure"):
+        if before := judged_failure(task, example, mistake):
+            failed.append((kind, example, mistake, before))
+    said = said_first(task, [ids for *_, before in failed for ids in before.values()])
+    pairs = zip(failed, zip(said[::2], said[1::2], strict=True), strict=True)
+    for (kind, example, mistake, before), words in tqdm(pairs, "probe", len(failed), unit="failure"):
         gold = Question(task.environment, example).gold
-        found = probe(task, before, list(islice(said, len(before))), gold, mistake.wrong)
+        found = probe(task, before, words, gold, mistake.wrong)
         rows.append({"kind": kind, "example_id": example.id, "failed": mistake.wrong} | found)
     means = {}
     print("failures".ljust(20) + "number".rjust(8) + "".join(name.rjust(12) for name in PROBABILITIES))
@@ -134,7 +138,7 @@ def judged_failure(task: Task, example: Example, mistake: Mistake) -> dict[str, 
 
 
 def said_first(task: Task, prompts: Sequence[list[int]]) -> list[str]:
-    """What the policy says, greedily, between its verdict and its next call after each of these tokens.
+    """What the policy says, greedily, between its verdict and its next call after each prompt.
 
     Nothing where no call comes in 60 tokens.
     """
@@ -143,7 +147,8 @@ def said_first(task: Task, prompts: Sequence[list[int]]) -> list[str]:
     with Generator(task.policy, task.tokens.end_of_turn_ids, sampling, stops) as generator:
         rows = generator.start(prompts, [0] * len(prompts), [sampling.max_turn_tokens] * len(prompts))
         while generator.rows:
-            generator.release(generator.step())
+            if ended := generator.step():
+                generator.release(ended)
     said = [task.tokens.decode(row.ids).partition(CALL) for row in rows]
     return [words if call else "" for words, call, _ in said]
 
