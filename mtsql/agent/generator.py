@@ -73,10 +73,9 @@ class Row(CachedRow):
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
     uniforms: list[float] = field(default_factory=list)  # drawn, and not used yet
-    followed: dict[tuple[int, ...], int] = field(
-        default_factory=dict
-    )  # three tokens: the place after their last occurrence
-    looked_up: int = 0  # tokens of `history` that are in `followed`
+    # By DRAFT_BY tokens the place after their last occurrence, of the first `looked_up` tokens of `history`.
+    followed: dict[tuple[int, ...], int] = field(default_factory=dict)
+    looked_up: int = 0
 
     def begin(self, limit: int) -> None:
         """Start a message of at most `limit` tokens."""
@@ -230,6 +229,7 @@ class Generator:
         pieces = self.cache.decode_pieces(rows)
         placed = [row for piece in pieces for row in piece.rows]
         untaken = int(before is not None)
+        # A late step does not know yet what its drafts would follow.
         budget = 0 if self.late else TOKENS_PER_STEP.get(self.decoder.device.type, 0)
         most = min(LONGEST_DRAFT, budget // len(placed) - 1)
         drafts = [row.draft(most) if row and row.decoding else [] for row in placed]
