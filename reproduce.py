@@ -91,7 +91,7 @@ def main(chosen: argparse.Namespace) -> None:
     suite = SUITES[chosen.suite]
     given = "" if suite.benchmark else " --data DATA --model MODEL"
     made_by = f"python reproduce.py --suite {chosen.suite}{given}"
-    written = write_page(suite, made_by, chosen.out / f"{page}.md")
+    written = write_page(suite, made_by, chosen.out / f"{page}.md", Path(chosen.model).name)
     print(f"\n{written.read_text()}\n{written}")
 
 

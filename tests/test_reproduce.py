@@ -216,6 +216,24 @@ def test_a_page_is_made_of_what_is_finished_and_again_of_its_rows(tmp_path):
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
 
 
+def test_a_page_has_the_parts_of_the_summaries_as_means_of_the_seeds(tmp_path):
+    by_seed = [{"1": 0.5, ">4": None}, {"1": 1.0, ">4": 0.25}]
+    for seed, by_turn in enumerate(by_seed):
+        path = lay_out(tmp_path, "rl", "11000", seed) / "summary.json"
+        summary = json.loads(path.read_text())
+        summary["ex"]["by_turn"], summary["errors"] = by_turn, {"join_path": 0.125 * (seed + 1)}
+        path.write_text(json.dumps(summary))
+    lay_out(tmp_path, "warm", "10000")
+    text = write_page(SMALL, PAGE_OF, tmp_path / "small.md", base="qwen").read_text()
+    assert cells(text, "EX by turn") == ["1", ">4"]
+    by_turn, errors = (
+        next(p for p in text.split("\n\n") if f"| {of}" in p) for of in ("EX by turn", "wrong")
+    )
+    assert by_turn.splitlines()[2:] == ["| `rl` | 75.0 | 25.0 |"]  # `warm` has none
+    assert errors.splitlines()[2:] == ["| `rl` | 18.8 |"]
+    assert "- Base: qwen. Dates" in text and "| wrong answers, of all | join path |" in text
+
+
 def test_rows_of_other_machines_stay_and_other_questions_are_refused(tmp_path):
     lay_out(tmp_path, "warm", "10000")
     old = {"dataset": "test", "arm": "old", "seed": 2, "ex": 50.0, "em": 25.0, "curve": []}

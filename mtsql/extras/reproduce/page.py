@@ -87,14 +87,14 @@ def with_interval(found: Estimate, show: Callable[[float], str]) -> str:
     return show(found.mean) + ends
 
 
-def write_page(suite: Suite, made_by: str, path: Path) -> Path:
+def write_page(suite: Suite, made_by: str, path: Path, base: str = "") -> Path:
     """Bring the .json beside `path` up to date, write the page and its figures and return its path.
 
-    `made_by` is the command that it names. Finished evaluations are looked for in the folder of `path`.
-    Raises UserError if there are none and no .json, and for a row with other questions than the others of
-    its set.
+    `made_by` is the command that it names, `base` the model of evaluations that are new. Finished evaluations
+    are looked for in the folder of `path`. Raises UserError if there are none and no .json, and for a row
+    with other questions than the others of its set.
     """
-    rows = up_to_date_rows(suite, path)
+    rows = up_to_date_rows(suite, path, base)
     of = by_set(rows)
     accuracy = {dataset: accuracies(by_arm) for dataset, by_arm in of.items()}
     figures = {"bars": bar_figure(accuracy), "curves": curve_figure(rows)}
@@ -110,6 +110,7 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
             "questions": next(row["questions"] for row in rows if row["dataset"] == dataset),
             "accuracy": [accuracy_row(suite, arm, of_arm) for arm, of_arm in accuracy[dataset].items()],
             "differences": difference_rows(suite, by_arm),
+            "parts": part_tables(by_arm),
             "lacking": [arm for arm in suite.arms if dataset in suite.sets_of(arm) and arm not in by_arm],
         }
         for dataset, by_arm in of.items()
@@ -123,12 +124,12 @@ def write_page(suite: Suite, made_by: str, path: Path) -> Path:
     return path
 
 
-def up_to_date_rows(suite: Suite, path: Path) -> list[Row]:
+def up_to_date_rows(suite: Suite, path: Path, base: str) -> list[Row]:
     """The rows beside `path`, with those of finished evaluations, in the order of the suite; written back."""
     beside = path.with_suffix(".json")
     known = load_json(beside) if beside.exists() else []
     folders, first_set = path.parent.glob("seed*/evaluation/*/*"), next(iter(suite.sets))
-    known += [finished_row(folder, first_set) for folder in folders]
+    known += [finished_row(folder, first_set, base) for folder in folders]
     rows = {(row["dataset"], row["arm"], row["seed"]): row for row in known if row}
     if not rows:
         raise UserError(
@@ -151,7 +152,7 @@ def by_set(rows: Sequence[Row]) -> dict[str, ByArm]:
     return found
 
 
-def finished_row(folder: Path, first_set: str) -> Row | None:
+def finished_row(folder: Path, first_set: str, base: str) -> Row | None:
     """The row of the evaluation in out/seed<S>/evaluation/<set>/<arm>, None if it is not finished.
 
     The curve of the training of the same name is kept once, with `first_set`.
@@ -169,7 +170,9 @@ def finished_row(folder: Path, first_set: str) -> Row | None:
         "dataset": folder.parent.name,
         "arm": folder.name,
         "seed": int(home.name.removeprefix("seed")),
+        "base": base or None,
         **{metric: round(100 * summary[metric]["mean"], 4) for metric in BITS},
+        "parts": parts_of_summary(summary),
         "questions": len(records),
         "date": done.date().isoformat(),
         "hardware": run.get("hardware"),
@@ -177,6 +180,20 @@ def finished_row(folder: Path, first_set: str) -> Row | None:
         "databases": [[name, len(list(group))] for name, group in groupby(r["db_id"] for r in records)],
         "curve": curve(home / folder.name) if folder.parent.name == first_set else [],
         **{bits: "".join(str(int(r[metric])) for r in records) for metric, bits in BITS.items()},
+    }
+
+
+def parts_of_summary(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What a summary says of turns, hardness, errors and abilities, in % (docs/evaluation.md)."""
+    parts = {
+        "EX by turn": summary["ex"].get("by_turn", {}),
+        "EX by hardness": summary["ex"].get("by_hardness", {}),
+        "wrong answers, of all": summary.get("errors", {}),
+        "abilities": summary.get("abilities", {}),
+    }
+    return {
+        title: {name: round(100 * value, 2) for name, value in part.items() if value is not None}
+        for title, part in parts.items()
     }
 
 
@@ -268,6 +285,25 @@ def difference_rows(suite: Suite, by_arm: ByArm) -> list[list[str]]:
         ex, em = (f"{bold[m]}{with_interval(of, signed)}{bold[m]}" for m, of in found.items())
         rows.append([what, f"`{better}` - `{worse}`", ex, seeds_text(found["ex"], signed), em])
     return rows
+
+
+def part_tables(by_arm: ByArm) -> dict[str, list[list[str]]]:
+    """The tables of `parts_of_summary`, their columns first: means of the seeds of each arm."""
+    tables: dict[str, list[list[str]]] = {}
+    titles = dict.fromkeys(
+        title for of in by_arm.values() for row in of.values() for title in row.get("parts", {})
+    )
+    for title in titles:
+        seeds = {
+            arm: [row["parts"][title] for row in of.values() if "parts" in row] for arm, of in by_arm.items()
+        }
+        columns = list(dict.fromkeys(name for parts in seeds.values() for part in parts for name in part))
+        tables[title] = [columns]
+        for arm, parts in seeds.items():
+            values = [[part[name] for part in parts if name in part] for name in columns]
+            if any(values):
+                tables[title].append([f"`{arm}`", *(decimal(fmean(v)) if v else "" for v in values)])
+    return {title: table for title, table in tables.items() if table[0]}
 
 
 def bar_figure(accuracy: Mapping[str, Mapping[str, Mapping[str, Estimate]]]) -> Figure:
