@@ -227,11 +227,12 @@ def test_a_page_has_the_parts_of_the_summaries_as_means_of_the_seeds(tmp_path):
     text = write_page(SMALL, PAGE_OF, tmp_path / "small.md", base="qwen").read_text()
     assert cells(text, "EX by turn") == ["1", ">4"]
     by_turn, errors = (
-        next(p for p in text.split("\n\n") if f"| {of}" in p) for of in ("EX by turn", "wrong")
+        next(p for p in text.split("\n\n") if f"| {of}" in p) for of in ("EX by turn", "errors, of")
     )
     assert by_turn.splitlines()[2:] == ["| `rl` | 75.0 | 25.0 |"]  # `warm` has none
     assert errors.splitlines()[2:] == ["| `rl` | 18.8 |"]
-    assert "- Base: qwen. Dates" in text and "| wrong answers, of all | join path |" in text
+    assert "- Base: qwen. Dates" in text and "| errors, of all questions | join path |" in text
+    assert "- Base: qwen. Dates" in write_page(SMALL, PAGE_OF, tmp_path / "small.md").read_text()
 
 
 def test_rows_of_other_machines_stay_and_other_questions_are_refused(tmp_path):

@@ -90,8 +90,8 @@ def with_interval(found: Estimate, show: Callable[[float], str]) -> str:
 def write_page(suite: Suite, made_by: str, path: Path, base: str = "") -> Path:
     """Bring the .json beside `path` up to date, write the page and its figures and return its path.
 
-    `made_by` is the command that it names, `base` the model of evaluations that are new. Finished evaluations
-    are looked for in the folder of `path`. Raises UserError if there are none and no .json, and for a row
+    `made_by` is the command that it names, `base` the model of those that are finished now. Evaluations are
+    looked for in the folder of `path`. Raises UserError if there are none and no .json, and for a row
     with other questions than the others of its set.
     """
     rows = up_to_date_rows(suite, path, base)
@@ -130,7 +130,10 @@ def up_to_date_rows(suite: Suite, path: Path, base: str) -> list[Row]:
     known = load_json(beside) if beside.exists() else []
     folders, first_set = path.parent.glob("seed*/evaluation/*/*"), next(iter(suite.sets))
     known += [finished_row(folder, first_set, base) for folder in folders]
-    rows = {(row["dataset"], row["arm"], row["seed"]): row for row in known if row}
+    rows: dict[tuple[str, str, int], Row] = {}
+    for row in filter(None, known):
+        key = (row["dataset"], row["arm"], row["seed"])
+        rows[key] = rows.get(key, {}) | row  # --page without --model knows no base, and keeps it
     if not rows:
         raise UserError(
             f"{path.parent} has no finished evaluation of this suite yet, and no {path.stem}.json"
@@ -170,7 +173,7 @@ def finished_row(folder: Path, first_set: str, base: str) -> Row | None:
         "dataset": folder.parent.name,
         "arm": folder.name,
         "seed": int(home.name.removeprefix("seed")),
-        "base": base or None,
+        **({"base": base} if base else {}),
         **{metric: round(100 * summary[metric]["mean"], 4) for metric in BITS},
         "parts": parts_of_summary(summary),
         "questions": len(records),
@@ -188,7 +191,7 @@ def parts_of_summary(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     parts = {
         "EX by turn": summary["ex"].get("by_turn", {}),
         "EX by hardness": summary["ex"].get("by_hardness", {}),
-        "wrong answers, of all": summary.get("errors", {}),
+        "errors, of all questions": summary.get("errors", {}),
         "abilities": summary.get("abilities", {}),
     }
     return {
