@@ -147,7 +147,8 @@ def schema(tmp_path_factory) -> Schema:
         ("SELECT title FROM singer JOIN album ON singer.id = singer_id",
          "Singer has id, Name, \"Home Town\"; album has id, singer_id, year"),
         ("SELECT year FROM singer WHERE id IN (SELECT singer_id FROM albums)", "tables: Singer, album"),
-        ("SELECT id FROM singer JOIN album ON singer.id = singer_id", "id is in Singer, album"),
+        ("SELECT id FROM singer JOIN album b ON singer.id = singer_id",
+         "id is in album: b.id; id is in Singer: singer.id"),
         ("SELECT count(* FROM singer", ""),
         ("SELECT max(count(*)) FROM singer", ""),
         ("SELECT name FROM singer", ""),
@@ -185,10 +186,39 @@ def test_a_hint_says_how_a_query_gets_at_a_column(tmp_path):
         "name is in label: JOIN Singer ON Singer.id = album.singer JOIN label ON label.id = Singer.label_id"
     )
     assert hint("SELECT size FROM Singer") == "size is in town"
-    parts = "SELECT t1.size FROM album AS t1 EXCEPT SELECT t1.size FROM town AS t1"
-    assert hint(parts).startswith("size is in town; ")  # and not that t1.size is to be tried
     assert hint("SELECT city FROM Singer") == (
         "city is in label: JOIN label ON label.id = Singer.label_id; city is in town"
+    )
+
+
+def test_a_hint_is_about_the_part_of_the_query_that_fails(tmp_path):
+    """A name of another SELECT cannot be used there, one of a SELECT around it can."""
+    script = """
+        create table Singer (id primary key, name);
+        create table album (id primary key, singer references Singer(id), title);
+        create table town (size);
+    """
+    schema = read_schema(make_database(tmp_path / "music.sqlite", script))
+
+    def hint(sql: str) -> str:
+        message = Executor().execute(schema.path, sql).message
+        return error_hint(message, sql, schema)
+
+    has = "album has id, singer, title"
+    joined = f"name is in Singer: JOIN Singer ON Singer.id = album.singer; {has}"
+    assert hint("SELECT name FROM Singer EXCEPT SELECT name FROM album") == joined
+    assert hint("SELECT title FROM album WHERE name IN (SELECT name FROM Singer)") == joined
+    parts = "SELECT t1.size FROM album AS t1 EXCEPT SELECT t1.size FROM town AS t1"
+    assert hint(parts) == f"size is in town; {has}"
+    within = "SELECT name FROM Singer AS a WHERE id IN (SELECT B.name FROM album AS b)"
+    assert hint(within) == f"name is in Singer: a.name; {has}"
+    shadowed = "SELECT title FROM album AS a WHERE id IN (SELECT a.size FROM Singer AS a)"
+    assert hint(shadowed) == "size is in town; Singer has id, name"
+    both = "SELECT size FROM town WHERE size IN (SELECT id FROM Singer JOIN album AS b)"
+    assert hint(both) == "id is in album: b.id; id is in Singer: Singer.id"
+    assert hint("SELECT t.title FROM (SELECT id FROM album) AS t") == "title is in album"
+    assert hint("SELECT name FROM Singer ORDER BY title") == (
+        "title is in album: JOIN album ON album.singer = Singer.id; Singer has id, name"
     )
 
 

@@ -22,7 +22,7 @@ from mtsql.data.sandbox import OF_THE_MOMENT, ExecutionResult, FileVersion, file
 from mtsql.data.schema import Schema, folded, written
 from mtsql.sql.grammar import SqlParseError
 from mtsql.sql.text import as_executed
-from mtsql.sql.tree import query_tree
+from mtsql.sql.tree import query_tree, sources
 
 MAX_PLACES = MAX_JOINS = 3  # tables of a missed column that a hint names, joins to one of them
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
@@ -248,7 +248,7 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
 
     Instead of a table: all tables. Instead of a column: the tables that have it, each with its name in the
     query or the joins that lead to it from there, then the columns of the table before its dot, or of all
-    that the query reads. For an ambiguous column: the tables that have it.
+    that the query reads. For an ambiguous column: its names. All for the part of the query that fails.
     """
     problem, _, missed = message.partition(": ")
     if problem == "no such table":
@@ -264,11 +264,11 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
     before, dot, name = missed.partition(".")
     if not dot or having(missed):  # a name may hold a dot, too
         before, name = "", missed
-    found = having(name)
-    if problem == "ambiguous column name":
-        return f"{written(name)} is in {_listed(found)}" if found else ""
-    read = _tables_by_alias(sql)
+    found, ambiguous = having(name), problem == "ambiguous column name"
+    read = _tables_read(sql, before, name, found, ambiguous)
     ways = _ways(read, schema)
+    if ambiguous:
+        found = [table for table in found if folded(table) in read.values()] or found
     near = {table: number for number, table in enumerate(ways)}
     found.sort(key=lambda table: near.get(folded(table), len(near)))
     hints = []
@@ -279,7 +279,7 @@ def error_hint(message: str, sql: str, schema: Schema) -> str:
         hints.append(f"{written(name)} is in {written(table)}" + (way and ":" + way))
     named = {folded(alias): table for alias, table in read.items()}
     wanted = {named.get(folded(before), folded(before))} if before else set(read.values())
-    tables = (t for t in schema.tables if folded(t.name) in wanted)
+    tables = (t for t in schema.tables if folded(t.name) in wanted and not ambiguous)
     hints += [f"{written(t.name)} has {_listed(name for name, _ in t.columns)}" for t in tables]
     return "; ".join(hints)
 
@@ -311,10 +311,31 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(written, names))
 
 
-def _tables_by_alias(sql: str) -> dict[str, str]:
-    """The tables that a query reads, `folded`, by the names that it gives them; none if unreadable."""
+def _tables_read(sql: str, before: str, name: str, having: Iterable[str], ambiguous: bool) -> dict[str, str]:
+    """The tables, `folded`, that the part of a query reads in which a column fails, by their names there.
+
+    `having` are the tables with such a column. The part is the first SELECT that names the column and reads
+    none of them, or several where it is ambiguous; the SELECTs around it are read there too, and come last.
+    All tables of the query if no part is found, none if it is unreadable.
+    """
     try:
-        tables = query_tree(sql).find_all(exp.Table)
+        tree = query_tree(sql)
     except SqlParseError:
         return {}
+    having, missed = set(map(folded, having)), (folded(before), folded(name))
+    for column in tree.find_all(exp.Column):
+        if (folded(column.table), folded(column.name)) == missed:
+            read, part = dict[str, str](), column.find_ancestor(exp.Select)
+            while part:
+                around = _named(source for source in sources(part) if isinstance(source, exp.Table))
+                read = read | around | read  # the inner of two names counts
+                part = part.find_ancestor(exp.Select)
+            called = (table for alias, table in read.items() if not before or folded(alias) == missed[0])
+            reached = sum(table in having for table in called)
+            if (reached > 1) if ambiguous else not reached:
+                return read
+    return _named(tree.find_all(exp.Table))
+
+
+def _named(tables: Iterable[exp.Table]) -> dict[str, str]:
     return {table.alias_or_name: folded(table.name) for table in tables}
