@@ -7,7 +7,7 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
     python evaluate.py --gold GOLD.txt --pred PRED.txt --databases DIR --tables tables.json --etype all
     python evaluate.py --compare A.json B.json
 
-(`python evaluate.py --gold --help` lists the options of the second form.)
+(`python evaluate.py --help --gold` lists the options of the second form.)
 
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
 by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the

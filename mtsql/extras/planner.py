@@ -2,7 +2,7 @@
 
     python -m mtsql plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
 
-It reads the options of train_grpo.py, with --stage sft those of train_sft.py. Of --model it needs the
+--gpu-memory is in GiB [24]. Other options are those of train_grpo.py, with --stage sft of train_sft.py. Of --model it needs the
 configuration and no weights: the model stands on PyTorch's meta device, which knows shapes alone. Weights,
 gradients and optimizer are counted on its parameters. For activations the training code itself runs there on
 the largest micro-batch, and the rollout's prefill, in one or two layers (others keep as much), while
