@@ -15,7 +15,7 @@ five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the 
 the mean and deviation of turns, and the length of thoughts (SQL-Trail, A.8).
 --sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
 of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). Of a model that
-takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 4.
+takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 5.
 --ex bird makes EX, the vote and pass@k BIRD's: equal sets of rows, as the papers report it on BIRD.
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
 server of OpenAI's form, in the same environment (mtsql/extras/served.py).

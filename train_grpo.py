@@ -80,6 +80,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtsql.data.datasets import Example
+from mtsql.errors import UserError
 from mtsql.files import write_atomically
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.checkpoint import INTERRUPTED, finish_step_on_interrupt, resume, save_checkpoint
@@ -101,8 +102,10 @@ def main(config: Args) -> int:
     policy, processes, out = task.policy, task.processes, task.out
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)  # mtsql_r1_rewards.py: reward
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
-    optimizer, first, _ = resume(config, out, policy, processes)  # AdamW, new or of a checkpoint
-    levels = curriculum(config, task)
+    optimizer, first, state = resume(config, out, policy, processes)  # AdamW, new or of a checkpoint
+    if first > config.steps:
+        raise UserError(f"{out} has had {first} steps; give --steps at least so many")
+    levels = curriculum(config, task, state)
     dev = dev_task(config, task) if config.evaluate_every else None
     if processes.is_main:
         save_config(config, out)
@@ -145,7 +148,8 @@ def main(config: Args) -> int:
             stop = any(processes.all_gather(interrupted.is_set()))
             due = stop or step + 1 == config.steps or (step + 1) % config.save_every == 0
             if due and processes.is_main:
-                save_checkpoint(out, policy, task.tokens.tokenizer, optimizer, step + 1, {})
+                state = {"questions": [question.id for level in levels for question in level]}
+                save_checkpoint(out, policy, task.tokens.tokenizer, optimizer, step + 1, state)
             if stop:
                 break
     if not stop:
@@ -155,16 +159,19 @@ def main(config: Args) -> int:
     elif processes.is_main:
         asked = {q.id for step in range(config.steps) for q in questions_of_step(config, levels, step)}
         write_atomically(out / "asked.json", json.dumps(sorted(asked)))
-        print(f"policy after {max(first, config.steps)} steps: {out / 'policy'}")
+        print(f"policy after {config.steps} steps: {out / 'policy'}")
         print(f"its curves: python -m mtsql plot {out}")
     leave_processes(processes)
     return INTERRUPTED if stop else 0
 
 
-def curriculum(config: Args, task: Task) -> list[list[Example]]:
-    """The training questions in levels from easy to hard (section 3.3.1), one level without --curriculum."""
+def curriculum(config: Args, task: Task, state: dict | None) -> list[list[Example]]:
+    """The training questions in levels from easy to hard (section 3.3.1), one level without --curriculum.
+
+    They are those of the checkpoint's `state`, if there is one.
+    """
     counts = read_counts(Path(config.curriculum)) if config.curriculum else []
-    questions = training_questions(config, task, counts)
+    questions = training_questions(config, task, counts, state["questions"] if state else ())
     return curriculum_levels(questions, counts, config.level_size) if counts else [questions]
 
 

@@ -63,7 +63,6 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -71,7 +70,7 @@ from threading import Event
 import torch
 from tqdm import tqdm
 
-from mtsql.data.datasets import Example, examples
+from mtsql.data.datasets import examples
 from mtsql.errors import UserError
 from mtsql.files import json_lines, write_atomically
 from mtsql.learn.batches import alike, micro_batches, training_order
@@ -95,8 +94,8 @@ def main(config: Args) -> int:
     reward = reward_function(config, task.tokens, task.scorer)
     optimizer, first, state = resume(config, out, task.policy, processes)
     rng = random.Random(config.seed)
-    pool = training_questions(config, task)  # D_0
-    progress = Progress.from_plain(state, pool) if state else Progress(pool)
+    pool = training_questions(config, task, known=state["pool"] if state else ())  # D_0
+    progress = Progress.from_plain(state, pool) if state else Progress(pool, pool)
     if progress.round >= config.rounds:
         raise UserError(f"{out} is in round {progress.round + 1}; give --rounds at least so many")
     log = None
@@ -109,10 +108,10 @@ def main(config: Args) -> int:
             progress.round = round_index
             if not progress.collected:
                 # S1 and S2: roll out the policy; keep some of what is right by EX and EM.
-                found = collect(config, task, reward, progress, pool)
+                found = collect(config, task, reward, progress)
                 progress.add(processes.gather(found), rng)
                 if processes.is_main:
-                    write_collected(config, task, progress, pool)
+                    write_collected(config, task, progress)
                 if not progress.kept:
                     source = config.model if config.targets == "self" else f"--targets {config.targets}"
                     raise UserError(
@@ -156,9 +155,7 @@ def check(config: Args) -> None:
         raise UserError(f"--targets {config.targets} should be self, gold or a JSONL file of chat messages")
 
 
-def collect(
-    config: Args, task: Task, reward: RewardFunction, progress: Progress, pool: Sequence[Example]
-) -> list[Collected]:
+def collect(config: Args, task: Task, reward: RewardFunction, progress: Progress) -> list[Collected]:
     """S1 and S2 of Algorithm 1 for a process's share of D_i, or what --targets names in their place."""
     numbered = task.processes.share(list(enumerate(progress.remaining)))
     if config.targets == "gold":
@@ -170,7 +167,7 @@ def collect(
     if config.targets != "self":
         from mtsql.extras.teacher import read_teacher, taught_answers
 
-        return taught_answers(task, reward, read_teacher(Path(config.targets)), pool)
+        return taught_answers(task, reward, read_teacher(Path(config.targets)), progress.pool)
     embed = partial(embed_with_policy, task.policy)
     found, round_index = [], progress.round
     # S1: 20 rollouts a question; right are those whose answer is so by EX and EM.
@@ -264,15 +261,15 @@ def save(task: Task, optimizer: torch.optim.Optimizer, progress: Progress) -> No
         save_checkpoint(task.out, task.policy, task.tokens.tokenizer, optimizer, at, state)
 
 
-def write_collected(config: Args, task: Task, progress: Progress, pool: Sequence[Example]) -> None:
+def write_collected(config: Args, task: Task, progress: Progress) -> None:
     """Print and save Table 7, and save T as chat messages."""
-    example_of = {example.id: example for example in pool}
+    example_of = {example.id: example for example in progress.pool}
     if config.targets == "gold":
         from mtsql.extras.demonstrations import format_repairs
 
         print(f"gold SQL: {format_repairs(progress.kept)}")
     else:
-        print(format_coverage(len(pool), progress.coverage))
+        print(format_coverage(len(progress.pool), progress.coverage))
         rejected = progress.coverage[-1]["rejected"]
         print("rollouts not kept: " + ", ".join(f"{name} {count:,}" for name, count in rejected.items()))
     write_atomically(task.out / "coverage.json", json.dumps(progress.coverage, indent=1))

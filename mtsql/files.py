@@ -197,7 +197,8 @@ def temporary_sibling(path: Path) -> Iterator[Path]:
     with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{escape(path.name)}.[0-9]*.tmp"):
-        if not psutil.pid_exists(int(left.name.split(".")[-2])):
+        process = int(left.name.split(".")[-2])
+        if process == os.getpid() or not psutil.pid_exists(process):  # in a container ids come again
             _remove(left)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from importlib import import_module
@@ -35,7 +35,7 @@ from mtsql.files import hold_folder, json_lines, write_atomically
 from mtsql.learn.curriculum import SuccessCount
 from mtsql.learn.model import load_policy, save_policy
 from mtsql.learn.parallel import Processes, join_processes
-from mtsql.model_folder import Policy, load_tokenizer
+from mtsql.model_folder import ADAPTER_FILE, Policy, base_of_adapter, load_tokenizer
 from mtsql.recipes import load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import RewardFunction
@@ -290,21 +290,29 @@ def reward_function(config: Agent, tokens: ChatTokens, scorer: Scorer, given: st
     return module.make_reward(given, scorer, tokens.tokenizer.decode, turns)
 
 
-def training_questions(config: Sampled, task: Task, counted: Sequence[SuccessCount] = ()) -> list[Example]:
+def training_questions(
+    config: Sampled, task: Task, counted: Sequence[SuccessCount] = (), known: Collection[str] = ()
+) -> list[Example]:
     """The training questions in play: --questions of all, or of those in `counted`, drawn by the seed
     (0: all), less those that cannot be scored and those whose prompt is too long, which is said. They are
     drawn first, since the check executes every gold SQL.
 
     Each process executes all of them, to fill its cache; a gold SQL near --sql-timeout may be in time in one
-    alone, and what one leaves out, all leave out. Raises UserError if none is left.
+    alone, and what one leaves out, all leave out. With `known`, the ids of a run that goes on, nothing is
+    checked: a busy machine could find others. Raises UserError if none is left.
     """
     asked, ids = examples(task.dataset.dialogues), {count.example_id for count in counted}
     asked = [e for e in asked if e.id in ids] if counted else asked
     if not asked:
         raise UserError("no question of the curriculum is in the training data")
-    run = scorable(draw_questions(asked, config.questions, config.seed), task.scorer)
+    asked = draw_questions(asked, config.questions, config.seed)
+    if known:
+        return [e for e in asked if e.id in known]
+    run = scorable(asked, task.scorer)
     everywhere = set.intersection(*map(set, task.processes.all_gather([e.id for e in run])))
     run = [e for e in run if e.id in everywhere]
+    if task.processes.is_main:
+        print_left_out(asked, run, "their gold SQL does not run")
     fits = task.environment.fits(task.processes.share(run))
     kept = [e for e, fit in zip(run, task.processes.gather(fits), strict=True) if fit]
     longer = f"longer than --max-prompt-tokens {config.max_prompt_tokens}"
@@ -348,7 +356,10 @@ def answer_options(config: Common, dataset: Dataset) -> dict[str, Any]:
     """
     options = {name: value for name, value in asdict(config).items() if name not in FREE_TO_CHANGE}
     asked = [dataset.schemas[name] for name in sorted({dialogue.db_id for dialogue in dataset.dialogues})]
-    files = sorted(Path(config.model).glob("*")) if config.model else []
+    folders = [Path(config.model)] if config.model else []
+    if folders and (folders[0] / ADAPTER_FILE).is_file():
+        folders.append(Path(base_of_adapter(folders[0])))
+    files = [path for folder in folders for path in sorted(folder.glob("*"))]
     files += [schema.path for schema in asked]
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     shown = repr((dataset.dialogues, [schema.tables for schema in asked]))

@@ -33,7 +33,7 @@ from mtsql.report.records import chat_record
 from mtsql.report.voting import add_votes
 from mtsql.sql.execute import Executor
 from mtsql.sql.grammar import SqlParseError
-from mtsql.sql.score import Scorer, clause_f1, scorable
+from mtsql.sql.score import Scorer, clause_f1, print_left_out, scorable
 from mtsql.task import load_split, make_environment
 from mtsql.toy import benchmark as toy
 from mtsql.toy.scripted_agent import ATTENTIVE, demonstrate
@@ -217,8 +217,10 @@ def test_several_sources_are_one_dataset(tiny, tmp_path, capsys):
 def test_what_cannot_be_scored_is_counted_by_source(dataset_of, capsys):
     good, bad = SPIDER | {"source": "a"}, SPIDER | {"source": "b", "query": "SELECT"}
     dataset = dataset_of([good, good, bad, good | {"source": "b"}])
-    assert len(scorable(examples(dataset.dialogues), Scorer(dataset.schemas, Executor()))) == 3
-    why = "their gold SQL does not run"
+    asked, why = examples(dataset.dialogues), "their gold SQL does not run"
+    kept = scorable(asked, Scorer(dataset.schemas, Executor()))
+    assert len(kept) == 3
+    print_left_out(asked, kept, why)
     assert capsys.readouterr().out == f"left out 1 of 2 questions of b: {why}\n"
 
 

@@ -96,6 +96,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
     for name in ("file", "folder"):
         (tmp_path / f".{name}.{dead.pid}.tmp").mkdir()
         (tmp_path / f".{name}.{os.getppid()}.tmp").touch()  # of a process that lives
+        (tmp_path / f".{name}.{os.getpid()}.tmp").mkdir()  # of one with our number, in an earlier container
     write_atomically(tmp_path / "file", "")
     with folder_atomically(tmp_path / "folder"):
         pass

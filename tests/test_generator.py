@@ -321,8 +321,10 @@ def test_other_architectures_are_refused():
         with pytest.raises(UserError, match=said):
             Generator(other, (END,), Sampling())
     dora = LoraConfig(r=4, use_dora=True, target_modules="all-linear")
-    with pytest.raises(UserError, match="linear layers and for LoRA"):
-        Generator(get_peft_model(make_decoder("qwen3"), dora), (END,), Sampling())
+    embeddings = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])
+    for adapter, said in ((dora, "linear layers and for LoRA"), (embeddings, "has it on embed_tokens")):
+        with pytest.raises(UserError, match=said):
+            Generator(get_peft_model(make_decoder("qwen3"), adapter), (END,), Sampling())
 
 
 def greedy(model: PreTrainedModel, positions: int = 0, graphs: DecodeGraphs | None = None) -> list[list[int]]:

@@ -40,6 +40,7 @@ T1 = "SELECT T1 . Name FROM singer AS T1 join label as t2 ON t1 . label_id = T2 
         ('SELECT age "n", id AS "M" ORDER BY "N", "m"', 'SELECT age "n", id AS "M" ORDER BY "N", "m"'),
         ('WITH c("x") AS (SELECT 1) SELECT "x"', 'WITH c("x") AS (SELECT 1) SELECT "x"'),
         ("SELECT x'ff'", "SELECT x'ff'"),
+        ("SELECT 1. AS n,.5 FROM t WHERE a < 2.e3", "SELECT 1. AS n,.5 FROM t WHERE a < 2.e3"),
         ("SELECT count FROM t", "SELECT count FROM t"),  # a column, since no bracket follows
     ],
 )

@@ -52,6 +52,11 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
             assert parameter.dtype == (torch.float32 if is_adapter else torch.bfloat16)
     with pytest.raises(ValueError, match="LoRA adapter already"):
         load_policy(adapter, lora_rank=2)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.9}))
+    batch = shared_prompt_batch(make_groups())
+    with_dropout, without = (token_logprobs(load_policy(folder), batch)[0] for folder in (adapter, adapter))
+    torch.testing.assert_close(with_dropout, without, rtol=0, atol=0)  # the sampler has none
 
 
 def test_a_policy_that_cannot_be_written_leaves_the_old_one(tmp_path, tokenizer):

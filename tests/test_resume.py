@@ -23,6 +23,7 @@ from mtsql.files import hold_folder
 from mtsql.learn.checkpoint import changed_options, resume, save_checkpoint
 from mtsql.learn.model import make_optimizer
 from mtsql.learn.parallel import Processes
+from mtsql.model_folder import ADAPTER_FILE
 from mtsql.report.records import AnswerLog
 from mtsql.task import answer_options, load_split
 from train_grpo import Args as GrpoArgs
@@ -74,6 +75,8 @@ def test_killed_and_resumed_is_bit_equal(script, work, tmp_path):
     kept = [{p.name for p in (of / "checkpoints").iterdir()} for of in (folder, tmp_path / "unbroken")]
     assert kept[0] == kept[1] and len(kept[0]) == 2
     assert "go on with --resume" in run(*base, "--out", folder, expect=2)
+    fewer = ["--steps", 2] if script == "train_grpo.py" else ["--rounds", 1]
+    assert "at least so many" in run(*base, *fewer, "--resume", "--out", folder, expect=2)
 
 
 def test_a_second_run_in_one_folder_is_refused(work, tmp_path):
@@ -91,7 +94,11 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
     folder = shutil.copytree(tiny.folder, tmp_path / "data")
     turns = [{"utterance": "How many?", "query": "SELECT count(*) FROM singer"}]
     (folder / "dev.json").write_text(json.dumps([{"database_id": "music", "interaction": turns}]))
-    config, log = EvaluateArgs(data=(str(folder),), out=""), tmp_path / "answers.jsonl"
+    policy, base = tmp_path / "adapter", tmp_path / "base"
+    for path in (policy / ADAPTER_FILE, base / "model.safetensors"):
+        path.parent.mkdir()
+        path.write_text('{"base_model_name_or_path": "../base"}')
+    config, log = EvaluateArgs(data=(str(folder),), model=str(policy), out=""), tmp_path / "answers.jsonl"
 
     def options() -> dict:
         return answer_options(config, load_split(config, "dev"))
@@ -100,6 +107,7 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
         ("dev.json", b"How many", b"Count", "questions"),
         ("tables.json", b"singer", b"singers", "questions"),
         ("database/music/music.sqlite", b"", b"", "files of --model and --data"),
+        ("../base/model.safetensors", b"", b"", "files of --model and --data"),
     ):
         before, path = options(), folder / name
         AnswerLog(log, before)

@@ -185,6 +185,11 @@ def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, cap
     assert kept(config, lambda own: [own, own[:1] + own[2:]]) == ids[:1] + ids[2:]
     assert set(kept(replace(config, questions=2), lambda own: [own])) == set(random.Random(0).sample(ids, 2))
     assert fitting(10_000) == asked and capsys.readouterr().out == ""
+    gone_on = SimpleNamespace(dataset=dataset)  # with which nothing can be checked
+    assert training_questions(replace(config, questions=2), gone_on, known=ids) == [
+        e for name in random.Random(0).sample(ids, 2) for e in asked if e.id == name
+    ]
+    assert training_questions(config, gone_on, known=ids[2:5]) == asked[2:5]
     episodes = task_of(config, None).environment.episodes
     lengths = {e.id: len(episodes(e, [0])[0].trajectory.ids) for e in asked}
     middle = sorted(lengths.values())[len(asked) // 2]

@@ -56,7 +56,7 @@ def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(ti
     for episode in episodes:
         say(episode, final_answer(GOLD))
     pool = [episodes[0].example]
-    progress, rng = warm_start.Progress(list(pool)), random.Random(0)
+    progress, rng = warm_start.Progress(list(pool), list(pool)), random.Random(0)
     found = warm_start.Collected(
         pool[0].id, 4, 2, [episodes[0].trajectory], Counter(wrong_ex=2, not_selected=1)
     )

@@ -50,6 +50,8 @@ class Decoder:
         self.eps = config.rms_norm_eps
         self.frequencies = body.rotary_emb.inv_freq.float()  # (head_dim / 2,)
         self.stretch = body.rotary_emb.attention_scaling
+        if hasattr(body.embed_tokens, "lora_embedding_A"):
+            raise UserError("rollouts are for LoRA on linear layers, and this adapter has it on embed_tokens")
         self.embedding = body.embed_tokens.weight.data  # (vocabulary, hidden)
         self.layers = [Layer(layer, self) for layer in body.layers[: config.num_hidden_layers]]
         self.norm = body.norm.weight.data

@@ -37,8 +37,8 @@ def rollout(
     They share a cache of most of the memory that is free; rows for which it has no room wait.
     With `in_order` (the default on a CPU) only the tokens decide when an observation is appended and an
     episode started, never the clock, so that a run repeats bit for bit. Without it an observation is appended
-    once it is there, so that no row waits for another's slow query. No message goes beyond the positions
-    that the model was made for. With a `title` a progress bar is shown. Raises UserError if the
+    once it is there, so that no row waits for another's slow query. No message goes on beyond the
+    positions that the model was made for. With a `title` a progress bar is shown. Raises UserError if the
     memory does not hold one row.
     """
     queue = deque(episodes)

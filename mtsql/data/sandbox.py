@@ -152,14 +152,17 @@ def _ask(seconds: float, *request: object) -> tuple:
 
 def run_sql(path: str | Path, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
     """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects."""
-    for _ in range(2):  # something else may have ended the first worker
+    for last in (False, True):  # something else may have ended the first worker, or had its time
         try:
             if seconds <= 0:
                 raise TimeoutError(0.0)
             opened = (file_version(path), read_only_uri(Path(path)))
             return ExecutionResult(*_ask(seconds, *opened, sql, max_rows, max_bytes))
         except TimeoutError as timeout:
-            how = "stopped after" if timeout.args[0] > seconds / 2 else BUSY
+            computed = timeout.args[0] > seconds / 2
+            if not computed and not last:
+                continue
+            how = "stopped after" if computed else BUSY
             return ExecutionResult("timeout", message=f"{how} {seconds:g} seconds")
         except (EOFError, ConnectionError):
             continue

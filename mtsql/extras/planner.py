@@ -2,11 +2,11 @@
 
     python -m mtsql plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
 
---gpu-memory is in GiB [24]. Other options are those of train_grpo.py, with --stage sft of train_sft.py. Of --model it needs the
-configuration and no weights: the model stands on PyTorch's meta device, which knows shapes alone. Weights,
-gradients and optimizer are counted on its parameters. For activations the training code itself runs there on
-the largest micro-batch, and the rollout's prefill, in one or two layers (others keep as much), while
-`LiveBytes` adds up what they allocate and free.
+--gpu-memory is in GiB [24]. Other options are those of train_grpo.py, with --stage sft of train_sft.py. Of
+--model it needs the configuration and no weights: the model stands on PyTorch's meta device, which knows
+shapes alone. Weights, gradients and optimizer are counted on its parameters. For activations the training
+code itself runs there on the largest micro-batch, and the rollout's prefill, in one or two layers (others
+keep as much), while `LiveBytes` adds up what they allocate and free.
 
 Planned is the worst case: prompts and responses as long as the limits allow, all of the response trained,
 attention by CUDA's fused kernels. A context, captured graphs and fragmentation are assumed. Exit code: 0 if

@@ -111,6 +111,9 @@ def load_policy(
         model = get_peft_model(model, config)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # else it would train another policy than the one that is sampled from
     return model.train()
 
 

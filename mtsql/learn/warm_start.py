@@ -63,6 +63,7 @@ def rejection(trajectory: Trajectory, rewards: Rewards, recipe: Recipe) -> str |
 class Progress:
     """How far Algorithm 1 has come; `to_plain` gives what a checkpoint keeps of it."""
 
+    pool: list[Example]  # D_0
     remaining: list[Example]  # D_i
     kept: list[Trajectory] = field(default_factory=list)  # the cumulative set T
     coverage: list[dict] = field(default_factory=list)  # of each round: Table 7
@@ -103,6 +104,7 @@ class Progress:
         names = ("coverage", "collected", "round", "index", "step", "rng_state")
         return {name: getattr(self, name) for name in names} | {
             "kept": json.dumps(self.kept, default=vars),
+            "pool": [example.id for example in self.pool],
             "remaining": [example.id for example in self.remaining],
             "solved": sorted(self.solved),
         }
@@ -112,6 +114,7 @@ class Progress:
         """What `to_plain` wrote; `pool` is D_0."""
         names = set(plain["remaining"])
         objects = {
+            "pool": pool,
             "remaining": [example for example in pool if example.id in names],
             "kept": [Trajectory.from_plain(t) for t in json.loads(plain["kept"])],
             "solved": set(plain["solved"]),

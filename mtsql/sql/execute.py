@@ -27,7 +27,7 @@ from mtsql.sql.tree import query_tree, sources
 MAX_PLACES = MAX_JOINS = 3  # tables of a missed column that a hint names, joins to one of them
 MAX_RESULT_BYTES = 16_000_000  # one result, as Python objects,
 MAX_SCORED_BYTES = 64_000_000  # or one that is compared with another
-MAX_CACHED_RESULTS = 50_000
+ENTRY_BYTES = 1_000  # of a cached result, beside its rows and its SQL
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
@@ -55,13 +55,17 @@ class ResultCache:
         with self._lock:
             self._drop(key)
             self._results[key] = result
-            self._bytes += result.bytes + sys.getsizeof(key[1])
-            while len(self._results) > MAX_CACHED_RESULTS or self._bytes > self.max_bytes:
+            self._bytes += self._size(key)
+            while self._bytes > self.max_bytes:
                 self._drop(next(iter(self._results)))
 
     def _drop(self, key: tuple[FileVersion, str]) -> None:
         if key in self._results:
-            self._bytes -= self._results.pop(key).bytes + sys.getsizeof(key[1])
+            self._bytes -= self._size(key)
+            del self._results[key]
+
+    def _size(self, key: tuple[FileVersion, str]) -> int:
+        return self._results[key].bytes + sys.getsizeof(key[1]) + ENTRY_BYTES
 
 
 class Executor:

@@ -106,9 +106,8 @@ class Scorer:
 
 
 def scorable(asked: Sequence[Example], scorer: Scorer) -> list[Example]:
-    """The questions whose gold SQL runs; how many do not is printed, by source. UserError if none is left."""
+    """The questions whose gold SQL runs. Raises UserError if none is left."""
     kept = [e for e in asked if scorer.gold_problem(e.db_id, e.gold_sql) is None]
-    print_left_out(asked, kept, "their gold SQL does not run")
     if not kept:
         raise UserError("no question has a gold SQL that runs")
     return kept

@@ -17,7 +17,7 @@ from mtsql.data.schema import RESERVED, Schema, folded
 from mtsql.data.sql_worker import MAX_SQL_BYTES
 
 QUOTED = r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)"""
-PIECE = re.compile(rf"{QUOTED} | --[^\n]* | /\*.*?(?:\*/|\Z) | \w+ | .", re.VERBOSE | re.DOTALL)
+PIECE = re.compile(rf"{QUOTED} | --[^\n]* | /\*.*?(?:\*/|\Z) | \d+\.\w* | \w+ | .", re.VERBOSE | re.DOTALL)
 SPLIT_OPERATOR = re.compile(rf"({QUOTED}) | ([<>!])[ ]=", re.VERBOSE)
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one
 KEYWORDS = RESERVED | set(
@@ -161,7 +161,7 @@ def _blank(before: str, piece: str, separated: bool) -> bool:
     last = before[-1]
     if before in ("x", "X") and piece[0] == "'":  # of a blob
         return separated
-    if piece in NO_BLANK_BEFORE or last in NO_BLANK_AFTER:
+    if piece in NO_BLANK_BEFORE or before in NO_BLANK_AFTER:
         return False
     if piece == "(":  # of a function's arguments, or of anything else
         return not WORD.fullmatch(before) or before.lower() in KEYWORDS

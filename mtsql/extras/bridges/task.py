@@ -21,7 +21,7 @@ from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.rewards import RewardFunction, Rewards
-from mtsql.sql.score import Scorer, scorable
+from mtsql.sql.score import Scorer, print_left_out, scorable
 from mtsql.task import draw_questions, load_split, make_sampling, reward_function, task_over
 
 # Writes one message to each sequence of ids: the sampled ids and their log-probabilities.
@@ -59,6 +59,7 @@ class Task:
     def playable(self) -> list[str]:
         """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset."""
         asked = scorable(self.in_play, self.scorer)
+        print_left_out(self.in_play, asked, "their gold SQL does not run")
         return [e.id for e in asked if self.episode(e.id, 0).trajectory.status is None]
 
     def episode(self, example_id: str, seed: int) -> Episode:
