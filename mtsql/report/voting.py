@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import comb
 from pathlib import Path
@@ -23,31 +24,21 @@ def majority_vote(
     rule a question, as the gold query's ORDER BY decides in EX. What fails to run has no vote; if nothing
     runs, the first answer wins. Raises FileNotFoundError if the database is missing.
     """
-    bird = kind == "bird"
-    executed = [None if sql is None else as_scored(sql, kind) for sql in candidates]
-    rows = [
-        None if sql is None else executor.predicted_rows(db_path, MAX_GOLD_ROWS, *sql) for sql in executed
-    ]
+    queries = [None if sql is None else as_scored(sql, kind) for sql in candidates]
+    rows = [None if sql is None else executor.predicted_rows(db_path, MAX_GOLD_ROWS, *sql) for sql in queries]
     voters = [index for index, result in enumerate(rows) if result is not None]
     if not voters:
-        return next((index for index, sql in enumerate(executed) if sql is not None), 0)
-    order_matters = 2 * sum("order by" in executed[index][0].lower() for index in voters) > len(voters)
+        return next((index for index, sql in enumerate(queries) if sql is not None), 0)
+    order_matters = 2 * sum("order by" in queries[index][0].lower() for index in voters) > len(voters)
 
     def same(one: int, other: int) -> bool:
-        if bird:
+        if kind == "bird":
             return set(rows[one]) == set(rows[other])
         return results_equal(rows[one], rows[other], order_matters)
 
-    groups: list[list[int]] = []  # in the order of their earliest members
-    for index in voters:
-        # Equality is transitive, so one member stands for its group.
-        equal = (group for group in groups if same(group[0], index))
-        group = next(equal, None)
-        if group is None:
-            groups.append([index])
-        else:
-            group.append(index)
-    return max(groups, key=len)[0]
+    # Equality is transitive, so the earliest equal candidate stands for its group.
+    groups = Counter(next(first for first in voters if same(first, index)) for index in voters)
+    return groups.most_common(1)[0][0]  # of equally large ones the first
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
