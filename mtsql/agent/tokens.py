@@ -58,6 +58,7 @@ class ChatTokens:
             raise UserError(f"The tokenizer in {tokenizer.name_or_path!r} has no chat template.")
         self.tokenizer = tokenizer
         self.thinking = thinking
+        self._refusal = f"the chat template of {tokenizer.name_or_path!r} does not take the messages"
         # Some tokenizers keep runs of blanks among their added tokens: those are ordinary text.
         control = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
         alternatives = "|".join(re.escape(text) for text in control) or r"(?!)"
@@ -73,6 +74,7 @@ class ChatTokens:
         if not ends:
             raise UserError(f"The tokenizer in {tokenizer.name_or_path!r} has no end-of-turn token.")
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))  # the template's is the first
+        self._end_text: str = tokenizer.convert_ids_to_tokens(ends[0])
 
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None) -> list[int]:
         """Ids of the rendered chat, generation prompt included.
@@ -158,10 +160,6 @@ class ChatTokens:
             return False
 
     @cached_property
-    def _end_text(self) -> str:
-        return self.tokenizer.convert_ids_to_tokens(self.end_of_turn_ids[0])
-
-    @cached_property
     def _frames(self) -> dict[str, tuple[str, str]]:
         """By role, what the template writes before and after an observation, the end of turn excluded.
 
@@ -179,19 +177,13 @@ class ChatTokens:
     def _render_tail(self, after: Sequence[dict] = ()) -> str:
         """What the template writes after the content of a model message, "" if it drops the content."""
         messages = [*ASKED, {"role": "assistant", "content": MODEL_TEXT}, *after]
-        rendered = self._render(messages, None, add_generation_prompt=bool(after))
+        rendered = self._render(messages, None, opened=bool(after))
         _, found, tail = rendered.rpartition(MODEL_TEXT)
         return tail if found else ""
 
-    @property
-    def _refusal(self) -> str:
-        return f"the chat template of {self.tokenizer.name_or_path!r} does not take the messages"
-
-    def _render(
-        self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True
-    ) -> str:
-        """The chat as text. Raises UserError for what the template refuses."""
-        how = {"add_generation_prompt": add_generation_prompt, "enable_thinking": self.thinking}
+    def _render(self, messages: list[dict], tools: list[dict] | None, opened: bool = True) -> str:
+        """The chat as text, the next turn `opened` or not. Raises UserError for what the template refuses."""
+        how = {"add_generation_prompt": opened, "enable_thinking": self.thinking}
         with loading(self._refusal):
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how)
 
