@@ -9,14 +9,13 @@ ids, which are ours only if it keeps thoughts and adds none.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from mtsql.config import command_line, user_errors
 from mtsql.errors import UserError
-from mtsql.files import write_atomically
+from mtsql.files import json_lines, write_atomically
 from mtsql.report.records import read_records
 
 IGNORED = -100  # a label without loss
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     if os.path.realpath(chosen.out) == os.path.realpath(chosen.path):
         raise UserError(f"--out {chosen.out} is the file to read; name another")
     rows = [with_ids(record) for record in read_records(chosen.path)]
-    write_atomically(chosen.out, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(chosen.out, json_lines(rows))
     print(f"{len(rows):,} conversations in {chosen.out}")
 
 

@@ -14,7 +14,6 @@ the counts of one file.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing import ClassVar
 
 from mtsql.config import option, read_options, save_config, user_errors
 from mtsql.errors import UserError
-from mtsql.files import write_atomically
+from mtsql.files import json_lines, write_atomically
 from mtsql.learn.curriculum import HARDEST_FIRST, SuccessCount, read_counts
 
 
@@ -68,7 +67,7 @@ def main(config: Args) -> None:
             f"{source}: nothing to choose; no question was ever wrong, or --balanced and --exploration are 0"
         )
     save_config(config, path.parent)
-    write_atomically(path, "".join(json.dumps(vars(c)) + "\n" for c in balanced + exploration))
+    write_atomically(path, json_lines(map(vars, balanced + exploration)))
     print(
         f"{len(balanced)} of {config.balanced} questions that are hard yet solvable, "
         f"{len(exploration)} of {config.exploration} that no sample solved"

@@ -54,7 +54,7 @@ from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import loading
 from mtsql.extras.demonstrations import KINDS, Mistake, Question
-from mtsql.files import load_json_lines, write_atomically
+from mtsql.files import json_lines, load_json_lines, write_atomically
 from mtsql.recipes.mtsql_r1 import verdict
 from mtsql.sql.text import in_normal_form, normal_form
 from mtsql.task import Task, begin_task
@@ -87,7 +87,7 @@ def main(config: Args) -> None:
         print(f"{kind:<20}{len(of_kind):>8}" + "".join(f"{mean:>12.3f}" for mean in means[kind].values()))
         means[kind]["failures"] = len(of_kind)
     save_config(config, task.out)
-    write_atomically(task.out / "probe.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(task.out / "probe.jsonl", json_lines(rows))
     write_atomically(task.out / "probe.json", json.dumps(means, indent=1))
 
 

@@ -5,7 +5,6 @@ python -m mtsql.extras.bridges.rows --engine verl --config C --model M --data DA
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ from typing import Literal
 from mtsql.config import option, read_options, user_errors
 from mtsql.errors import UserError
 from mtsql.extras.bridges.task import BridgeConfig, load_task
-from mtsql.files import write_atomically
+from mtsql.files import json_lines, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ def main(config: RowsConfig) -> None:
     """
     if not config.out:
         raise UserError("give --out, the file of rows to write")
-    task, lines = load_task(config, config.split), []
+    task, rows = load_task(config, config.split), []
     for name in task.playable():
         example, place = task.examples[name], {"example_id": name, "split": config.split}
         row = {"prompt": [{"role": "user", "content": example.question}], "data_source": "mtsql"}
@@ -40,9 +39,9 @@ def main(config: RowsConfig) -> None:
         else:
             reward = {"style": "rule", "ground_truth": example.gold_sql}
             row |= {"reward_model": reward, "extra_info": place, "agent_name": "mtsql"}
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomically(Path(config.out), "".join(lines))
-    print(f"{len(lines):,} rows of {len(task.examples):,} questions in {config.out}")
+        rows.append(row)
+    write_atomically(Path(config.out), json_lines(rows))
+    print(f"{len(rows):,} rows of {len(task.examples):,} questions in {config.out}")
 
 
 if __name__ == "__main__":

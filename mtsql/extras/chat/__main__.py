@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mtsql.config import Agent, Served, option, read_options, user_errors
-from mtsql.files import shipped, write_atomically
+from mtsql.files import json_lines, shipped, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,6 @@ def chat_options(argv: list[str]) -> Args:
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = chat_options(sys.argv[1:])
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -175,7 +174,7 @@ def run_command(conversation: Conversation, line: str) -> str:
         path = Path(argument.strip()).expanduser()
         if path.suffix != ".jsonl":  # nor may it be the database
             raise UserError(f"{path} should end in .jsonl")
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in conversation.records()))
+        write_atomically(path, json_lines(conversation.records()))
         return f"{len(conversation.answers)} trajectories in {path}"
     raise UserError(f"{name} is no command; :help lists them")
 
