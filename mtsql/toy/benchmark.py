@@ -10,7 +10,6 @@ databases of the themes of train. A part of train and dev is about invented word
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -21,9 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from mtsql.config import user_errors
-from mtsql.errors import UserError
-from mtsql.files import folder_atomically
+from mtsql.config import command_line, user_errors
+from mtsql.files import folder_atomically, refuse_filled
 from mtsql.toy.database import ASKING, Database, Inventor, make_database, tables_entry, themes, write_sqlite
 from mtsql.toy.dialogue import CannotAsk, Speaker
 from mtsql.toy.query import Query, mistakes, render
@@ -144,8 +142,7 @@ def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Split
     `single` keeps of each dialogue the first question, the only one that surely stands alone. The same
     `seed` gives the same bytes. Raises UserError if `folder` exists.
     """
-    if folder.exists():
-        raise UserError(f"{folder} exists already; remove it or name another folder")
+    refuse_filled(folder)
     tables = []
     with folder_atomically(folder) as partial:
         for split, parts in splits.items():
@@ -166,7 +163,7 @@ def write_benchmark(folder: Path, seed: int, single: bool = False, splits: Split
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
     parser.add_argument("--seed", type=int, default=0)
     single = "the first question of each dialogue alone, in Spider's format"
