@@ -12,7 +12,6 @@ search, one trajectory at a time with its results, verdicts, reward by part and 
 
 from __future__ import annotations
 
-import argparse
 import base64
 import gzip
 import json
@@ -21,7 +20,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-from mtsql.config import user_errors
+from mtsql.config import command_line, user_errors
 from mtsql.errors import UserError, printable
 from mtsql.files import write_atomically
 from mtsql.report.records import read_records
@@ -82,7 +81,7 @@ def render(record: dict, colour: bool) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """The command. Raises UserError for wrong input."""
-    parser = argparse.ArgumentParser(description="Show trajectories with their loss mask in colour.")
+    parser = command_line(__doc__)
     parser.add_argument("path", type=Path, help="trajectories.jsonl")
     parser.add_argument("--index", type=int, help="print only this trajectory, counted from 0")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
