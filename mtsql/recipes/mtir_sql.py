@@ -62,14 +62,7 @@ from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
-from mtsql.recipes.prompt_options import (
-    PromptOptions,
-    compact_result,
-    read_call,
-    render,
-    truncated,
-    write_call,
-)
+from mtsql.recipes.prompt_options import PromptOptions, compact_result, cut, read_call, render, write_call
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
@@ -161,9 +154,9 @@ class MtirSql(Recipe):
         if self.options.compact:
             return compact_result(result, self.options.result_characters)
         if not result.ok:
-            return truncated(f"Error: {result.message}", MAX_CHARACTERS)
+            return cut(f"Error: {result.message}", MAX_CHARACTERS)
         shown = {"columns": result.columns, "data": result.rows[:MAX_RECORDS]}
-        return truncated(json.dumps(shown, ensure_ascii=False, default=str), MAX_CHARACTERS)
+        return cut(json.dumps(shown, ensure_ascii=False, default=str), MAX_CHARACTERS)
 
     def observe_problem(self, problem: Status, messages_left: int) -> str:
         """The episode goes on (Algorithm 1, line 20)."""

@@ -84,10 +84,10 @@ def compact_result(result: ExecutionResult | None, limit: int) -> str:
     if not result.ok:
         return f"error: {result.message}"[: 4 * limit]
     cells = ["|".join("null" if v is None else one_line(str(v)) for v in row) for row in result.rows]
-    return truncated(" ; ".join(cells) or "empty", limit, " ...")
+    return cut(" ; ".join(cells) or "empty", limit, " ...")
 
 
-def truncated(text: str, limit: int, dots: str = "...") -> str:
+def cut(text: str, limit: int, dots: str = "...") -> str:
     """The first `limit` characters of a text, and dots if there are more."""
     return text if len(text) <= limit else text[:limit] + dots
 

@@ -56,7 +56,7 @@ from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema, one_line
-from mtsql.recipes.prompt_options import PromptOptions, compact_result, truncated
+from mtsql.recipes.prompt_options import PromptOptions, compact_result, cut
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
 from mtsql.sql.execute import ExecutionResult
 from mtsql.sql.score import Scorer
@@ -140,12 +140,10 @@ class SkyrlSql(Recipe):
         if self.options.compact:
             return self._observation(compact_result(result, self.options.result_characters), messages_left)
         if not result.ok:
-            return self._observation(
-                truncated(f"OperationalError: {result.message}", MAX_TABLE), messages_left
-            )
+            return self._observation(cut(f"OperationalError: {result.message}", MAX_TABLE), messages_left)
         rows = result.rows[:MAX_ROWS]
         cells = [[_cell(value) for value in row] for row in (result.columns, *rows)]
-        text = truncated(self.table(cells), MAX_TABLE)
+        text = cut(self.table(cells), MAX_TABLE)
         if result.truncated or len(result.rows) > MAX_ROWS:
             text += f"\nTruncated to the first {len(rows)} rows."
         return self._observation(text, messages_left)
@@ -163,7 +161,7 @@ make_recipe = SkyrlSql
 
 
 def _cell(value: object) -> str:
-    return truncated(one_line(str(value).replace("\n", "\\n")), MAX_CELL)
+    return cut(one_line(str(value).replace("\n", "\\n")), MAX_CELL)
 
 
 @dataclass(frozen=True)
