@@ -57,8 +57,7 @@ class Args(Rewarded, Training):
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
     )
     divide_by: Literal["group", "batch", "none"] = option(
-        "group",
-        "advantages over the deviation of group, batch (REINFORCE++), or none (Dr. GRPO)",
+        "group", "advantages over the deviation of group, batch (REINFORCE++), or none (Dr. GRPO)"
     )
     beta: float = option(0.0, "weight of the KL penalty (k3)", least=0)
     micro_batch_positions: int = option(16384, "positions in one forward pass", least=1)
