@@ -144,7 +144,7 @@ def write_evaluation(
     decode, shown, chats = task.tokens.tokenizer.decode, [], []
     for (example, trajectory), record in zip(answered, records, strict=True):
         scores = {"ex": record["ex"], "em": record["em"]}
-        shown.append(question_record(trajectory, example, task.scorer, decode, None, scores))
+        shown.append(question_record(trajectory, example, task.scorer, decode) | {"scores": scores})
         has_sql = trajectory.status is Status.ANSWERED
         if has_sql and (chat := chat_record(trajectory, example, task.environment)):
             for message in chat["messages"]:

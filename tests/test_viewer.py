@@ -31,7 +31,7 @@ def record_of(decode=decode, reward=None):
         Segment.given("environment", [6]),
     ]
     trajectory = Trajectory("7/1", 3, segments, status=Status.ANSWERED, answer_sql="SELECT 1")
-    return trajectory_record(trajectory, decode, reward)
+    return trajectory_record(trajectory, decode) | {"reward": reward}
 
 
 @pytest.fixture

@@ -173,9 +173,7 @@ class Trajectory:
         return sum(len(s.ids) for s in self.segments if s.role == "model")
 
 
-def trajectory_record(
-    trajectory: Trajectory, decode: Callable[[Sequence[int]], str], reward: float | None = None
-) -> dict:
+def trajectory_record(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict:
     """A JSON row of a trajectory; `decode` turns token ids into text, control tokens included.
 
     Model messages have the text of each token too, its log-probability under the sampler, and its loss mask.
@@ -190,7 +188,7 @@ def trajectory_record(
         for s in trajectory.segments
     ]
     parts = {"actions": actions, "observations": observations, "segments": segments}
-    return {**record, "reward": reward, **parts}
+    return {**record, "reward": None, **parts}
 
 
 def _tokens(segment: Segment, decode: Callable[[Sequence[int]], str]) -> dict:

@@ -84,7 +84,8 @@ def append_trajectories(
     decode = tokens.tokenizer.decode
     with file_errors(path), path.open("a", encoding="utf-8") as file:
         for sample in (s for group in groups for s in group):
+            record = question_record(sample.trajectory, sample.example, scorer, decode)
             rewards = sample.rewards
-            scores = {"ex": rewards.ex, "em": rewards.em, **rewards.parts}
-            played = (sample.trajectory, sample.example, scorer, decode, rewards.total, scores)
-            file.write(json.dumps({"step": step, **question_record(*played)}) + "\n")
+            record["reward"] = rewards.total
+            record["scores"] = {"ex": rewards.ex, "em": rewards.em, **rewards.parts}
+            file.write(json.dumps({"step": step, **record}) + "\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -31,15 +31,8 @@ OF_A_RECORD = itemgetter("example_id", "status")
 OF_A_SEGMENT = itemgetter("text", "loss_mask_sum", "ids")
 
 
-def question_record(
-    trajectory: Trajectory,
-    example: Example,
-    scorer: Scorer,
-    decode: Decode,
-    reward: float | None = None,
-    scores: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """A JSON row for mtsql.extras.viewer; `scores` are EX, EM and the parts of the reward, as far as known.
+def question_record(trajectory: Trajectory, example: Example, scorer: Scorer, decode: Decode) -> dict:
+    """A JSON row for mtsql.extras.viewer; `scores` are for EX, EM and the parts of the reward, once known.
 
     Results are cut to RESULT_CHARACTERS characters.
     """
@@ -50,7 +43,7 @@ def question_record(
         ran = scorer.executor.execute(scorer.paths[example.db_id], as_executed(sql, keep_distinct=True))
         return compact_result(ran, RESULT_CHARACTERS)
 
-    return trajectory_record(trajectory, decode, reward) | {
+    return trajectory_record(trajectory, decode) | {
         "db_id": example.db_id,
         "turn_index": example.turn_index,
         "question": example.question,
@@ -58,7 +51,7 @@ def question_record(
         "gold_sql": example.gold_sql,
         "gold_result": result(example.gold_sql),
         "answer_result": result(trajectory.answer_sql),
-        "scores": dict(scores or {}),
+        "scores": {},
     }
 
 
