@@ -88,7 +88,7 @@ from mtsql.learn.logprobs import shares_prompts, token_batch, token_logprobs
 from mtsql.learn.loss import group_advantages, grpo_loss, informative_groups, loss_denominator, truncation_cap
 from mtsql.learn.model import Reference, optimizer_step, stepped_parameters, warmup_rate
 from mtsql.learn.parallel import leave_processes
-from mtsql.learn.samples import Sample, append_trajectories, group_metrics, logprob_gaps
+from mtsql.learn.samples import Sample, append_group, group_metrics, logprob_gaps
 from mtsql.recipes.rewards import RewardFunction
 from mtsql.report.metrics import MetricsLog
 from mtsql.report.records import drop_later_records
@@ -99,6 +99,7 @@ def main(config: Args) -> int:
     """The GRPO loop; returns the exit code."""
     task = begin_task(config, "rl" if config.for_rl else "train")
     policy, processes, out = task.policy, task.processes, task.out
+    decode = task.tokens.tokenizer.decode
     reward = reward_function(config, task.tokens, task.scorer, config.rewards)  # mtsql_r1_rewards.py: reward
     reference = Reference(policy) if config.beta else None  # of --model, before a checkpoint replaces it
     optimizer, first, state = resume(config, out, policy, processes)  # AdamW, new or of a checkpoint
@@ -130,12 +131,12 @@ def main(config: Args) -> int:
                     "step": step,
                     "minutes": round((time.perf_counter() - started) / 60, 3),
                     "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
-                    **group_metrics(groups, informative, sampled - began, task.tokens.tokenizer.decode),
+                    **group_metrics(groups, informative, sampled - began, decode),
                     **statistics,
                     "train_seconds": round(time.perf_counter() - sampled, 2),
                 }
                 log.append(row)
-                append_trajectories(out / "trajectories.jsonl", step, groups[:1], task.tokens, task.scorer)
+                append_group(out / "trajectories.jsonl", step, groups[0], task.scorer, decode)
                 bar.set_postfix_str(
                     f"reward {row['reward']:.2f}, EX {row['ex']:.2f}, length {row['response_tokens']:.0f}, "
                     f"entropy {row['entropy']:.2f}, {row['sampled_tokens_per_second']} tokens/s"

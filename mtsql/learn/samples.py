@@ -13,7 +13,6 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
@@ -77,13 +76,10 @@ def logprob_gaps(gaps: Sequence[Tensor]) -> dict[str, float]:
     }
 
 
-def append_trajectories(
-    path: Path, step: int, groups: Sequence[Sequence[Sample]], tokens: ChatTokens, scorer: Scorer
-) -> None:
-    """Append groups to the run's trajectories.jsonl."""
-    decode = tokens.tokenizer.decode
+def append_group(path: Path, step: int, group: Sequence[Sample], scorer: Scorer, decode: Decode) -> None:
+    """Append a group to the run's trajectories.jsonl."""
     with file_errors(path), path.open("a", encoding="utf-8") as file:
-        for sample in (s for group in groups for s in group):
+        for sample in group:
             record = question_record(sample.trajectory, sample.example, scorer, decode)
             rewards = sample.rewards
             record["reward"] = rewards.total
