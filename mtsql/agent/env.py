@@ -158,7 +158,8 @@ class Episode:
         end of turn is appended, with loss mask 0. `loss_mask`, one bit a token, is for a message that is not
         to be learned throughout.
         """
-        suffix = self._step(ids, logprobs, stop, loss_mask)
+        self.trajectory.segments.append(Segment.sampled(ids, logprobs, loss_mask))
+        suffix = self._answer(stop)
         self.told(self.trajectory)
         return suffix
 
@@ -167,13 +168,11 @@ class Episode:
         self._end(Status.NO_ACTION)
         self.told(self.trajectory)
 
-    def _step(
-        self, ids: list[int], logprobs: list[float], stop: Stop, loss_mask: Sequence[int] | None
-    ) -> list[int] | None:
+    def _answer(self, stop: Stop) -> list[int] | None:
+        """What follows the last message."""
         trajectory = self.trajectory
-        before = trajectory.segments[-1].ids
+        before, ids = (segment.ids for segment in trajectory.segments[-2:])
         messages_left = self.limits.max_interactions - trajectory.interactions  # after this one
-        trajectory.segments.append(Segment.sampled(ids, logprobs, loss_mask))
         if stop is Stop.LIMIT:
             return self._end(Status.OUT_OF_TOKENS)
         message = self.recipe.parse(self.tokens.with_opening(self.tokens.decode(ids), before))
