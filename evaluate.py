@@ -70,9 +70,9 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 import json
 from statistics import fmean
 
+from mtsql.agent.env import Answered
 from mtsql.agent.rollout import trajectory_seed
-from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.data.datasets import Example
+from mtsql.agent.trajectory import Status
 from mtsql.errors import UserError
 from mtsql.extras.errors import add_errors
 from mtsql.extras.served import begin_answers
@@ -95,7 +95,7 @@ def main(config: Args) -> None:
     dialogues = task.dataset.dialogues[: config.dialogues or None]
     options = answer_options(config, task.dataset)
 
-    def answer(temperature: float, number: int) -> list[tuple[Example, Trajectory]]:
+    def answer(temperature: float, number: int) -> Answered:
         log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)
         title, seed = f"evaluate at temperature {temperature:g}", trajectory_seed(config.seed, number)
         sampling = make_sampling(task.environment, temperature, config.top_p)
@@ -106,11 +106,9 @@ def main(config: Args) -> None:
     leave_processes(task.processes)
     if not task.processes.is_main:
         return
-    verifies, decode = task.environment.recipe.verifies, task.tokens.tokenizer.decode
-    reward = reward_function(config, task.tokens, task.scorer)
-    records, *sampled = (
-        score_records(pairs, task.scorer, verifies, reward, decode) for pairs in (answered, *samples)
-    )
+    scorer, reward = task.scorer, reward_function(config, task.tokens, task.scorer)
+    runs = (answered, *samples)
+    records, *sampled = (score_records(run, scorer, task.environment, reward) for run in runs)
     summary = summarise(records)
     summary |= add_errors(records, task.scorer)
     if sampled:
@@ -119,7 +117,7 @@ def main(config: Args) -> None:
         summary |= add_votes(records, sampled, task.scorer)
     if task.costs:
         summary["served_in_last_session"] = dict(task.costs)
-    write_evaluation(config, task, summary, records, answered)
+    write_results(config, task, summary, records, answered)
     print(
         f"{config.model or config.api_model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "
         f"history {config.history}, tools {config.tools}, EX {config.ex}, "
@@ -136,9 +134,7 @@ def main(config: Args) -> None:
         print("no majority vote and no pass@k: with --history predicted each run has its own history")
 
 
-def write_evaluation(
-    config: Args, task: Task, summary: dict, records: list[dict], answered: list[tuple[Example, Trajectory]]
-) -> None:
+def write_results(config: Args, task: Task, summary: dict, records: list[dict], answered: Answered) -> None:
     """Write the run folder; the answers that were kept for an interruption are no longer needed."""
     write_atomically(task.out / "predictions.jsonl", json_lines(records))
     decode, shown, chats = task.tokens.tokenizer.decode, [], []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from mtsql.agent.env import Environment, Episode, Limits
+from mtsql.agent.env import Answered, Environment, Episode, Limits
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import make_tools
@@ -98,7 +98,7 @@ class Task:
         history: str = "gold",
         title: str = "",
         log: AnswerLog | None = None,
-    ) -> list[tuple[Example, Trajectory]]:
+    ) -> Answered:
         """One trajectory for each question of some dialogues, ordered by dialogue and turn.
 
         With gold or question-only history all questions are independent; with predicted history all first
@@ -342,9 +342,8 @@ def dev_task(config: Training, task: Task) -> Task:
 def dev_scores(config: Training, dev: Task) -> dict[str, float]:
     """EX, EM, and EX by hardness of greedy answers."""
     answered = dev.answer(dev.dataset.dialogues, make_sampling(dev.environment, 0.0), config.seed)
-    reward, decode = reward_function(config, dev.tokens, dev.scorer), dev.tokens.tokenizer.decode
-    records = score_records(answered, dev.scorer, dev.environment.recipe.verifies, reward, decode)
-    scores = summarise(records)
+    reward = reward_function(config, dev.tokens, dev.scorer)
+    scores = summarise(score_records(answered, dev.scorer, dev.environment, reward))
     by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}
     return {"ex": scores["ex"]["mean"], "em": scores["em"]["mean"], **by_hardness}
 

@@ -86,8 +86,8 @@ def demonstrated(environment: Environment, asked: list[Example]) -> list[tuple[E
 
 
 def scored(tiny: Tiny, played: list[tuple[Example, Trajectory]], scorer: Scorer) -> list[dict]:
-    decode = tiny.tokens.tokenizer.decode
-    return score_records(played, scorer, True, mtsql_r1.make_reward("", scorer, decode, 5), decode)
+    reward = mtsql_r1.make_reward("", scorer, tiny.tokens.tokenizer.decode, 5)
+    return score_records(played, scorer, environment_of(tiny), reward)
 
 
 def test_spider_trains_on_both_of_its_files_and_has_a_test_of_its_own(tiny, tmp_path, capsys):

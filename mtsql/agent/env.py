@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from mtsql.agent.tokens import ChatTokens, shared_length
 from mtsql.agent.tools import MemoryEntry, Tool
@@ -22,6 +22,7 @@ from mtsql.sql.text import in_normal_form, same_query
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
 NO_TOOL = "none"  # of one that answers a message without an action
 AT_A_CUT = 16  # more tokens than a text may have that is cut inside a word
+Answered: TypeAlias = list[tuple[Example, Trajectory]]
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 
-from mtsql.agent.env import NO_TOOL
+from mtsql.agent.env import NO_TOOL, Answered, Environment
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
@@ -64,18 +63,13 @@ def abilities(
 
 
 def score_records(
-    answered: Sequence[tuple[Example, Trajectory]],
-    scorer: Scorer,
-    verifies: bool = True,
-    reward: RewardFunction | None = None,
-    decode: Decode | None = None,
+    answered: Answered, scorer: Scorer, environment: Environment, reward: RewardFunction
 ) -> list[dict]:
-    """One record a question for `mtsql.report.metrics.summarise`; with `reward` its parts, with `decode` the
-    length of the thoughts (SQL-Trail, A.8).
+    """One record a question for `mtsql.report.metrics.summarise`.
 
-    A question whose gold SQL does not run counts as wrong and has the hardness "unscored". `verifies` is
-    the recipe's: whether all of ABILITIES are measured.
+    A question whose gold SQL does not run counts as wrong and has the hardness "unscored".
     """
+    verifies, decode = environment.recipe.verifies, environment.tokens.tokenizer.decode
     records = []
     for example, trajectory in answered:
         problem = scorer.gold_problem(example.db_id, example.gold_sql)
@@ -107,8 +101,8 @@ def score_records(
                 "status": str(trajectory.status),
                 "interactions": trajectory.interactions,
                 "turns": trajectory.messages,
-                "reward_parts": reward(trajectory, example).parts if reward and not problem else {},
-                **({"thought_characters": thought_characters(trajectory, decode)} if decode else {}),
+                "reward_parts": {} if problem else reward(trajectory, example).parts,
+                "thought_characters": thought_characters(trajectory, decode),
                 "off_protocol": trajectory.off_protocol,
                 "tool_calls": dict(Counter(o.tool for o in trajectory.observations if o.tool != NO_TOOL)),
                 "sampled_tokens": trajectory.sampled_length,
