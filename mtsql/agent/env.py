@@ -22,6 +22,7 @@ from mtsql.sql.text import in_normal_form, same_query
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
 NO_TOOL = "none"  # of one that answers a message without an action
 AT_A_CUT = 16  # more tokens than a text may have that is cut inside a word
+Prompt: TypeAlias = tuple[list[dict], list[dict] | None]  # messages; tool schemas for the chat template
 Answered: TypeAlias = list[tuple[Example, Trajectory]]
 
 
@@ -65,9 +66,7 @@ class Recipe(ABC):
     verifies: ClassVar[bool] = False  # whether a message after a tool call is to hold a verdict on it
 
     @abstractmethod
-    def prompt(
-        self, example: Example, schema: Schema, tools: Mapping[str, Tool]
-    ) -> tuple[list[dict], list[dict] | None]:
+    def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> Prompt:
         """Chat messages and, for the chat template, tool schemas."""
 
     @abstractmethod

@@ -57,7 +57,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mtsql.agent.env import UNAVAILABLE, ModelMessage, Recipe
+from mtsql.agent.env import UNAVAILABLE, ModelMessage, Prompt, Recipe
 from mtsql.agent.tools import EXEC_SQL, Tool
 from mtsql.agent.trajectory import Status, Trajectory
 from mtsql.data.datasets import Example
@@ -105,9 +105,7 @@ class MtirSql(Recipe):
 
     options: PromptOptions = PromptOptions()  # noqa: RUF009 (frozen)
 
-    def prompt(
-        self, example: Example, schema: Schema, tools: Mapping[str, Tool]
-    ) -> tuple[list[dict], list[dict] | None]:
+    def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> Prompt:
         """One user message, and the tool's schema for the chat template."""
         tool = EXEC_SQL in tools
         if self.options.compact:

@@ -36,7 +36,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtsql.agent.env import ModelMessage, Recipe
+from mtsql.agent.env import ModelMessage, Prompt, Recipe
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, MemoryEntry, Tool
 from mtsql.agent.trajectory import ActionType, Status
 from mtsql.data.datasets import Example
@@ -142,9 +142,7 @@ class MtsqlR1(Recipe):
     verifies: ClassVar[bool] = True
     next_action = staticmethod(next_action)
 
-    def prompt(
-        self, example: Example, schema: Schema, tools: Mapping[str, Tool]
-    ) -> tuple[list[dict], list[dict] | None]:
+    def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> Prompt:
         """System and user message, and the tool schemas for the chat template."""
         if self.options.compact:
             named = f"tools: {' '.join(tools) or 'none'}"
