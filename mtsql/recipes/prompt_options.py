@@ -18,13 +18,8 @@ from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema, one_line
 from mtsql.sql.execute import ExecutionResult
 
-TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "prompts"),
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-    auto_reload=False,
-)
+TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, auto_reload=False)
+TEMPLATES.loader = FileSystemLoader(Path(__file__).parent / "prompts")
 
 
 @dataclass(frozen=True)
