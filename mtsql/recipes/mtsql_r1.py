@@ -198,15 +198,11 @@ class MtsqlR1(Recipe):
         if self.options.compact:
             seen = [(entry.sql or "?", compact_result(entry.result, limit // 2)) for entry in memory]
             return "\n".join(f"{i}. {sql} -> {rows}" for i, (sql, rows) in enumerate(seen, 1)) or "empty"
-        turns = [
-            {
-                "question": entry.question,
-                "sql": entry.sql,
-                "elements": entry.elements and _flat_elements(entry.elements),
-                "result": entry.result and _rows_text(entry.result)[: limit // 4],
-            }
-            for entry in memory
-        ]
+        turns = []
+        for entry in memory:
+            elements = entry.elements and _flat_elements(entry.elements)
+            seen = entry.result and _rows_text(entry.result)[: limit // 4]
+            turns.append(vars(entry) | {"elements": elements, "result": seen})
         said = {"question": question, "sql": sql, "result": result and result_text(result, limit)}
         return render("mtsql_r1_memory_retrieve", turns=turns, limit=limit // 4, **said)
 
