@@ -18,6 +18,8 @@ from mtsql.errors import UserError, loading
 from mtsql.files import folder_atomically
 from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, Policy, base_of_adapter, check_exists
 
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
 
 def has_adapter(policy: Policy) -> bool:
     """Whether the policy is a base model with a LoRA adapter on it."""
@@ -77,12 +79,7 @@ def load_policy(
         attention = attention_for(dtype, device)
         how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": False}
         if quantise == "nf4":
-            how["quantization_config"] = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=dtype,
-            )
+            how["quantization_config"] = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype)
             how["device_map"] = {"": device}
         model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **how)
         if info["missing_keys"]:  # they would be random
@@ -100,10 +97,8 @@ def load_policy(
     if lora_rank > 0:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(
-            r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        model = get_peft_model(model, config)
+        kind = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, **kind))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
