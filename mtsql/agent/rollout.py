@@ -52,15 +52,11 @@ def rollout(
         of_model = getattr(policy.config, "max_position_embeddings", 10**9) - len(episode.trajectory.ids)
         return min(sampling.max_turn_tokens, episode.remaining_tokens(), max(1, of_model))
 
+    stops = stop_string_test(tokens, sampling.stop_strings)
+    make_cache = partial(new_cache, longest=longest, rows=max_rows)
     with (
         ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool,
-        Generator(
-            policy,
-            tokens.end_of_turn_ids,
-            sampling,
-            stop_string_test(tokens, sampling.stop_strings),
-            partial(new_cache, longest=longest, rows=max_rows),
-        ) as generator,
+        Generator(policy, tokens.end_of_turn_ids, sampling, stops, make_cache) as generator,
         tqdm(total=len(episodes), desc=title, unit="trajectory", disable=not title) as bar,
     ):
         while queue or playing:
@@ -68,11 +64,8 @@ def rollout(
             if queue and free >= REFILL_SHARE * max_rows and len(generator.in_cache) == len(playing):
                 fresh = [queue.popleft() for _ in range(min(free, len(queue)))]
                 fresh.sort(key=lambda e: len(e.trajectory.ids))  # neighbours in the cache of like length
-                rows = generator.start(
-                    [e.trajectory.ids for e in fresh],
-                    [e.trajectory.seed for e in fresh],
-                    [limit(e) for e in fresh],
-                )
+                given = [(e.trajectory.ids, e.trajectory.seed, limit(e)) for e in fresh]
+                rows = generator.start(*zip(*given, strict=True))
                 playing.update(zip(rows, fresh, strict=True))
 
             for row in generator.step():
