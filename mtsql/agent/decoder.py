@@ -76,17 +76,13 @@ class Decoder:
         x = F.embedding(ids.flatten(), self.embedding)  # (rows x tokens, hidden)
         for number, layer in enumerate(self.layers):
             # queries, keys and values are (rows x tokens, any heads, head_dim)
-            both, values = (
-                layer.qkv(self._norm(x, layer.norm_1))
-                .unflatten(-1, (-1, self.head_dim))
-                .split([self.heads + self.kv_heads, self.kv_heads], 1)
-            )
+            qkv = layer.qkv(self._norm(x, layer.norm_1)).unflatten(-1, (-1, self.head_dim))
+            both, values = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
             if layer.head_norms is not None:
                 both = F.rms_norm(both, both.shape[-1:], None, self.eps).mul_(layer.head_norms)
-            both = torch.view_as_complex(both.float().unflatten(-1, (-1, 2))) * turns
-            queries, keys = (
-                torch.view_as_real(both).flatten(-2).to(x.dtype).split([self.heads, self.kv_heads], 1)
-            )
+            turned = torch.view_as_complex(both.float().unflatten(-1, (-1, 2))) * turns
+            both = torch.view_as_real(turned).flatten(-2).to(x.dtype)
+            queries, keys = both.split([self.heads, self.kv_heads], 1)
             for part, k, v in zip(parts, keys.split(sizes), values.split(sizes), strict=True):
                 part.write(number, k, v)
             if not decoding and number == len(self.layers) - 1:
