@@ -292,9 +292,7 @@ class Attention:
         self.piece, self.shape = piece, (*positions.shape, kv_heads, heads // kv_heads)
         self.places = piece.places(positions, kv_heads)
         hidden = torch.arange(piece.reach, device=positions.device) > positions[..., None]
-        attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-            hidden, -torch.inf
-        )
+        attention_mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
         # A CPU's kernel of SDPA is made for many queries: two products read the cache faster.
         self.as_products = positions.shape[1] == 1 and positions.device.type == "cpu"
         if self.as_products:
