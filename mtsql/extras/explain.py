@@ -66,6 +66,7 @@ from mtsql.learn.loss import grpo_loss, loss_denominator, truncation_cap
 from mtsql.learn.model import Reference
 from mtsql.learn.samples import Sample
 from mtsql.recipes import load_recipe
+from mtsql.recipes.prompt_options import aligned
 from mtsql.recipes.rewards import Decode, chosen_rewards
 from mtsql.task import Task, begin_task, reward_function, training_questions
 from mtsql.toy.benchmark import MODELS_SEED, write_benchmark
@@ -242,16 +243,6 @@ def reward_rows(step: Step) -> list[list[str]]:
         of_tokens = [str(len(tokens)), weight, f"{pull:+.2e}", f"{step.moved(number):.3f}"]
         rows.append([f"[{number}]", *scores, f"{advantage:+.3f}", *of_tokens])
     return rows
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as a table; its first column stands to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join(["   " + first.ljust(widths[0]), *cells]))
-    return "\n".join(lines)
 
 
 def main(own: argparse.Namespace, rest: list[str]) -> None:

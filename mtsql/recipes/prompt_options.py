@@ -6,6 +6,7 @@ The papers' prompts are the Jinja templates of prompts/, as chat templates are.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def compact_result(result: ExecutionResult | None, limit: int) -> str:
 def cut(text: str, limit: int, dots: str = "...") -> str:
     """The first `limit` characters of a text, and dots if there are more."""
     return text if len(text) <= limit else text[:limit] + dots
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as a table; its first column stands to the left, the others to the right."""
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join("  ".join([name.ljust(first), *map(str.rjust, row, widths)]) for name, *row in rows)
 
 
 def write_call(tool: str, argument: str, sql: str) -> str:

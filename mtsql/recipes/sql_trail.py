@@ -46,6 +46,7 @@ from sqlglot import exp
 from mtsql.agent.trajectory import Trajectory
 from mtsql.data.datasets import Example
 from mtsql.data.schema import folded
+from mtsql.recipes.prompt_options import aligned
 from mtsql.recipes.rewards import Decode, RewardFunction, Rewards, chosen_rewards, ex_em, keeps_format
 from mtsql.recipes.skyrl_sql import SkyrlSql
 from mtsql.sql.grammar import MAX_CHARACTERS, SqlParseError, SqlSchema
@@ -66,12 +67,7 @@ class SqlTrail(SkyrlSql):
         header, *rows = cells
         if not rows:
             return f"Empty DataFrame\nColumns: [{', '.join(header)}]\nIndex: []"
-        lines = [["", *header], *([str(i), *row] for i, row in enumerate(rows))]
-        first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
-        return "\n".join(
-            "  ".join([line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))])
-            for line in lines
-        )
+        return aligned([["", *header], *([str(i), *row] for i, row in enumerate(rows))])
 
 
 make_recipe = SqlTrail
