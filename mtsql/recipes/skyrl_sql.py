@@ -84,9 +84,7 @@ class SkyrlSql(Recipe):
         """A table between rules (appendix A); `cells` are a header and rows of the same length."""
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rule = "+".join(["", *("-" * (width + 2) for width in widths), ""])
-        header, *rows = (
-            "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells
-        )
+        header, *rows = (f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
         return "\n".join([rule, header, rule, *rows, *([rule] if rows else [])])
 
     def prompt(self, example: Example, schema: Schema, tools: Mapping[str, Tool]) -> tuple[list[dict], None]:
