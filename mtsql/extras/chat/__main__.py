@@ -202,10 +202,8 @@ def format_result(result: ExecutionResult) -> str:
     header = [_cell(name) for name in result.columns]
     rows = [[_cell(value) for value in row] for row in result.rows[:SHOWN_ROWS]]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    table = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, ["-" * width for width in widths], *rows)
-    ]
+    rule = ["-" * width for width in widths]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, rule, *rows)]
     number, more = len(result.rows), len(result.rows) - len(rows)
     count = "1 row" if number == 1 else f"{number}{' or more' if result.truncated else ''} rows"
     return "\n".join([*table, f"({count}{f', {more} not shown' if more else ''})"])
