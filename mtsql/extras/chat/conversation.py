@@ -82,13 +82,9 @@ def _read_table(reader: Reader, name: str, plain: int) -> SchemaTable:
             key = keys.get(place + 1)
         if key and folded(column) in columns:
             foreign.append((columns[folded(column)], other, key))
-    return SchemaTable(
-        name,
-        tuple((column, _kind(declared)) for column, declared, _ in found),
-        tuple(column for column, _, place in sorted(found, key=lambda row: row[2]) if place),
-        tuple(foreign),
-        None,
-    )
+    typed = tuple((column, _kind(declared)) for column, declared, _ in found)
+    primary = tuple(column for column, _, place in sorted(found, key=lambda row: row[2]) if place)
+    return SchemaTable(name, typed, primary, tuple(foreign), None)
 
 
 def _kind(declared: str) -> str:
