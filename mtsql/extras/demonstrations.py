@@ -315,17 +315,13 @@ def renamed_schema(schema: Schema, name: str, stale: str) -> Schema:
     def new(old: str) -> str:
         return stale if old == name else old
 
-    tables = tuple(
-        replace(
-            table,
-            name=new(table.name),
-            columns=tuple((new(column), kind) for column, kind in table.columns),
-            primary_keys=tuple(map(new, table.primary_keys)),
-            foreign_keys=tuple(tuple(map(new, key)) for key in table.foreign_keys),
-        )
-        for table in schema.tables
-    )
-    return replace(schema, tables=tables)
+    tables = []
+    for table in schema.tables:
+        columns = tuple((new(column), kind) for column, kind in table.columns)
+        foreign = tuple(tuple(map(new, key)) for key in table.foreign_keys)
+        keys = {"primary_keys": tuple(map(new, table.primary_keys)), "foreign_keys": foreign}
+        tables.append(replace(table, name=new(table.name), columns=columns, **keys))
+    return replace(schema, tables=tuple(tables))
 
 
 def format_repairs(trajectories: Sequence[Trajectory]) -> str:
