@@ -275,14 +275,10 @@ def difference_rows(suite: Suite, by_arm: ByArm) -> list[list[str]]:
         }
         if not pairs:
             continue
-        found = {
-            metric: estimate(
-                {seed: differences(row, other, metric) for seed, (row, other) in pairs.items()},
-                other_seeds=True,
-                comparisons=comparisons,
-            )
-            for metric in BITS
-        }
+        found = {}
+        for metric in BITS:
+            gained = {seed: differences(*pair, metric) for seed, pair in pairs.items()}
+            found[metric] = estimate(gained, other_seeds=True, comparisons=comparisons)
         claimed = not suite.corrected or len(pairs) > 1  # a grid of one seed claims nothing
         bold = {metric: "**" * (claimed and of.sure) for metric, of in found.items()}
         ex, em = (f"{bold[m]}{with_interval(of, signed)}{bold[m]}" for m, of in found.items())
