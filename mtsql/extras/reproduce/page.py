@@ -289,17 +289,13 @@ def difference_rows(suite: Suite, by_arm: ByArm) -> list[list[str]]:
 def part_tables(by_arm: ByArm) -> dict[str, list[list[str]]]:
     """The tables of `parts_of_summary`, their columns first: means of the seeds of each arm."""
     tables: dict[str, list[list[str]]] = {}
-    titles = dict.fromkeys(
-        title for of in by_arm.values() for row in of.values() for title in row.get("parts", {})
-    )
-    for title in titles:
-        seeds = {
-            arm: [row["parts"][title] for row in of.values() if "parts" in row] for arm, of in by_arm.items()
-        }
-        columns = list(dict.fromkeys(name for parts in seeds.values() for part in parts for name in part))
+    seeds = {arm: [row["parts"] for row in of.values() if "parts" in row] for arm, of in by_arm.items()}
+    every = [parts for of_arm in seeds.values() for parts in of_arm]
+    for title in dict.fromkeys(title for parts in every for title in parts):
+        columns = list(dict.fromkeys(name for parts in every for name in parts[title]))
         tables[title] = [columns]
-        for arm, parts in seeds.items():
-            values = [[part[name] for part in parts if name in part] for name in columns]
+        for arm, of_arm in seeds.items():
+            values = [[parts[title][name] for parts in of_arm if name in parts[title]] for name in columns]
             if any(values):
                 tables[title].append([f"`{arm}`", *(decimal(fmean(v)) if v else "" for v in values)])
     return {title: table for title, table in tables.items() if table[0]}
