@@ -237,7 +237,10 @@ def differences(row: Row, other: Row, metric: str) -> Values:
     return [(database, value - others) for (database, value), (_, others) in pairs]
 
 
-def accuracies(by_arm: ByArm) -> dict[str, dict[str, Estimate]]:
+Accuracies: TypeAlias = dict[str, dict[str, Estimate]]  # arm: metric: estimate
+
+
+def accuracies(by_arm: ByArm) -> Accuracies:
     """EX and EM of every arm."""
     return {
         arm: {m: estimate({seed: values_of(row, m) for seed, row in rows.items()}) for m in BITS}
@@ -245,9 +248,7 @@ def accuracies(by_arm: ByArm) -> dict[str, dict[str, Estimate]]:
     }
 
 
-def means_of_both(
-    one: Mapping[str, Mapping[str, Estimate]], other: Mapping[str, Mapping[str, Estimate]]
-) -> dict[str, list[str]]:
+def means_of_both(one: Accuracies, other: Accuracies) -> dict[str, list[str]]:
     """Of each arm that both sets have of the same seeds: EX and EM, the sets weighing the same (Figure 1)."""
     return {
         arm: [decimal((of[metric].mean + other[arm][metric].mean) / 2) for metric in BITS]
