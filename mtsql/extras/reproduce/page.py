@@ -95,7 +95,9 @@ def write_page(suite: Suite, made_by: str, path: Path, base: str = "") -> Path:
     with other questions than the others of its set.
     """
     rows = up_to_date_rows(suite, path, base)
-    of = by_set(rows)
+    of: dict[str, ByArm] = {}  # by set
+    for row in rows:
+        of.setdefault(row["dataset"], {}).setdefault(row["arm"], {})[row["seed"]] = row
     accuracy = {dataset: accuracies(by_arm) for dataset, by_arm in of.items()}
     figures = {"bars": bar_figure(accuracy), "curves": curve_figure(rows)}
     for name, figure in figures.items():
@@ -144,14 +146,6 @@ def up_to_date_rows(suite: Suite, path: Path, base: str) -> list[Row]:
     found = [rows[key] for key in order]
     check_questions(found)
     write_atomically(beside, "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
-    return found
-
-
-def by_set(rows: Sequence[Row]) -> dict[str, ByArm]:
-    """Every set's rows by arm and seed, in the order of `rows`."""
-    found: dict[str, ByArm] = {}
-    for row in rows:
-        found.setdefault(row["dataset"], {}).setdefault(row["arm"], {})[row["seed"]] = row
     return found
 
 
