@@ -98,10 +98,9 @@ def main(config: Args) -> int:
     progress = Progress.from_plain(state, pool) if state else Progress(pool, pool)
     if progress.round >= config.rounds:
         raise UserError(f"{out} is in round {progress.round + 1}; give --rounds at least so many")
-    log = None
-    if processes.is_main:
+    log = MetricsLog(out / "metrics.csv", first) if processes.is_main else None
+    if log:
         save_config(config, out)
-        log = MetricsLog(out / "metrics.csv", first)
     stop = False
     with finish_step_on_interrupt() as interrupted:
         for round_index in range(progress.round, config.rounds):
