@@ -231,19 +231,18 @@ def fine_tune(
             totals.update(share)
         bar.set_postfix(loss=f"{totals['loss']:.3f}")
         if log is not None:
-            log.append(
-                {
-                    "step": progress.step,
-                    "minutes": round((time.perf_counter() - progress.started) / 60, 3),
-                    "round": progress.round + 1,
-                    "loss": totals["loss"],
-                    "entropy": totals["entropy"],
-                    "gradient_norm": norm,
-                    "learning_rate": rate,
-                    "trajectories_right": progress.coverage[-1]["right"] / progress.coverage[-1]["sampled"],
-                    "questions_solved": len(progress.solved) / len(progress.remaining),
-                }
-            )
+            row = {
+                "step": progress.step,
+                "minutes": round((time.perf_counter() - progress.started) / 60, 3),
+                "round": progress.round + 1,
+                "loss": totals["loss"],
+                "entropy": totals["entropy"],
+                "gradient_norm": norm,
+                "learning_rate": rate,
+                "trajectories_right": progress.coverage[-1]["right"] / progress.coverage[-1]["sampled"],
+                "questions_solved": len(progress.solved) / len(progress.remaining),
+            }
+            log.append(row)
         progress.step, progress.index = progress.step + 1, index + 1
         stop = any(task.processes.all_gather(interrupted.is_set()))
         if stop or progress.index % config.save_every == 0:

@@ -81,18 +81,17 @@ class Progress:
         self.solved = {question.example_id for question in found if question.kept}
         self.collected, self.rng_state = True, rng.getstate()
         rejected = sum((question.rejected for question in found), Counter())
-        self.coverage.append(
-            {
-                "round": self.round + 1,
-                "sampled": sum(question.sampled for question in found),
-                "right": sum(question.right for question in found),
-                "rejected": dict(sorted(rejected.items())),
-                "questions_asked": len(self.remaining),
-                "questions_solved": len(self.solved),
-                "questions_covered": len({t.example_id for t in self.kept}),
-                "trajectories": len(self.kept),
-            }
-        )
+        of_round = {
+            "round": self.round + 1,
+            "sampled": sum(question.sampled for question in found),
+            "right": sum(question.right for question in found),
+            "rejected": dict(sorted(rejected.items())),
+            "questions_asked": len(self.remaining),
+            "questions_solved": len(self.solved),
+            "questions_covered": len({t.example_id for t in self.kept}),
+            "trajectories": len(self.kept),
+        }
+        self.coverage.append(of_round)
 
     def drop_solved(self) -> None:
         """End a round: what is solved leaves the pool (S4)."""
