@@ -55,9 +55,8 @@ def same_query(a: str, b: str) -> bool:
 
 def query_words(sql: str) -> tuple[str, ...]:
     """The words and signs of a query, those in quotes whole: equal for what is the same query."""
-    words = [
-        piece if piece[0] in QUOTES else folded(piece) for piece in PIECE.findall(sql) if not is_blank(piece)
-    ]
+    pieces = [piece for piece in PIECE.findall(sql) if not is_blank(piece)]
+    words = [piece if piece[0] in QUOTES else folded(piece) for piece in pieces]
     while words and words[-1] == ";":
         words.pop()
     return tuple(words)
@@ -95,11 +94,8 @@ def is_blank(piece: str) -> bool:
 
 def in_normal_form(example: Example, schema: Schema) -> Example:
     """The question with its earlier SQL in normal form; its own gold SQL stays as the data set has it."""
-    history = tuple(
-        turn if turn.sql is None else replace(turn, sql=normal_form(turn.sql, schema))
-        for turn in example.history
-    )
-    return replace(example, history=history)
+    turns = (replace(turn, sql=turn.sql and normal_form(turn.sql, schema)) for turn in example.history)
+    return replace(example, history=tuple(turns))
 
 
 def normal_form(sql: str, schema: Schema) -> str:
