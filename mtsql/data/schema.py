@@ -90,10 +90,8 @@ def _create_table(table: SchemaTable) -> str:
     lines = [f"    {written(name)} {kind}" for name, kind in table.columns]
     if table.primary_keys:
         lines.append(f"    primary key ({', '.join(map(written, table.primary_keys))})")
-    lines += [
-        f"    foreign key ({written(c)}) references {written(t)}({written(o)})"
-        for c, t, o in table.foreign_keys
-    ]
+    for column, other, key in table.foreign_keys:
+        lines.append(f"    foreign key ({written(column)}) references {written(other)}({written(key)})")
     lines = [line + "," for line in lines[:-1]] + lines[-1:]
     for index, description in enumerate(table.descriptions):
         lines[index] += f" -- {description}" if description else ""
