@@ -145,9 +145,8 @@ def _exact(gold: dict, pred: dict) -> bool:
 def _equal_components(gold: dict, pred: dict) -> dict[str, bool]:
     ours, theirs = _components(gold), _components(pred)
     equal = {name: ours[name] == theirs[name] for name in COMPONENTS}
-    equal["IUEN"] = all(
-        _exact(gold[o], pred[o]) if gold[o] and pred[o] else gold[o] is pred[o] for o in SET_OPERATORS
-    )
+    pairs = ((gold[operator], pred[operator]) for operator in SET_OPERATORS)
+    equal["IUEN"] = all(_exact(one, other) if one and other else one is other for one, other in pairs)
     return equal
 
 
