@@ -47,18 +47,14 @@ def _plain(sql: str) -> str:
 
 
 def exact_set_match(
-    gold_sql: str,
-    pred_sql: str | None,
-    schema: SqlSchema,
-    foreign_keys: dict[str, str],
-    keep_limit: bool = False,
+    gold: str, pred: str | None, schema: SqlSchema, foreign_keys: dict[str, str], keep_limit: bool = False
 ) -> bool:
     """Exact set match (EM): all components and the tables are equal; values and join keys are ignored.
 
     A prediction that is missing or does not parse is wrong. Raises SqlParseError if the gold
     query does not parse.
     """
-    return _exact(*_both(gold_sql, pred_sql, schema, foreign_keys, keep_limit))
+    return _exact(*_both(gold, pred, schema, foreign_keys, keep_limit))
 
 
 def partial_match(
