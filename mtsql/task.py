@@ -258,10 +258,8 @@ def make_environment(config: Agent, dataset: Dataset, tokens: ChatTokens, tools:
         config.max_interactions, config.max_prompt_tokens, config.max_response_tokens, config.max_turn_tokens
     )
     recipe = load_recipe(config.recipe).make_recipe(prompt_options(config))
-    executor = Executor(timeout_seconds=config.sql_timeout)
-    return Environment(
-        dataset.schemas, recipe, tokens, executor, limits, make_tools(tools), config.error_hints
-    )
+    executor, own = Executor(timeout_seconds=config.sql_timeout), make_tools(tools)
+    return Environment(dataset.schemas, recipe, tokens, executor, limits, own, config.error_hints)
 
 
 def prompt_options(config: Agent) -> PromptOptions:
