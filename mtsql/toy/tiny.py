@@ -124,11 +124,10 @@ def start_with_copying_heads(model: Qwen3ForCausalLM) -> None:
     model.model.embed_tokens.weight.normal_(0, scale)
     model.model.embed_tokens.weight[:, 0] = constant * scale
     for layer in layers:
-        values = torch.stack(
-            [projection() for _ in range(config.num_key_value_heads)]
-        )  # (values, size, hidden)
+        # (values, size, hidden), then (heads, size, hidden)
+        values = torch.stack([projection() for _ in range(config.num_key_value_heads)])
         layer.self_attn.v_proj.weight.copy_(values.flatten(0, 1))
-        shared = values.repeat_interleave(heads_per_value, 0)  # (heads, size, hidden)
+        shared = values.repeat_interleave(heads_per_value, 0)
         layer.self_attn.o_proj.weight.copy_(scale * shared.flatten(0, 1).T)
 
     # Layer 0: queries lag keys by one position in the fastest rotations, whatever the tokens are.
