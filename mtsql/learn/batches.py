@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from mtsql.agent.tokens import shared_length
 from mtsql.agent.trajectory import Trajectory
+
+Groups: TypeAlias = Sequence[Sequence[Trajectory]]
 
 
 def shared_prefix(group: Sequence[Trajectory]) -> int:
@@ -85,9 +88,7 @@ def order_by_database(
     return [trajectory for block in blocks for trajectory in block]
 
 
-def micro_batches(
-    groups: Sequence[Sequence[Trajectory]], max_positions: int, shared: bool = True
-) -> list[list[Sequence[Trajectory]]]:
+def micro_batches(groups: Groups, max_positions: int, shared: bool = True) -> list[Groups]:
     """Groups of similar length together, at most `max_positions` positions in each micro-batch.
 
     Where prompts are `shared`, the prefix that a group shares counts once, and so do equal trajectories; a

@@ -34,6 +34,8 @@ KEYS_TOGETHER = 16_384
 HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
 
 Span: TypeAlias = tuple[int, int]  # start and length among the packed positions
+Spans: TypeAlias = list[tuple[Span, Span]]  # of what comes before a sequence, and its own
+Device: TypeAlias = torch.device | str
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class AttentionCall:
     seen: Tensor  # (sequences, keys) int64: a prompt itself; of a response its prompt, then itself
     attention_mask: Tensor | None  # (sequences, 1, longest, keys) bool; None is causal
 
-    def to(self, device: torch.device | str) -> AttentionCall:
+    def to(self, device: Device) -> AttentionCall:
         """The same on a device."""
         tensors = (self.slots, self.seen, self.attention_mask)
         return AttentionCall(*(x if x is None else x.to(device) for x in tensors))
@@ -79,7 +81,7 @@ class TokenBatch:
     borders: Tensor | None = None  # (sequences + 1,) int32, flash-attn: starts of sequences, the end
 
 
-def row_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
+def row_batch(trajectories: Sequence[Trajectory], device: Device = "cpu") -> TokenBatch:
     """One right-padded row a trajectory.
 
     Padding comes after everything that matters, so causal attention needs no attention mask.
@@ -106,7 +108,7 @@ def token_batch(policy: Policy, groups: Sequence[Sequence[Trajectory]]) -> Token
     return packed_batch([t for group in groups for t in group], policy.device)
 
 
-def packed_batch(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
+def packed_batch(trajectories: Sequence[Trajectory], device: Device = "cpu") -> TokenBatch:
     """All trajectories in one row, with `borders` between them for flash-attn's variable-length kernel."""
     batch = shared_prompt_batch([[t] for t in trajectories], device)
     starts = (batch.position_ids[0] == 0).nonzero()[:, 0]  # (sequences,): positions start again from 0
@@ -114,9 +116,7 @@ def packed_batch(trajectories: Sequence[Trajectory], device: torch.device | str 
     return replace(batch, layout=None, borders=torch.cat([starts, end]).int())
 
 
-def shared_prompt_batch(
-    groups: Sequence[Sequence[Trajectory]], device: torch.device | str = "cpu"
-) -> TokenBatch:
+def shared_prompt_batch(groups: Sequence[Sequence[Trajectory]], device: Device = "cpu") -> TokenBatch:
     """All groups in one row, [prompt | response 1 | response 2 | ...] for each group, without padding.
 
     "Prompt" here means the tokens with which all prompts of a group begin, "response" all that follows
@@ -133,8 +133,8 @@ def shared_prompt_batch(
     ids: list[int] = []
     position_ids: list[int] = []
     sources: list[Tensor] = []
-    prompts: list[tuple[Span, Span]] = []  # what comes before, which is nothing, and the prompt's span
-    responses: list[tuple[Span, Span]] = []  # the prompt's span, its own
+    prompts: Spans = []  # what comes before, which is nothing, and the prompt's span
+    responses: Spans = []  # the prompt's span, its own
     for group in groups:
         trained = [torch.tensor(t.loss_mask).nonzero()[:, 0] for t in group]  # (tokens,) each
         shared = shared_prefix(group)
@@ -165,9 +165,7 @@ def shared_prompt_batch(
     return replace(batch, position_ids=torch.tensor([position_ids], device=device), layout=layout)
 
 
-def _token_batch(
-    trajectories: Sequence[Trajectory], ids: Tensor, source: Tensor, device: torch.device | str
-) -> TokenBatch:
+def _token_batch(trajectories: list[Trajectory], ids: Tensor, source: Tensor, device: Device) -> TokenBatch:
     trained = [
         (token, index, logprob)
         for index, t in enumerate(trajectories)
@@ -193,9 +191,7 @@ def _slots(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     return (start[:, None] + offset) * real, real
 
 
-def _layout(
-    prompts: list[tuple[Span, Span]], responses: list[tuple[Span, Span]], device: torch.device | str
-) -> SharedPromptLayout:
+def _layout(prompts: Spans, responses: Spans, device: Device) -> SharedPromptLayout:
     calls: list[AttentionCall] = []  # on the CPU, which knows the shapes without waiting
     reals = []
     for pairs in (*_chunks(prompts, device), *_chunks(responses, device)):
@@ -214,12 +210,12 @@ def _layout(
     return SharedPromptLayout(tuple(call.to(device) for call in calls), unpad.to(device))
 
 
-def _chunks(pairs: list[tuple[Span, Span]], device: torch.device | str) -> Iterator[list[tuple[Span, Span]]]:
+def _chunks(pairs: Spans, device: Device) -> Iterator[Spans]:
     """Pairs of what comes before a sequence and its own span, of similar lengths, that attention takes
     together: a few, and on a GPU more while they have KEYS_TOGETHER keys or less, padded.
     """
     most = 0 if torch.device(device).type == "cpu" else KEYS_TOGETHER
-    chunk: list[tuple[Span, Span]] = []
+    chunk: Spans = []
     longest = 0
     for before, own in sorted(pairs, key=lambda pair: (pair[0][1], pair[1][1])):
         keys = before[1] + own[1]
