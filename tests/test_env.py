@@ -7,7 +7,7 @@ from conftest import GOLD, make_episode, say
 
 from mtsql.agent.env import UNAVAILABLE, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
-from mtsql.agent.trajectory import ActionType, Status, Stop
+from mtsql.agent.trajectory import Action, ActionType, Status, Stop
 from mtsql.recipes.mtsql_r1 import final_answer, next_action, tool_call, verdict
 from mtsql.sql.text import same_query
 
@@ -32,16 +32,16 @@ A = ActionType
     ],
 )
 def test_equation_1(previous, passed, expected):
-    assert next_action(previous, passed, BOTH, has_history=True) is expected
+    assert next_action(previous and Action(previous, 0, None, passed), BOTH, True) is expected
 
 
 def test_equation_1_without_tools_or_history():
-    assert next_action(A.E_VERIFY, True, BOTH, has_history=False) is A.FINALIZE
-    assert next_action(A.E_VERIFY, True, make_tools("no_memory"), True) is A.FINALIZE
-    assert next_action(A.PROPOSE, None, make_tools("no_execution"), True) is A.M_VERIFY
-    assert next_action(A.PROPOSE, None, make_tools("none"), True) is A.FINALIZE
+    assert next_action(Action(A.E_VERIFY, 0, None, True), BOTH, False) is A.FINALIZE
+    assert next_action(Action(A.E_VERIFY, 0, None, True), make_tools("no_memory"), True) is A.FINALIZE
+    assert next_action(Action(A.PROPOSE, 0), make_tools("no_execution"), True) is A.M_VERIFY
+    assert next_action(Action(A.PROPOSE, 0), make_tools("none"), True) is A.FINALIZE
     with pytest.raises(ValueError, match="FINALIZE ends"):
-        next_action(A.FINALIZE, None, BOTH, True)
+        next_action(Action(A.FINALIZE, 0), BOTH, True)
 
 
 def test_a_whole_episode_follows_the_protocol(tiny):

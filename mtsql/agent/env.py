@@ -81,10 +81,8 @@ class Recipe(ABC):
     def parse(self, text: str) -> ModelMessage:
         """The verdicts and the action in one model message."""
 
-    def next_action(
-        self, previous: ActionType | None, passed: bool | None, tools: Collection[str], has_history: bool
-    ) -> ActionType | None:
-        """The action that the protocol calls for after `previous`; None where any is fine."""
+    def next_action(self, last: Action | None, tools: Collection[str], history: bool) -> ActionType | None:
+        """The action that the protocol calls for after the `last`; None where any is fine."""
         return None
 
     @abstractmethod
@@ -200,8 +198,7 @@ class Episode:
 
     def _act(self, kind: ActionType, passed: bool | None = None) -> None:
         actions, history = self.trajectory.actions, bool(self.example.history)
-        previous = (actions[-1].type, actions[-1].passed) if actions else (None, None)
-        expected = self.recipe.next_action(*previous, self.tools, history)
+        expected = self.recipe.next_action(actions[-1] if actions else None, self.tools, history)
         self.trajectory.off_protocol += expected is not None and kind is not expected
         actions.append(Action(kind, self.trajectory.messages - 1, self.candidate, passed))
 

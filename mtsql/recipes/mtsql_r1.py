@@ -38,7 +38,7 @@ from typing import ClassVar
 
 from mtsql.agent.env import ModelMessage, Prompt, Recipe
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, MemoryEntry, Tool
-from mtsql.agent.trajectory import ActionType, Status
+from mtsql.agent.trajectory import Action, ActionType, Status
 from mtsql.data.datasets import Example
 from mtsql.data.schema import Schema
 from mtsql.recipes.mtsql_r1_rewards import make_reward
@@ -54,18 +54,17 @@ VERDICT = {
 }
 
 
-def next_action(
-    previous: ActionType | None, passed: bool | None, tools: Collection[str], has_history: bool
-) -> ActionType:
-    """Equation 1: the type of a_{k+1} from the type of a_k and the verdict on y_k.
+def next_action(last: Action | None, tools: Collection[str], history: bool) -> ActionType:
+    """Equation 1: the type of a_{k+1} from the type of a_k, the `last`, and the verdict on y_k.
 
     A tool that is switched off drops out of the cycle, as in Table 4; without earlier questions there
     is nothing to check against, so that a passed E-VERIFY leads to FINALIZE. A missing verdict
-    (`passed` None) is not a pass. Raises ValueError after FINALIZE, which ends the episode.
+    (None) is not a pass. Raises ValueError after FINALIZE, which ends the episode.
     """
-    can_check_memory = MEMORY_RETRIEVE in tools and has_history
-    if previous is None:
+    can_check_memory = MEMORY_RETRIEVE in tools and history
+    if last is None:
         return ActionType.PROPOSE
+    previous = last.type
     if previous in (ActionType.PROPOSE, ActionType.SELF_CORRECT):
         if EXEC_SQL in tools:
             return ActionType.EXECUTE
@@ -73,7 +72,7 @@ def next_action(
     if previous is ActionType.EXECUTE:
         return ActionType.E_VERIFY
     if previous in (ActionType.E_VERIFY, ActionType.M_VERIFY):
-        if not passed:
+        if not last.passed:
             return ActionType.SELF_CORRECT
         if previous is ActionType.E_VERIFY and can_check_memory:
             return ActionType.M_VERIFY
