@@ -26,7 +26,6 @@ from mtsql.data.datasets import (
     beside,
     example_after,
     examples,
-    join_datasets,
     load_dataset,
     split_names,
 )  # fmt: skip
@@ -223,18 +222,17 @@ def load_split(config: Data, split: str) -> Dataset:
     databases of `train`, the same for every --seed, make the splits `held_out` and `rl` and leave `train`.
     Raises UserError if that leaves one empty, and where tables or databases are not there.
     """
-    parts: list[Dataset] = []
+    sources: list[tuple[Path, Path, Path]] = []
     for source in config.data:
         path = find_split(source, "train" if split in ("held_out", "rl") else split)
         tables = Path(config.tables or beside(path, "tables.json"))
         databases = Path(config.databases or beside(path, "database", "databases"))
+        sources.append((path, tables, databases))
         others = path.with_name("train_others.json")
-        further = [others] * (path.name == "train_spider.json" and others.is_file() and Path(source).is_dir())
-        if further:
+        if path.name == "train_spider.json" and others.is_file() and Path(source).is_dir():
             print(f"{path.parent}: {path.name} and {others.name} together")
-        first = sum(len(part.dialogues) + part.missing.total() for part in parts)
-        parts.append(load_dataset(path, tables, databases, config.allow_missing, further, first))
-    dataset = join_datasets(parts)
+            sources.append((others, tables, databases))
+    dataset = load_dataset(sources, config.allow_missing)
     for source, count in dataset.missing.items():
         print(f"left out {count} dialogues of {source}: their database is missing")
     parted = {"held_out": config.held_out, "rl": config.for_rl}

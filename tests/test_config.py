@@ -160,9 +160,9 @@ def _closed_pipe():
 def test_data_that_is_not_there_is_named(tiny, tmp_path):
     tables, databases = tiny.folder / "tables.json", tiny.folder / "database"
     with pytest.raises(UserError, match=r"absent\.json: No such file"):
-        load_dataset(tmp_path / "absent.json", tables, databases)
+        load_dataset([(tmp_path / "absent.json", tables, databases)])
     with pytest.raises(UserError, match="of a database named in"):
-        load_dataset(tmp_path / "absent.json", tables, tmp_path)
+        load_dataset([(tmp_path / "absent.json", tables, tmp_path)])
     with pytest.raises(UserError, match="has no dev split"):
         find_split(str(tmp_path), "dev")
     with pytest.raises(OSError, match="File name too long"):  # which a command says in a sentence

@@ -66,7 +66,7 @@ def dataset_of(tiny, tmp_path) -> Callable[..., Dataset]:
     def read(items: object, **options: bool) -> Dataset:
         (tmp_path / "items.json").write_text(json.dumps(items))
         places = (tmp_path / "items.json", tiny.folder / "tables.json", tiny.folder / "database")
-        return load_dataset(*places, **options)
+        return load_dataset([places], **options)
 
     return read
 

@@ -34,7 +34,7 @@ WIDE = Limits(max_prompt_tokens=10**5, max_response_tokens=10**5)
 @pytest.fixture(scope="module")
 def real(tiny) -> tuple[Environment, list]:
     """Questions of SParC over ten real databases, and their environment with hints."""
-    dataset = load_dataset(SAMPLE / "dev.json", SAMPLE / "tables.json", SAMPLE / "database")
+    dataset = load_dataset([(SAMPLE / "dev.json", SAMPLE / "tables.json", SAMPLE / "database")])
     recipe = MtsqlR1(PromptOptions(True, 200))
     tools = make_tools("both")
     environment = Environment(dataset.schemas, recipe, tiny.tokens, Executor(), WIDE, tools, error_hints=True)

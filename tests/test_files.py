@@ -179,15 +179,15 @@ def test_a_file_of_questions_may_have_a_mark_and_has_only_characters(tiny: Tiny,
     data = tmp_path / "dev.json"
     for encoding in ("utf-8-sig", "utf-16"):
         data.write_text(json.dumps([ITEM | {"question": "größe 😀"}], ensure_ascii=False), encoding)
-        assert load_dataset(data, marked, databases).dialogues[0].turns[0].question == "größe 😀"
+        assert load_dataset([(data, marked, databases)]).dialogues[0].turns[0].question == "größe 😀"
     data.write_text(json.dumps([ITEM | {"question": "\ud83d\ude00"}]))  # both halves
-    assert load_dataset(data, tables, databases).dialogues[0].turns[0].question == "\U0001f600"
+    assert load_dataset([(data, tables, databases)]).dialogues[0].turns[0].question == "\U0001f600"
     data.write_text(json.dumps([ITEM | {"question": "\ud800"}]))
     with pytest.raises(UserError, match=r"dev.json is not valid JSON .*'\\ud800'"):
-        load_dataset(data, tables, databases)
+        load_dataset([(data, tables, databases)])
     data.write_bytes(data.read_bytes().replace(b"\\ud800", b"\xed\xa0\x80"))  # the same as it is
     with pytest.raises(UserError, match=r"dev.json is not valid JSON .*'\\ud800'"):
-        load_dataset(data, tables, databases)
+        load_dataset([(data, tables, databases)])
 
 
 def test_what_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):

@@ -259,7 +259,7 @@ def test_a_dataset_of_single_questions(tiny, tmp_path, monkeypatch):
     data = tmp_path / "mine.json"
     item = {"nl_question": QUESTION, "gold": GOLD, "hint": "lower case", "db_id": "music"}
     data.write_text(json.dumps([item]))
-    dataset = load_dataset(data, tiny.folder / "tables.json", tiny.folder / "database")
+    dataset = load_dataset([(data, tiny.folder / "tables.json", tiny.folder / "database")])
     turn = dataset.dialogues[0].turns[0]
     assert (turn.question, turn.gold_sql, turn.knowledge) == (QUESTION, GOLD, "lower case")
 

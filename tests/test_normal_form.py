@@ -51,7 +51,7 @@ def test_how_it_reads(written, normal, tiny):
 
 def test_of_two_spellings_the_one_of_the_table_that_is_read_counts():
     tables, databases = SAMPLE / "tables.json", SAMPLE / "database"
-    schema = load_dataset(SAMPLE / "dev.json", tables, databases).schemas["concert_singer"]
+    schema = load_dataset([(SAMPLE / "dev.json", tables, databases)]).schemas["concert_singer"]
     assert normal_form("select NAME, YEAR from CONCERT", schema) == "SELECT Name, Year FROM concert"
     assert normal_form("select COUNTRY from SINGER", schema) == "SELECT Country FROM singer"
 
@@ -64,7 +64,7 @@ def test_no_verdict_depends_on_it(file):
     own = file.is_relative_to(SAMPLE)
     places = (SAMPLE / "tables.json", SAMPLE / "database")
     places = places if own else (REAL / "sparc" / "tables.json", REAL / "database")
-    dataset = load_dataset(file, *places, allow_missing=True)
+    dataset = load_dataset([(file, *places)], allow_missing=True)
     scorer, seen = Scorer(dataset.schemas, Executor()), set()
     for example in examples(dataset.dialogues)[:: 1 if own else 4]:
         key = example.db_id, example.gold_sql

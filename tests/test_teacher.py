@@ -198,7 +198,7 @@ def test_train_sft_learns_from_a_teachers_file(tmp_path):
     data = tmp_path / "benchmark"
     splits = {"train": {"known": (2, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
     toy.write_benchmark(data, seed=0, splits=splits)
-    dataset = load_dataset(data / "train.json", data / "tables.json", data / "database")
+    dataset = load_dataset([(data / "train.json", data / "tables.json", data / "database")])
     asked = examples(dataset.dialogues)
     lines = [line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id)]
     for question in asked[:4]:

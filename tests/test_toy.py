@@ -45,7 +45,7 @@ def benchmark(tmp_path_factory):
 
 
 def load(benchmark, split):
-    return load_dataset(benchmark / f"{split}.json", benchmark / "tables.json", benchmark / "database")
+    return load_dataset([(benchmark / f"{split}.json", benchmark / "tables.json", benchmark / "database")])
 
 
 @pytest.fixture(scope="module")

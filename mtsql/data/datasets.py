@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,27 +103,29 @@ def beside(data: Path, *names: str) -> Path:
     return next((root / name for name in candidates if (root / name).exists()), root / names[0])
 
 
-def load_dataset(
-    data: Path,
-    tables: Path,
-    databases: Path,
-    allow_missing: bool = False,
-    further: Sequence[Path] = (),
-    first: int = 0,
-) -> Dataset:
-    """Dialogues or single questions with their schemas; the items' fields tell the format.
+def load_dataset(sources: Sequence[tuple[Path, Path, Path]], allow_missing: bool = False) -> Dataset:
+    """The dialogues or single questions of files, each with its tables.json and its folder of databases.
 
-    The files `further` belong to the same split. Items are numbered on, from `first`. A dialogue over a
-    database that is not there raises UserError, or is skipped and counted with `allow_missing`.
-    UserError names the file and the field of whatever is wrong.
+    The items' fields tell the format; they are numbered on from file to file. A dialogue over a database that
+    is not there raises UserError, or is skipped and counted with `allow_missing`. UserError names the file
+    and the field of whatever is wrong, and a database that two files describe differently.
     """
-    schemas = load_schemas(tables, databases)
+    schemas: dict[str, Schema] = {}
     dialogues: list[Dialogue] = []
     missing: Counter[str] = Counter()
-    for path in (data, *further):
+    load = cache(load_schemas)
+    for path, tables, databases in sources:
+        known = load(tables, databases)
+        for name, schema in known.items():
+            other = schemas.setdefault(name, schema)
+            if other.tables != schema.tables:  # their questions cannot share its name
+                raise UserError(
+                    f"two sources have different databases {name!r}: {other.path} and {schema.path}; "
+                    "rename one, or give both sources the same --tables and --databases"
+                )
         for number, item in enumerate(read_json(path)):
-            dialogue = _dialogue(path, number, item, f"{first + len(dialogues) + missing.total():05d}")
-            if dialogue.db_id in schemas:
+            dialogue = _dialogue(path, number, item, f"{len(dialogues) + missing.total():05d}")
+            if dialogue.db_id in known:
                 dialogues.append(dialogue)
             elif allow_missing:
                 missing[dialogue.turns[0].source] += 1
@@ -132,26 +135,8 @@ def load_dataset(
                     "give the right --databases, or --allow-missing to skip such items"
                 )
     if not dialogues:
-        raise UserError(f"{data} holds no dialogue or question whose database is in {databases}")
+        raise UserError(f"{path} holds no dialogue or question whose database is in {databases}")
     return Dataset(tuple(dialogues), schemas, missing)
-
-
-def join_datasets(datasets: Sequence[Dataset]) -> Dataset:
-    """The dialogues of several sources, numbered on, as one dataset.
-
-    Raises UserError where two sources describe a database differently: their questions cannot share its name.
-    """
-    schemas: dict[str, Schema] = {}
-    for dataset in datasets:
-        for name, schema in dataset.schemas.items():
-            known = schemas.setdefault(name, schema)
-            if known.tables != schema.tables:
-                raise UserError(
-                    f"two sources have different databases {name!r}: {known.path} and {schema.path}; "
-                    "rename one, or give both sources the same --tables and --databases"
-                )
-    dialogues = tuple(dialogue for dataset in datasets for dialogue in dataset.dialogues)
-    return Dataset(dialogues, schemas, sum((dataset.missing for dataset in datasets), Counter()))
 
 
 def _dialogue(data: Path, number: int, item: dict, name: str) -> Dialogue:
