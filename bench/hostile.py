@@ -26,17 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from hostile import (
-    BOUNDED,
-    DENIED,
-    PLACES,
-    SLOW,
-    STATEMENTS,
-    copied,
-    make_database,
-    resident_bytes,
-    run_all,
-)
+from hostile import BOUNDED, DENIED, PLACES, SLOW, STATEMENTS, copied, make_database, resident_bytes, run_all
 
 from mtsql.sql.execute import Executor
 

@@ -226,11 +226,8 @@ def measure(
     model: PreTrainedModel, workload: list[Conversation], rows: dict[str, int], repetitions: int
 ) -> dict[str, float]:
     """Seconds, sampled tokens a second and ratios; medians over the repetitions."""
-    ways = {
-        "engine": this_engine,
-        "hf_generate": hugging_face_generate,
-        "continuous_batching": continuous_batching,
-    }
+    others = {"hf_generate": hugging_face_generate, "continuous_batching": continuous_batching}
+    ways = {"engine": this_engine, **others}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     expected = sum(sum(c.lengths) for c in workload)
     with torch.no_grad():
@@ -246,7 +243,7 @@ def measure(
                     raise RuntimeError(f"{name} sampled {sampled} tokens, not {expected}")
         found = {f"{name}_seconds": statistics.median(times) for name, times in seconds.items()}
         found |= {f"{name}_tokens_per_second": expected / found[f"{name}_seconds"] for name in ways}
-        for name in ("hf_generate", "continuous_batching"):
+        for name in others:
             ratios = [slow / fast for slow, fast in zip(seconds[name], seconds["engine"], strict=True)]
             found[f"ratio_{name}"] = statistics.median(ratios)
     return found

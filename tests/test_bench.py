@@ -6,16 +6,20 @@ Not what needs a GPU or TRL: decode.py runs on the CPU, vs_trl.py without TRL's 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, run
 from conftest import TOY as TOY_CONFIG
+from safetensors.torch import load, save_file
 
 from evaluate import Args as EvaluateArgs
 from mtsql.config import read_options
@@ -91,6 +95,15 @@ def test_gpu_queue(script, monkeypatch, capsys, real, work, tmp_path):
     assert ended.value.code == 0, (tmp_path / "out" / "arm.log").read_text()
     assert "{'arm': 0}" in capsys.readouterr().out
     assert (tmp_path / "out" / "arm" / "policy" / "config.json").is_file()
+    adapter = {"lora_A": torch.ones(2, 3)}
+    save_file(adapter, tmp_path / "out" / "arm" / "policy" / "adapter_model.safetensors")
+    start(queue, monkeypatch, "collect", tmp_path / "out", tmp_path / "back")
+    packed = b"".join(part.read_bytes() for part in sorted((tmp_path / "back").iterdir()))
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:xz") as tar:
+        assert not [name for name in tar.getnames() if "checkpoints" in name]
+        assert tar.extractfile("./arm.log").read() == (tmp_path / "out" / "arm.log").read_bytes()
+        returned = load(tar.extractfile("./arm/policy/adapter_model.safetensors").read())
+    assert returned["lora_A"].dtype == torch.bfloat16 and returned["lora_A"].tolist() == [[1.0] * 3] * 2
 
 
 def test_hostile(script, monkeypatch, capsys):

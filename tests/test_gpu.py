@@ -69,6 +69,8 @@ def sample(
     prompts = [torch.randint(1, 1000, (n,), generator=draw).tolist() for n in PROMPTS]
     prompts[-1][: len(prompts[-2])] = prompts[-2]
     played = [Trajectory(str(i), i, [Segment.given("prompt", p)]) for i, p in enumerate(prompts)]
+    if model.device.type == "cuda":  # not most of the card, which is mapped anew after each capture
+        options = {"make_cache": lambda _: Pages(None, 4096), **options}
     with Generator(model, (0,), Sampling(temperature), **options) as sampler:
         rows = sampler.start(prompts, range(len(prompts)), [48] * len(prompts))
         for _ in range(2):
@@ -120,14 +122,15 @@ def test_graphs_change_no_id(device):
 
 @pytest.mark.parametrize("device", [GPU], indirect=True)
 def test_the_next_step_does_not_wait_for_the_last_one(device):
-    with Generator(random_model(device), (0,), Sampling()) as sampler:
+    with Generator(random_model(device), (0,), Sampling(), make_cache=lambda _: Pages(None, 4096)) as sampler:
         sampler.start([[5] * 40] * 3, range(3), [48] * 3)
         for _ in range(3):
             sampler.step()
         rows, before = [row for row in sampler.rows if row.decoding], sampler.ahead
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sampler._begin_step(rows, before)
+            with torch.inference_mode():
+                sampler._begin_step(rows, before)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -203,7 +206,8 @@ def test_a_training_step_peaks_within_the_plan(tmp_path):
     batch = shared_prompt_batch(planner.largest_micro_batch(config, 8000), "cuda")
     token_logprobs(model, batch)[0].mean().backward()
     optimizer_step(optimizer, 1e-5)
-    assert 0.7 * planned < torch.cuda.max_memory_allocated() <= planned
+    cublas = 4 * 2**25  # workspaces of each thread and stream, which planner.CUDA holds too
+    assert 0.7 * planned < torch.cuda.max_memory_allocated() <= planned + cublas
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -172,6 +172,8 @@ class Generator:
 
     def __exit__(self, *_: object) -> None:
         self.rows = []
+        if self.graphs is not None:
+            self.graphs.drop()
         del self.cache, self.graphs, self.decoder, self.ahead
 
     @property
@@ -337,6 +339,10 @@ class Generator:
             half = max(self.cache.reserved // 2, longest)
         if half >= self.cache.positions:
             raise UserError(TOO_SMALL)
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize()  # memory is not unmapped while a stream computes in it
+        if self.graphs is not None:
+            self.graphs.drop()
         self.ahead = None  # what was not taken yet is sampled again
         self.cache.drop(self.rows)
         self._begin_cache(type(self.cache)(self.cache.longest, half))

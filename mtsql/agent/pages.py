@@ -188,6 +188,12 @@ class DecodeGraphs:
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Sequence[Tensor], Tensor]] = {}
         self.pool: tuple[int, int] | None = None
 
+    def drop(self) -> None:
+        """End all graphs at once: to end one takes the workspace of the others (pytorch/pytorch#193402)."""
+        for graph, *_ in self.captured.values():
+            graph.reset()
+        self.captured.clear()
+
     def run(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """What `compute` gives for these inputs, which may be on the CPU."""
         key = tuple(part.shape for part in inputs)
