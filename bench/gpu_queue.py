@@ -117,7 +117,7 @@ def join(source: Path, out: Path) -> None:
 
 
 def collect(source: Path, out: Path) -> None:
-    """Write what jobs made in `source`, but for checkpoints, to `out`, with adapters in bfloat16 from now on."""
+    """Write what jobs made in `source` to `out`, but for checkpoints; adapters are bfloat16 from now on."""
     import torch
     from safetensors.torch import load_file, save_file
 
