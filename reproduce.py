@@ -50,7 +50,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help is answer
     CHOSEN = read_arguments()
 
 from mtsql.errors import UserError
-from mtsql.extras.reproduce import Part, run_part
+from mtsql.extras.reproduce import Part, refuse_other_options, run_part
 from mtsql.extras.reproduce.page import write_page
 from mtsql.files import shipped
 from mtsql.toy.tiny import MODELS
@@ -86,6 +86,8 @@ def main(chosen: argparse.Namespace) -> None:
     if chosen.list:
         print("\n".join(part.listed() for part in parts))
         return
+    for part in parts:
+        refuse_other_options(part)
     for part in parts:
         run_part(*part)
     suite = SUITES[chosen.suite]

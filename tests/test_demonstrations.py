@@ -17,7 +17,7 @@ from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment, Limits, outcome_of
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
-from mtsql.data.datasets import examples, load_dataset
+from mtsql.data.datasets import Dialogue, Example, examples, load_dataset
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import COMPARED, KINDS, OWN_KINDS, Mistake, Question, gold_trajectories, play
 from mtsql.extras.probe import Args, judged_failure, own_failures, probe, said_first
@@ -216,8 +216,8 @@ KEYS = {"failures", "gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind"}
 def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
     asked = json.loads((work / "benchmark" / "train.json").read_text())
     lines = [
-        {"example_id": f"{number:05d}/0", "predicted": sql}
-        for number in range(len(asked))
+        {"example_id": f"{number:05d}/0", "predicted": sql, "gold": dialogue["interaction"][0]["query"]}
+        for number, dialogue in enumerate(asked)
         for sql in ("SELECT absent FROM nowhere", "SELECT 1", None)
     ]
     wrong = write_lines(tmp_path / "predictions.jsonl", lines)
@@ -242,6 +242,12 @@ def test_failures_from_another_file_are_one_sentence(tmp_path, line):
     config = Args(model="m", data=("d",), out="", failures=str(tmp_path / "predictions.jsonl"))
     run_ = SimpleNamespace(dataset=SimpleNamespace(dialogues=()))
     with pytest.raises(UserError, match=r"predictions\.jsonl: No such file"):
+        list(own_failures(config, run_))
+    asked = Example("7/0", "7", "d", 0, "How many?", "SELECT 1")
+    run_.dataset.dialogues = (Dialogue("7", "d", (asked,)),)
+    row = {"example_id": "7/0", "predicted": "SELECT", "gold": "SELECT 2"}
+    write_lines(tmp_path / "predictions.jsonl", [row])
+    with pytest.raises(UserError, match=r"predictions\.jsonl, line 1: another question"):
         list(own_failures(config, run_))
     (tmp_path / "predictions.jsonl").write_text(f"\n{line}\n")
     with pytest.raises(UserError, match=r"predictions\.jsonl, line 2: give an evaluation's"):

@@ -142,5 +142,8 @@ def test_what_cannot_be_learned_from_is_refused(exported):
     record = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
     for segment in record["segments"]:
         segment["loss_mask"] = [0] * len(segment["ids"])
+    not_asked = record | {"segments": record["segments"][:1]}  # its prompt was too long
+    write(folder / "trajectories.jsonl", not_asked)
+    assert export("trajectories.jsonl", 0, "none.jsonl") == []
     write(folder / "trajectories.jsonl", record)
     assert "has loss mask 1" in export("trajectories.jsonl", 2)

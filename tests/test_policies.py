@@ -258,3 +258,5 @@ def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(
             (tmp_path / "no" / "adapter_config.json").write_text(content)
         with pytest.raises(UserError, match="holds no LoRA adapter"):
             give_away(tmp_path / "no", tmp_path / "given", "x")
+    with pytest.raises(UserError, match="the adapter's own folder"):
+        give_away(tmp_path / "no", tmp_path / "given" / ".." / "no", "x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from evaluate import Args as EvaluateArgs
 from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras import curriculum
-from mtsql.extras.reproduce import run_part
+from mtsql.extras.reproduce import Part, refuse_other_options, run_part
 from mtsql.extras.reproduce.page import estimate, signed, with_interval, write_page
 from mtsql.extras.reproduce.suites import SUITES, Arm, Suite, Training, parts_of
 from mtsql.recipes import RECIPES
@@ -186,6 +187,7 @@ def test_a_page_is_made_of_what_is_finished_and_again_of_its_rows(tmp_path):
         training.mkdir()
         (training / "dev.csv").write_text(f"step,ex,em\n9,0.{seed}5,0\n19,0.5,0\n")
     lay_out(tmp_path, "rl", "111", dataset="themes")
+    shutil.copytree(tmp_path / "seed0", tmp_path / "seed0_1")  # a copy is no seed
     cut_off = lay_out(tmp_path, "cut", "11111") / "predictions.jsonl"
     cut_off.write_text(cut_off.read_text()[:-60])
     page = write_page(SMALL, PAGE_OF, tmp_path / "small.md")
@@ -327,3 +329,8 @@ def test_a_part_runs_once(tmp_path, capsys):
         run_part("works", ["-c", f"{count}; open(r'{done}', 'w')"], done)
     assert (tmp_path / "runs").read_text() == "xxx"
     assert "is there already" in capsys.readouterr().out
+    (done.with_name("run.json")).write_text(json.dumps({"command": ["train.py", "--model", "a"]}))
+    refuse_other_options(Part("same", ["train.py", "--model", "a"], done))
+    refuse_other_options(Part("as a module", ["-m", "train", "--model", "a"], done))
+    with pytest.raises(UserError, match="is of other options; give another --out"):
+        refuse_other_options(Part("other", ["train.py", "--model", "b"], done))

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from mtsql.config import Common, command_line, read_options, user_errors
 from mtsql.errors import UserError
-from mtsql.extras.reproduce import Part, run_part
+from mtsql.extras.reproduce import Part, refuse_other_options, run_part
 
 Cells = Mapping[str, Mapping[str, str]]  # title, which is a folder too: the cell's options and their values
 
@@ -56,7 +56,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help is answer
 from evaluate import Args as EvaluateArgs
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import BASE, SUITES, Arm, Suite, Training, parts_of
-from mtsql.files import load_json, shipped
+from mtsql.files import shipped
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
@@ -67,11 +67,14 @@ ARGS = {"train_grpo.py": GrpoArgs, "train_sft.py": SftArgs, "evaluate.py": Evalu
 def cells_of(vary: Sequence[str]) -> Cells:
     """The cells of the grid, the first values first; a branch has its commit with it.
 
-    Raises UserError for what is no NAME=A,B, and for branches that are not there or are the same.
+    Raises UserError for what is no NAME=A,B, for what all cells share, and for branches that are not there
+    or are the same.
     """
     grid: dict[str, list[str]] = {}
     for given in vary:
         name, _, values = given.partition("=")
+        if name.strip() in ("config", "data", "out", "seed"):
+            raise UserError(f"--vary {given}: a grid has one --{name.strip()} (of seeds there is --seeds)")
         found = [value.strip() for value in values.split("|" if "|" in values else ",")]
         if name == "branch":
             found = [f"{branch}@{commit_of(branch)}" for branch in found]
@@ -98,7 +101,8 @@ def commit_of(branch: str) -> str:
 def parted(options: Sequence[str], script: str) -> tuple[str, str]:
     """Options of the training, and of the evaluation: what both have is for both, but for `temperature`."""
     own = {field.name for field in fields(ARGS[script])}
-    shared, asked = {field.name for field in fields(Common)}, {field.name for field in fields(EvaluateArgs)}
+    shared = {field.name for field in fields(Common)} - {"model"}  # what was trained is evaluated
+    asked = {field.name for field in fields(EvaluateArgs)}
     training, evaluation, name = [], [], ""
     for word in options:
         if word.startswith("--"):
@@ -155,10 +159,8 @@ def parts_of_grid(chosen: argparse.Namespace, suite: Suite, cells: Cells) -> lis
     for part in (part for seed in suite.seeds for part in parts_of(suite, chosen.out, seed, places)):
         script, *options = part.command
         read_options(ARGS[script], None, options)
-        run = part.done.with_name("run.json")
-        if part.done.exists() and load_json(run)["command"] != part.command:
-            raise UserError(f"{run.parent} is of other options; give another --out")
-        branch = cells.get(run.parent.name, {}).get("branch")
+        refuse_other_options(part)
+        branch = cells.get(part.done.parent.name, {}).get("branch")
         if branch:
             script = str(clone_folder(branch, chosen.out) / script)
         parts.append(part._replace(command=[script, *options]))

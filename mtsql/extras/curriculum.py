@@ -51,8 +51,8 @@ def main(config: Args) -> None:
         counts.append(SuccessCount(example.id, right, len(sampled), example.db_id, hardness))
     counts = task.processes.gather(counts)
     if task.processes.is_main:
-        save_config(config, task.out)
         write_atomically(task.out / "counts.jsonl", json_lines(map(vars, counts)))
+        save_config(config, task.out)  # with which it counts as done
         print(f"{len(counts)} questions, right of {samples} samples:")
         for right, questions in sorted(Counter(c.right for c in counts).items(), reverse=True):
             print(f"{right:>4} {questions:>6} questions")

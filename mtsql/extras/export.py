@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     if os.path.realpath(chosen.out) == os.path.realpath(chosen.path):
         raise UserError(f"--out {chosen.out} is the file to read; name another")
-    rows = [with_ids(record) for record in read_records(chosen.path)]
+    rows = [with_ids(record) for record in read_records(chosen.path) if len(record["segments"]) > 1]
     write_atomically(chosen.out, json_lines(rows))
     print(f"{len(rows):,} conversations in {chosen.out}")
 

@@ -66,6 +66,8 @@ def main(config: Args) -> None:
         raise UserError(
             f"{source}: nothing to choose; no question was ever wrong, or --balanced and --exploration are 0"
         )
+    if (path.parent / "run.json").exists():
+        raise UserError(f"{path.parent} holds a run already; give another --out")
     save_config(config, path.parent)
     write_atomically(path, json_lines(map(vars, balanced + exploration)))
     print(

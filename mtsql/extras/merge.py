@@ -10,6 +10,7 @@ saves, without tokenizer, and with its base by this path, seen from the folder. 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from mtsql.config import command_line, user_errors
@@ -53,12 +54,14 @@ def merge(adapter: Path, out: Path, dtype: str) -> None:
 
 
 def give_away(adapter: Path, out: Path, base: str) -> None:
-    """Write the adapter's two files, in bfloat16, over `base`."""
+    """Write the adapter's two files, in bfloat16, over `base`. Raises UserError for its own folder."""
     import torch
     from safetensors.torch import load_file, save
 
     from mtsql.model_folder import ADAPTER_FILE
 
+    if os.path.realpath(out) == os.path.realpath(adapter):
+        raise UserError(f"{out} is the adapter's own folder, whose weights would be rounded; name another")
     with loading(f"{adapter} holds no LoRA adapter that can be read"):
         config = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
         weights = load_file(adapter / WEIGHTS)

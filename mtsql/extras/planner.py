@@ -44,6 +44,7 @@ from mtsql.agent.pages import PAGE, Pages, few_shapes
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.config import Training, from_toml, read_options, reader_of, user_errors
 from mtsql.errors import UserError, loading
+from mtsql.files import shipped
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
 from mtsql.model_folder import ADAPTER_FILE, WHAT_TO_GIVE, base_of_adapter, check_exists
 from train_grpo import Args as GrpoArgs
@@ -71,7 +72,7 @@ def read_plan(argv: list[str]) -> tuple[Training, float]:
     if chosen.stage == "sft":
         return read_options(SftArgs, __doc__, given), chosen.gpu_memory
     warm, own = {}, {}
-    for path in map(Path, chosen.config):
+    for path in map(shipped, chosen.config):
         warm, own = warm | from_toml(path, SftArgs), own | from_toml(path, GrpoArgs)
     for name in {"model", "lora_rank"} & warm.keys() - own.keys():
         given = [f"--{name.replace('_', '-')}", str(warm[name]), *given]
@@ -242,7 +243,7 @@ def prefill_bytes(model: nn.Module, config: Training) -> int:
 def make_plan(model: nn.Module, config: Training, limit: int) -> dict[str, dict[str, int]]:
     """Bytes by item: what is there all the time, and what rollout and training add, one after the other.
 
-    The cache has room for no more than all rows. Raises UserError if it does not hold one.
+    The cache has room for no more than all rows.
     """
     always, longest = state_bytes(model, config), longest_trajectory(config)
     with in_shapes(model, model.config.num_hidden_layers) as live:

@@ -356,8 +356,8 @@ def main() -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         items = list(pool.map(lambda pair: score_pair(pair, scorer, chosen.etype, chosen.plug_value), pairs))
     summary = summarise_items(items, chosen.etype)
-    if chosen.json:
-        write_atomically(chosen.json, json.dumps({"summary": summary, "per_item": items}, indent=1))
     print(format_tables(summary, chosen.etype))
     print()
     print(format_further(summary, items))
+    if chosen.json:
+        write_atomically(chosen.json, json.dumps({"summary": summary, "per_item": items}, indent=1))

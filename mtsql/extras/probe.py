@@ -52,12 +52,12 @@ from mtsql.agent.tokens import shared_length
 from mtsql.agent.tools import EXEC_SQL
 from mtsql.agent.trajectory import Stop
 from mtsql.data.datasets import Example, examples
-from mtsql.errors import loading
+from mtsql.errors import UserError, loading
 from mtsql.extras.demonstrations import KINDS, Mistake, Question
 from mtsql.files import json_lines, load_json_lines, write_atomically
 from mtsql.recipes.mtsql_r1 import verdict
 from mtsql.sql.text import in_normal_form, normal_form
-from mtsql.task import Task, begin_task
+from mtsql.task import Task, begin_task, refuse_finished
 
 BLIND = "error: the query fails"
 CALL = "<tool_call>"
@@ -67,6 +67,7 @@ PROBABILITIES = ("gold_seen", "gold_blind", "gap", "copy_seen", "copy_blind")
 def main(config: Args) -> None:
     """Probe every failure, write the means."""
     task, rows = begin_task(config, config.split), []
+    refuse_finished(task.out)
     task.policy.eval()
     failures = [*own_failures(config, task), *made_failures(config, task)]
     failed = []  # kind, example, mistake, the tokens before the repair
@@ -96,7 +97,9 @@ def own_failures(config: Args, task: Task) -> Iterator[tuple[str, Example, Mista
     asked = {example.id: example for example in examples(task.dataset.dialogues)}
     for number, row in load_json_lines(Path(config.failures)) if config.failures else ():
         with loading(f"{config.failures}, line {number}: give an evaluation's predictions.jsonl"):
-            example, answer = asked.get(row["example_id"]), row["predicted"]
+            example, answer, gold = asked.get(row["example_id"]), row["predicted"], row["gold"]
+        if example and example.gold_sql != gold:
+            raise UserError(f"{config.failures}, line {number}: another question than that of --split has")
         if answer and example:
             schema = task.environment.schemas[example.db_id]
             shown = (in_normal_form(example, schema), schema)

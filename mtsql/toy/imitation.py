@@ -31,7 +31,7 @@ from mtsql.config import Common, from_toml, option, read_options, save_config, u
 from mtsql.data.datasets import Dataset, Example, examples
 from mtsql.data.schema import read_json
 from mtsql.errors import UserError
-from mtsql.files import folder_atomically, hold_folder, refuse_filled
+from mtsql.files import folder_atomically, hold_folder, refuse_filled, shipped
 from mtsql.learn.batches import micro_batches
 from mtsql.learn.logprobs import row_batch, shared_prompt_batch, token_logprobs
 from mtsql.learn.loss import sft_loss
@@ -61,7 +61,7 @@ class ImitationConfig(Common):
     repair_exercises: int = option(4, "repair exercises beside the questions in each later step")
     answer_steps: int = option(1500, "optimizer steps on direct answers alone: the SQL skill")
     agent_steps: int = option(300, "optimizer steps on demonstrations with every set of tools")
-    questions_per_database: int = option(8, "training questions over each database of a step")
+    questions_per_database: int = option(8, "training questions over each database of a step", least=1)
     skips_execution: float = option(0.65, "how often the agent does not run a query without conditions")
     skips_memory: float = option(0.55, "how often it does not ask the memory")
     all_recipes: bool = option(False, "learn the formats of all papers' recipes, not of --recipe alone")
@@ -147,7 +147,7 @@ def make_environments(
     for name in recipes_of(config):
         played = replace(config, recipe=name)
         if name != config.recipe:
-            own = from_toml(Path("configs") / f"{name}.toml", ImitationConfig)
+            own = from_toml(shipped(f"configs/{name}.toml"), ImitationConfig)
             played = replace(played, max_interactions=own["max_interactions"])
         environments.append({tools: make_environment(played, dataset, tokens, tools) for tools in TOOL_SETS})
     return environments

@@ -51,6 +51,7 @@ def chat_options(argv: list[str]) -> Args:
 if __name__ == "__main__":  # before torch is imported, so that --help and wrong options are answered at once
     OPTIONS = chat_options(sys.argv[1:])
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -171,7 +172,7 @@ def run_command(conversation: Conversation, line: str) -> str:
     if name == ":save":
         if not argument.strip():
             raise UserError("say where: :save FILE.jsonl")
-        path = Path(argument.strip()).expanduser()
+        path = Path(os.path.expanduser(argument.strip()))  # what is no user's home stays as it is
         if path.suffix != ".jsonl":  # nor may it be the database
             raise UserError(f"{path} should end in .jsonl")
         write_atomically(path, json_lines(conversation.records()))

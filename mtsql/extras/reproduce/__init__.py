@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from mtsql.errors import UserError
+from mtsql.files import load_json
+
 
 class Part(NamedTuple):
     """One command, and the path that exists once it is done."""
@@ -20,6 +23,14 @@ class Part(NamedTuple):
     def listed(self) -> str:
         """Its command, and whether it is done."""
         return f"{'done' if self.done.exists() else 'to do':<6} python {' '.join(self.command)}"
+
+
+def refuse_other_options(part: Part) -> None:
+    """Raise UserError for a part that was done with other options than its command has."""
+    run, (script, *options) = part.done.with_name("run.json"), part.command
+    options = options[script == "-m" :]
+    if part.done.exists() and run.exists() and load_json(run)["command"][1:] != options:
+        raise UserError(f"{run.parent} is of other options; give another --out")
 
 
 def python(command: list[str]) -> list[str]:

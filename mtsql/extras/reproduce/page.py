@@ -131,6 +131,7 @@ def up_to_date_rows(suite: Suite, path: Path, base: str) -> list[Row]:
     beside = path.with_suffix(".json")
     known = load_json(beside) if beside.exists() else []
     folders, first_set = path.parent.glob("seed*/evaluation/*/*"), next(iter(suite.sets))
+    folders = (folder for folder in folders if folder.parts[-4].removeprefix("seed").isdecimal())  # no copy
     known += [finished_row(folder, first_set, base) for folder in folders]
     rows: dict[tuple[str, str, int], Row] = {}
     for row in filter(None, known):
@@ -260,7 +261,7 @@ def accuracy_row(suite: Suite, arm: str, of: Mapping[str, Estimate]) -> list[str
 
 def difference_rows(suite: Suite, by_arm: ByArm) -> list[list[str]]:
     """The cells of the paired differences on one set: EX, EX of each seed, EM."""
-    rows, comparisons = [], len(suite.pairs) if suite.corrected else 1
+    rows, comparisons = [], len(suite.pairs) * len(BITS) if suite.corrected else 1
     for what, better, worse in suite.pairs:
         others = by_arm.get(worse, {})
         pairs = {
