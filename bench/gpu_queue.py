@@ -147,7 +147,7 @@ def run_job(job: str, data: str, out: str, minutes: float) -> int:
             process.send_signal(signal.SIGINT)
     codes = {name: process.wait() for name, process in running.items()}
     print(codes)
-    return max(codes.values())
+    return max(map(abs, codes.values()))  # below 0 where a signal ended it
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from pathlib import Path
 from tokenize import tok_name, tokenize
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = "train_grpo|train_sft|evaluate|mtsql/(config|task|files|(data|sql|agent|recipes|learn|report)/.*)"
+MODULES = "config|task|files|errors|model_folder"
+CORE = f"train_grpo|train_sft|evaluate|mtsql/({MODULES}|(data|sql|agent|recipes|learn|report)/.*)"
 SKIP = "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER ENCODING".split()
 LOADED = "import sys, train_grpo, mtsql.recipes.mtsql_r1; print(*map(str, sys.modules.values()), sep='\\n')"
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -2,11 +2,11 @@
 
 Plain is what a tutorial does: fixed numbers of trajectories in the order given, each micro-batch padded to
 its longest row, full logits (rows, positions, vocabulary), log-softmax, a masked mean; no entropy. Ours is
-`token_logprobs`, entropy included, in two layouts: "packed" (trajectories end to end, as train_sft.py),
-"shared_prompt" (groups behind their prompt, as train_grpo.py). All run on one workload in one process, after
-their gradients were found to agree; a step here is micro-batches, forward and backward passes, without the
-optimizer, the same for all. The order alternates between the repetitions; ratios are medians. Memory is that
-of head and loss at Qwen3's vocabulary: what a fresh process takes on top of model and data.
+`token_logprobs`, entropy included, in two layouts: "packed" (trajectories end to end),
+"shared_prompt" (groups behind their prompt, as the scripts have them). All run on one workload in one
+process, after their gradients were found to agree; a step here is micro-batches, forward and backward passes,
+without the optimizer, the same for all. The order alternates between the repetitions; ratios are medians.
+Memory is that of head and loss at Qwen3's vocabulary: what a fresh process takes on top of model and data.
 
 Wanted: speedup at least 2 (the slower of both steps), loss_memory_ratio at most 1/20 (head and loss, 8,000
 tokens), shared_prompt_time_saved at least 0.8 of tokens_saved_share.

@@ -129,14 +129,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write")
     chosen = parser.parse_args()
     episodes = chosen.prompts * chosen.samples
+    sizes = [size for size in chosen.trl_micro_batches if episodes % size == 0]
+    if not sizes:
+        parser.error(f"--trl-micro-batches should divide {episodes}, the trajectories of a step")
     folder = Path(tempfile.mkdtemp(prefix="vs_trl_"))
     tried = {
         size: statistics.median(train_there(chosen, 3, folder / f"try_{size}", 0, size)[0][1:])
-        for size in chosen.trl_micro_batches
-        if episodes % size == 0
+        for size in sizes
     }
-    if not tried:
-        parser.error(f"--trl-micro-batches should divide {episodes}, the trajectories of a step")
     best = min(tried, key=tried.get)
     print("TRL, seconds a step by micro-batch:", {size: round(value, 2) for size, value in tried.items()})
     engines = {

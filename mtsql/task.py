@@ -294,8 +294,8 @@ def training_questions(
     drawn first, since the check executes every gold SQL.
 
     Each process executes all of them, to fill its cache; a gold SQL near --sql-timeout may be in time in one
-    alone, and what one leaves out, all leave out. With `known`, the ids of a run that goes on, nothing is
-    checked: a busy machine could find others. Raises UserError if none is left.
+    alone, and what one leaves out, all leave out. With `known`, the ids of a run that goes on, none is left
+    out, and each may take ten times as long: the machine may be busier now. Raises UserError if none is left.
     """
     asked, ids = examples(task.dataset.dialogues), {count.example_id for count in counted}
     asked = [e for e in asked if e.id in ids] if counted else asked
@@ -303,7 +303,12 @@ def training_questions(
         raise UserError("no question of the curriculum is in the training data")
     asked = draw_questions(asked, config.questions, config.seed)
     if known:
-        return [e for e in asked if e.id in known]
+        known, executor = set(known), task.scorer.executor
+        asked, limit = [e for e in asked if e.id in known], executor.timeout_seconds
+        executor.timeout_seconds = 10 * limit
+        scorable(asked, task.scorer)
+        executor.timeout_seconds = limit
+        return asked
     run = scorable(asked, task.scorer)
     everywhere = set.intersection(*map(set, task.processes.all_gather([e.id for e in run])))
     run = [e for e in run if e.id in everywhere]

@@ -41,9 +41,10 @@ def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
     ("steps", "questions", "expected"),
     [
         (6, (450, 450, 450), [2, 2, 2]),
-        (72, (450, 450, 450, 74), [22, 23, 23, 4]),
+        (72, (450, 450, 450, 74), [23, 23, 23, 3]),
         (10, (1,), [10]),
-        (2, (5, 5, 5), [0, 1, 1]),
+        (2, (5, 5, 5), [1, 1, 0]),
+        (1, (5, 5, 5), [1, 0, 0]),
     ],
 )
 def test_steps_follow_the_questions_of_the_levels_in_order(steps, questions, expected):

@@ -12,6 +12,7 @@ import torch
 from decoders import VOCABULARY, make_decoder, random_model
 from torch import Tensor, tensor
 
+import train_grpo
 from mtsql.agent.trajectory import Segment, Trajectory
 from mtsql.errors import UserError
 from mtsql.learn import logprobs as attention
@@ -28,8 +29,10 @@ from mtsql.learn.logprobs import (
     token_logprobs,
 )
 from mtsql.learn.loss import group_advantages, informative_groups, loss_denominator, sft_loss, truncation_cap
-from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step
-from mtsql.learn.samples import logprob_gaps
+from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step, warmup_rate
+from mtsql.learn.parallel import Processes
+from mtsql.learn.samples import Sample, logprob_gaps
+from mtsql.recipes.rewards import Rewards
 
 DEFAULTS = {"aggregate": "trajectory", "clip_high": 0.2, "beta": 0.0}
 LAYOUTS = {
@@ -462,3 +465,57 @@ def test_groups_without_signal_do_not_count_in_the_deviation_of_the_batch():
     for penalty in (0.0, 0.5):
         penalised = rewards - penalty * tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
         torch.testing.assert_close(group_advantages(penalised, informative, divide_by="batch"), expected)
+
+
+@pytest.mark.parametrize("aggregate", ["trajectory", "token"])
+def test_two_updates_of_a_step_are_the_clipped_surrogate_from_naive_logits(aggregate, monkeypatch):
+    """The second group has no variance; one sample of the first is kept out (GRPO-Filter), and counts in its
+    group's mean alone, the second group in N alone."""
+    model, old = make_decoder("qwen3"), {}
+    options = {"aggregate": aggregate, "divide_by": "none", "temperature": 0.6, "updates_per_batch": 2}
+    options |= {"max_response_tokens": 99, "micro_batch_positions": 40, "learning_rate": 1.0}
+    config = SimpleNamespace(**DEFAULTS | options)
+    rewards = [[1.0, 0.0, 2.0], [1.0, 1.0, 1.0], [0.0, 0.0, 3.0]]
+    held = [group[:3] for group in make_groups() if len(group) >= 3]
+    groups = [
+        [Sample(t, None, Rewards(0, 0, reward, {}, kept=reward != 2)) for t, reward in zip(*of, strict=True)]
+        for of in zip(held, rewards, strict=True)
+    ]
+    kept = [s.trajectory for group in groups for s in group if s.rewards.kept]
+    clipped = []
+
+    def naive() -> Tensor:
+        total = 0.0
+        for group in (groups[0], groups[2]):
+            for sample in filter(lambda s: s.rewards.kept, group):
+                logprobs, _ = reference_logprobs(model, sample.trajectory, 0.6)  # (tokens,)
+                ratios = (logprobs - old.setdefault(id(sample), logprobs.detach())).exp()
+                advantage = sample.rewards.total - 1.0  # each group's mean is 1
+                terms = torch.minimum(ratios * advantage, ratios.clamp(0.8, 1.2) * advantage)
+                clipped.append((terms != ratios * advantage).any().item())
+                total += terms.mean() / len(kept) if aggregate == "trajectory" else terms.sum()
+        return -total if aggregate == "trajectory" else -total / sum(t.trained_length for t in kept)
+
+    def compared(optimizer: torch.optim.Optimizer, rate: float) -> float:
+        got = [p.grad for p in model.parameters()]
+        assert rate == pytest.approx(1 / 3) and difference(got, gradients(model, naive())) <= 1e-5
+        optimizer.step()
+        optimizer.zero_grad()
+        return 0.0
+
+    monkeypatch.setattr(train_grpo, "optimizer_step", compared)
+    task = SimpleNamespace(policy=model, processes=Processes(0, 1))
+    informative = train_grpo.set_advantages(config, groups)
+    assert informative.tolist() == [True, False, True]
+    optimizer = torch.optim.SGD(model.parameters(), 2.0)
+    statistics = train_grpo.clipped_step(config, task, None, optimizer, groups, informative, 0)
+    assert len(clipped) == 10 and not any(clipped[:5]) and any(clipped[5:])
+    assert 0 < statistics["clip_fraction"] < 1
+
+
+def test_warm_up_and_clipping_of_a_step():
+    assert [warmup_rate(3.0, step) for step in range(4)] == pytest.approx([1.0, 2.0, 3.0, 3.0])
+    weight = torch.nn.Parameter(tensor([0.0, 0.0]))
+    weight.grad = tensor([3.0, 4.0])
+    assert optimizer_step(torch.optim.SGD([weight], 1.0), 0.5) == pytest.approx(5.0)
+    assert weight.tolist() == pytest.approx([-0.3, -0.4])  # a gradient of the norm 1, times the rate

@@ -20,10 +20,12 @@ from evaluate import Args as EvaluateArgs
 from mtsql.agent.tokens import ChatTokens
 from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Example, examples
+from mtsql.data.sandbox import run_sql
 from mtsql.errors import UserError
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.parallel import Processes
 from mtsql.model_folder import load_tokenizer
+from mtsql.sql import execute
 from mtsql.sql.score import Scorer
 from mtsql.task import load_split, make_environment, training_questions
 from train_grpo import Args as GrpoArgs
@@ -162,7 +164,7 @@ def test_curriculum_is_counted_and_followed_level_by_level(work, tmp_path):
     assert {c.example_id for c in counts} <= {example.id for example in examples(train)}
 
 
-def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, capsys):
+def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, capsys, monkeypatch):
     """A gold SQL near the time limit may be in time in one process alone; a prompt may be too long."""
     config = options_of(work)
     dataset, tokens = load_split(config, "train"), ChatTokens(load_tokenizer(work / "imitation"))
@@ -185,11 +187,16 @@ def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, cap
     assert kept(config, lambda own: [own, own[:1] + own[2:]]) == ids[:1] + ids[2:]
     assert set(kept(replace(config, questions=2), lambda own: [own])) == set(random.Random(0).sample(ids, 2))
     assert fitting(10_000) == asked and capsys.readouterr().out == ""
-    gone_on = SimpleNamespace(dataset=dataset)  # with which nothing can be checked
+    gone_on, limits = task_of(config, None), []
+    monkeypatch.setattr(execute, "run_sql", lambda *given: limits.append(given[2]) or run_sql(*given))
     assert training_questions(replace(config, questions=2), gone_on, known=ids) == [
         e for name in random.Random(0).sample(ids, 2) for e in asked if e.id == name
     ]
+    assert set(limits) == {10 * config.sql_timeout} and not limits.clear()
     assert training_questions(config, gone_on, known=ids[2:5]) == asked[2:5]
+    limits.clear()  # every gold SQL of these has run, patiently
+    assert all(gone_on.scorer.ex(e.db_id, e.gold_sql, e.gold_sql) for e in asked[2:5]) and not limits
+    assert gone_on.scorer.executor.timeout_seconds == config.sql_timeout
     episodes = task_of(config, None).environment.episodes
     lengths = {e.id: len(episodes(e, [0])[0].trajectory.ids) for e in asked}
     middle = sorted(lengths.values())[len(asked) // 2]

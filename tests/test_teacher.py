@@ -172,10 +172,15 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
             json.dumps(line_of("\ud800", **name)),
             line_of(*right, **name, tool_set="all"),
         ],
+        "nothing_learned": [
+            line_of(*({"role": "assistant", "content": text, "weight": 0} for text in right), **name)
+        ],
     }  # fmt: skip
     environment = environment_of(tiny, limits=Limits(max_turn_tokens=300, max_interactions=3))
     for reason, group in lines.items():
-        for found in found_in(tiny, tmp_path, *group, environment=environment):
+        of_lines = found_in(tiny, tmp_path, *group, environment=environment)
+        assert len(of_lines) == len(group)
+        for found in of_lines:
             assert (bool(found.kept), [*found.rejected]) == (reason is None, [reason] if reason else [])
 
 

@@ -114,10 +114,10 @@ def taught(
         return Collected("", 1, 0, [], Counter(["unreadable" if line is None else "unknown_question"]))
     trajectory = replay(line, question, environment)
     reason = rejection(trajectory, reward(trajectory, question), environment.recipe)
-    if reason is None:
+    if reason is None and trajectory.trained_length:
         return Collected(question.id, 1, 1, [trajectory])
-    why = str(trajectory.status) if reason == "no_answer" else reason
-    return Collected(question.id, 1, int(reason == "off_protocol"), [], Counter([why]))
+    why = str(trajectory.status) if reason == "no_answer" else reason or "nothing_learned"
+    return Collected(question.id, 1, int(reason in ("off_protocol", None)), [], Counter([why]))
 
 
 def taught_answers(

@@ -92,8 +92,8 @@ def micro_batches(groups: Groups, max_positions: int, shared: bool = True) -> li
     """Groups of similar length together, at most `max_positions` positions in each micro-batch.
 
     Where prompts are `shared`, the prefix that a group shares counts once, and so do equal trajectories; a
-    group that does not fit is cut into as few groups as do. Else each trajectory is a group. One that is
-    longer than `max_positions` stands alone.
+    group that does not fit is cut, in order of length, into groups that do. Else each trajectory is a group.
+    One that is longer than `max_positions` stands alone.
     """
     pieces: list[tuple[int, list[Trajectory]]] = []  # positions, trajectories
     if not shared:

@@ -84,9 +84,10 @@ def curriculum_levels(
 def level_of_step(step: int, steps: int, sizes: Sequence[int]) -> tuple[int, int]:
     """(level, step within the level) at a step of a run, all counted from 0.
 
-    A level's share of the `steps` is its share of all questions; `sizes` are the levels' questions.
+    A level's share of the `steps` is its share of all questions, and the first has one; `sizes` are the
+    levels' questions.
     """
-    ends = [steps * questions // sum(sizes) for questions in accumulate(sizes)]
+    ends = [-(-steps * questions // sum(sizes)) for questions in accumulate(sizes)]
     level = bisect_right(ends, step)
     return level, step - (ends[level - 1] if level else 0)
 

@@ -47,7 +47,7 @@ Rewards (section 3.3) and training (3.1, 4.1):
   wrong result still earns -1 and SQL that fails 0. PPO is left out.
 - GRPO without the filter (Table 4: --rewards unfiltered) has no KL here either; the paper's has one, of a weight
   that it does not give.
-- One limit of 8,192 tokens is the paper's; those of prompt, response and tool response are MTSQL-R1's.
+- One limit of 8,192 tokens is the paper's; the prompt's is MTSQL-R1's, and the response has what that leaves.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Component(NamedTuple):
 
 
 def string_match(gold: str, pred: str | None) -> bool:
-    """The strict EM of MTSQL-R1, section 3.3.2; only white space and a final ";" are forgiven."""
+    """The strict EM of MTSQL-R1, section 3.3.2: but for the amount of white space and a final ";"."""
     return pred is not None and _plain(gold) == _plain(pred)
 
 

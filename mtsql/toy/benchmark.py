@@ -3,9 +3,10 @@
 `python -m mtsql benchmark FOLDER` writes train.json, dev.json, test.json, test_themes.json, tables.json
 and database/<id>/<id>.sqlite, the same bytes for the same seed, and scripted_mistakes.json, the wrong
 queries from which the scripted agent of the imitation phase draws (train only). dev and test have new
-databases of the themes of train. A part of train and dev is about invented words, new in each database
-(`mtsql.toy.database`); test_themes has themes, names, words and ways of asking that no other split has. With
---single it is the first question of each of those dialogues, in Spider's format: train_spider.json, ...
+databases of the themes of train. A part of train and dev is about invented words, new in each database of
+a split (`mtsql.toy.database`); test_themes has themes, names, words and ways of asking that no other split
+has. With --single it is the first question of each of those dialogues, in Spider's format:
+train_spider.json, ...
 """
 
 from __future__ import annotations

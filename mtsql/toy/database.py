@@ -6,8 +6,8 @@ case, or as a one-letter code. The schema text shows only the first row, which u
 words.toml, which says what entries mean, has the words of train, dev and test, words_unseen.toml those of
 test_themes, questions.toml those with which one asks. A model that meets no other words than those of a
 dozen themes learns a list. With a part of its training databases about words like "pandor" and "chuble",
-new in each database, it has to find a question's word in the schema, and a value in the question, copy
-both, and pass over what it does not know.
+new in each database of a split, it has to find a question's word in the schema, and a value in the
+question, copy both, and pass over what it does not know.
 """
 
 from __future__ import annotations

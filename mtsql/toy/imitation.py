@@ -110,7 +110,7 @@ def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
 
 
 def by_database(asked: Sequence[Example], size: int, rng: random.Random) -> list[list[Example]]:
-    """All questions in random order, in chunks of `size` over one database each."""
+    """Questions in random order, in chunks of `size` over one database each; what is left is not asked."""
     databases = defaultdict(list)
     for example in rng.sample(asked, len(asked)):
         databases[example.db_id].append(example)
@@ -161,8 +161,8 @@ def training_groups(
     The phases are "copying", "answers" and "agent"; the groups of the latter two are of one database each.
     """
     environments = make_environments(config, dataset, tokens)
-    dialogues = enumerate(read_json(Path(config.data[0]) / "scripted_mistakes.json"))
-    wrong = {f"{i:05d}/{turn}": found for i, turns in dialogues for turn, found in enumerate(turns)}
+    dialogues = chain(*(read_json(Path(folder) / "scripted_mistakes.json") for folder in config.data))
+    wrong = {f"{i:05d}/{t}": found for i, turns in enumerate(dialogues) for t, found in enumerate(turns)}
     habits = Habits(skips_execution=config.skips_execution, skips_memory=config.skips_memory)
     rng = random.Random(config.seed)
     pieces = tokens.tokenizer.get_vocab()

@@ -103,7 +103,7 @@ def repair_lesson(
         return []
     message = min(repairs)
     *before, repair = shown.segments[: 2 * message + 2]  # prompt, message, observation, message, ...
-    seen = verdict(shown.observations[message].tool, False) + "\n" if verifies else ""
+    seen = verdict(shown.observations[message - 1].tool, False) + "\n" if verifies else ""
     behind = episode.tokens.count(seen)
     segments = [replace(segment, loss_mask=(0,) * len(segment.ids)) for segment in before]
     loss_mask = (0,) * behind + (1,) * (len(repair.ids) - behind)
