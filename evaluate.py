@@ -118,16 +118,18 @@ def main(config: Args) -> None:
     if task.costs:
         summary["served_in_last_session"] = dict(task.costs)
     write_results(config, task, summary, records, answered)
+    drawn = f"temperature {config.temperature:g}, top-p {config.top_p:g}" if config.temperature else "greedy"
     print(
         f"{config.model or config.api_model} on {config.split} of {' '.join(config.data)}: {config.recipe}, "
         f"history {config.history}, tools {config.tools}, EX {config.ex}, "
-        + (f"temperature {config.temperature:g}, top-p {config.top_p:g}" if config.temperature else "greedy")
+        + ("the server's own temperature" if config.own_temperature else drawn)
     )
     print(format_summary(summary))
     if sampled:
         ex, em = (100 * summary[f"{metric}_sampled"] for metric in ("ex", "em"))
         scores = f"EX {ex:.1f} %, EM {em:.1f} %"
-        print(f"at temperature {sampled_at:g}, mean of {config.sampled_runs} run(s): {scores}")
+        how = "" if config.own_temperature else f"at temperature {sampled_at:g}, "
+        print(f"{how}mean of {config.sampled_runs} run(s): {scores}")
     if "pass_at_k" in summary:
         print(format_votes(summary))
     elif len(sampled) > 1:
@@ -148,8 +150,8 @@ def write_results(config: Args, task: Task, summary: dict, records: list[dict], 
             chats.append(chat)
     write_atomically(task.out / "trajectories.jsonl", json_lines(shown))
     write_atomically(task.out / "chat.jsonl", json_lines(chats))
-    save_config(config, task.out)
     write_atomically(task.out / "summary.json", json.dumps(summary, indent=1))
+    save_config(config, task.out)  # with which it is done
     for log in task.out.glob(".answers_*.jsonl"):
         log.unlink()
 

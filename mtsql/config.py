@@ -230,6 +230,8 @@ def from_toml(path: Path, cls: type) -> dict[str, Any]:
     unknown = set(tables) - set(SECTIONS)
     if unknown:
         raise UserError(f"{path}: unknown table [{min(unknown)}]; known are {', '.join(SECTIONS)}")
+    if plain := [name for name, table in tables.items() if not isinstance(table, dict)]:
+        raise UserError(f"{path}: {plain[0]} should be one table, [{plain[0]}]")
     own, of_training = ({item.name for item in fields(it)} for it in (cls, Training))
     parser, values = _parser(cls, None, {}), {}
     for table, known in (("common", own | of_training), (cls.SECTION, own)):

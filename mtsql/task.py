@@ -144,7 +144,7 @@ def begin_task(config: Common, split: str) -> Task:
     """The questions of a split and the policy of --model, to be trained if the options are a training's."""
     questions = begin_questions(config, split, config.model)
     processes, tokens = questions["processes"], questions["tokens"]
-    torch.manual_seed(config.seed)  # new LoRA adapters start at random
+    torch.manual_seed(config.seed % 2**64)  # new LoRA adapters start at random
     policy = chosen_policy(config, tokens)
 
     def play(episodes: Sequence[Episode], sampling: Sampling, title: str = "") -> list[Trajectory]:
@@ -359,7 +359,7 @@ def answer_options(config: Common, dataset: Dataset) -> dict[str, Any]:
     folders = [Path(config.model)] if config.model else []
     if folders and (folders[0] / ADAPTER_FILE).is_file():
         folders.append(Path(base_of_adapter(folders[0])))
-    files = [path for folder in folders for path in sorted(folder.glob("*"))]
+    files = [path for folder in folders for path in sorted(folder.glob("[!.]*")) if path.is_file()]
     files += [schema.path for schema in asked]
     versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     shown = repr((dataset.dialogues, [schema.tables for schema in asked]))

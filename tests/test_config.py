@@ -56,6 +56,8 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
         ("[common]\nerror_hints = 'yes'", [], "--no-error-hints: ignored explicit argument 'yes'"),
         ("[common]\ntools = ['both', 'none']", [], "[common]: error: unrecognized arguments: none"),
         ("[sft\n", [], "not valid TOML"),
+        ("common = 3", [], "common should be one table, [common]"),
+        ("[[common]]\nrows = 3", [], "common should be one table, [common]"),
         ("# caf\udce9", [], "c.toml is not valid TOML"),  # a byte that is not UTF-8
         ("", ["--config", "nowhere.toml"], "nowhere.toml: No such file"),
         ("", ["--config", "n" * 300], "File name too long"),

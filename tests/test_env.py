@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import GOLD, make_episode, say
+from conftest import GOLD, answer_to, make_episode, say
 
 from mtsql.agent.env import UNAVAILABLE, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE, TOOL_SETS, make_tools
@@ -97,6 +97,12 @@ def test_the_same_query_in_another_layout_is_no_new_candidate(tiny):
     assert not say(episode, verdict(EXEC_SQL, True) + final_answer(layout))
     assert [a.type for a in episode.trajectory.actions] == [A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.FINALIZE]
     assert (episode.trajectory.off_protocol, episode.trajectory.answer_sql) == (0, layout)
+    split, joined = (f"SELECT name FROM singer WHERE id {sign} 2" for sign in ("> =", ">="))
+    corrected = make_episode(tiny)
+    assert "error" in answer_to(corrected, tool_call(EXEC_SQL, split))
+    assert say(corrected, verdict(EXEC_SQL, False) + tool_call(EXEC_SQL, joined))
+    assert [a.type for a in corrected.trajectory.actions][-2:] == [A.SELF_CORRECT, A.EXECUTE]
+    assert corrected.trajectory.off_protocol == 0
 
 
 @pytest.mark.parametrize(
@@ -105,6 +111,8 @@ def test_the_same_query_in_another_layout_is_no_new_candidate(tiny):
         ("SELECT a FROM t", "select  A\nfrom T ;", True),
         ("SELECT a FROM t", "SELECT a FROM t;;\n; -- end", True),
         ("SELECT a>=1", "SELECT a >= 1", True),
+        ("SELECT a>=1", "SELECT a> =1", False),  # which does not run
+        ("SELECT a<>-1", "SELECT a <> - 1", True),
         ("SELECT 'a'", "SELECT 'A'", False),
         ("SELECT 'a b'", "SELECT 'a  b'", False),
         ("SELECT '--'", "SELECT ''", False),

@@ -217,9 +217,16 @@ def test_a_database_in_wal_mode_is_read_in_a_folder_that_is_not_ours(tmp_path, m
     assert Executor().execute(path, "select a from t").rows == ((3,),)
     assert not list(tmp_path.glob("log.db-*"))
     with closing(sqlite3.connect(path)) as writer:
-        writer.execute("insert into t values (4)")
-        writer.commit()  # into the file beside it
-        assert read_only_uri(path).endswith("log.db?mode=ro")
+        link = tmp_path / "elsewhere" / "link.db"
+        link.parent.mkdir()
+        link.symlink_to(path)
+        executor = Executor(timeout_seconds=1e10)  # more than a socket's clock holds
+        for number, rows in ((4, 2), (5, 3)):
+            writer.execute(f"insert into t values ({number})")
+            writer.commit()  # into the file beside it
+            for name in (path, link):
+                assert executor.execute(name, "select count(*) from t").rows == ((rows,),)
+                assert read_only_uri(name).endswith("log.db?mode=ro")
 
 
 @pytest.mark.parametrize(

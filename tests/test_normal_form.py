@@ -42,6 +42,8 @@ T1 = "SELECT T1 . Name FROM singer AS T1 join label as t2 ON t1 . label_id = T2 
         ("SELECT x'ff'", "SELECT x'ff'"),
         ("SELECT 1. AS n,.5 FROM t WHERE a < 2.e3", "SELECT 1. AS n,.5 FROM t WHERE a < 2.e3"),
         ("SELECT count FROM t", "SELECT count FROM t"),  # a column, since no bracket follows
+        ('SELECT "ROWID", "max" (AGE) FROM t', 'SELECT "ROWID", "max" (age) FROM t'),
+        ("SELECT price$,prix€, cafe\u0301 FROM t", "SELECT price$, prix€, cafe\u0301 FROM t"),
     ],
 )
 def test_how_it_reads(written, normal, tiny):

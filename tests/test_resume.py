@@ -110,6 +110,7 @@ def test_answers_to_other_data_are_not_gone_on_with(tiny, tmp_path):
         ("../base/model.safetensors", b"", b"", "files of --model and --data"),
     ):
         before, path = options(), folder / name
+        (policy / "evaluation").mkdir(exist_ok=True)  # --out may lie in the folder of --model
         AnswerLog(log, before)
         assert AnswerLog(log, options()).answers == {}
         path.write_bytes(path.read_bytes().replace(old, new))

@@ -28,6 +28,7 @@ START_SECONDS = 20.0  # a start takes 0.04 on an idle machine
 LOCKED = "database is locked"  # as SQLite says it
 ENDED = "the query ended the process that ran it"
 BUSY = "stopped before it had computed for half of its"  # time: others had the processor or the disk
+LONGEST_SECONDS = 1e6  # more is too large for a socket's clock
 OF_THE_MOMENT = (OUT_OF_MEMORY, ENDED, LOCKED, NOT_OPEN, BUSY)  # how a failure begins that may pass
 SCHEMA_SECONDS = 5.0  # for all that is read of one schema,
 EXAMPLE_SECONDS = 2.0  # and for one statement that may run a view
@@ -63,7 +64,7 @@ def file_version(path: str | Path) -> FileVersion:
         raise FileNotFoundError(errno.ENOENT, "the database file does not exist", str(path))
     stat, log = os.stat(path), (0, 0)
     with suppress(FileNotFoundError):
-        of_log = os.stat(f"{path}-wal")
+        of_log = os.stat(f"{os.path.realpath(path)}-wal")  # SQLite has it beside what a link leads to
         log = (of_log.st_size, of_log.st_mtime_ns) if of_log.st_size else log  # a reader makes an empty one
     return (os.fspath(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, *log)
 
@@ -74,8 +75,9 @@ def read_only_uri(path: Path) -> str:
     A file in WAL mode needs others beside it, even to be read. Where none can be made, and nothing waits to
     be written into the file, it is opened as one that does not change.
     """
-    uri, waiting = path.absolute().as_uri() + "?mode=ro", path.with_name(f"{path.name}-wal")
-    if os.access(path.absolute().parent, os.W_OK):  # opening it here would drop the locks of our own process
+    path = Path(os.path.realpath(path))
+    uri, waiting = path.as_uri() + "?mode=ro", path.with_name(f"{path.name}-wal")
+    if os.access(path.parent, os.W_OK):  # opening it here would drop the locks of our own process
         return uri
     with suppress(OSError), path.open("rb") as file:
         in_wal_mode = file.read(20)[18:20] == b"\2\2"
@@ -152,6 +154,7 @@ def _ask(seconds: float, *request: object) -> tuple:
 
 def run_sql(path: str | Path, sql: str, seconds: float, max_rows: int, max_bytes: int) -> ExecutionResult:
     """The result of `sql`, cut at `max_rows` rows or `max_bytes` bytes of Python objects."""
+    seconds = min(seconds, LONGEST_SECONDS)
     for last in (False, True):  # something else may have ended the first worker, or had its time
         try:
             if seconds <= 0:

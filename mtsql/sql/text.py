@@ -17,7 +17,8 @@ from mtsql.data.schema import RESERVED, Schema, folded
 from mtsql.data.sql_worker import MAX_SQL_BYTES
 
 QUOTED = r"""'(?:''|[^'])*' | "(?:""|[^"])*" | `[^`]*(?:`|\Z) | \[[^\]]*(?:\]|\Z)"""
-PIECE = re.compile(rf"{QUOTED} | --[^\n]* | /\*.*?(?:\*/|\Z) | \d+\.\w* | \w+ | .", re.VERBOSE | re.DOTALL)
+NAME = r"[\w$\u0080-\ufefe\uff00-\U0010ffff]+"  # as SQLite has it: of all beyond ASCII but a byte order mark
+PIECE = re.compile(rf"{QUOTED} | --[^\n]* | /\*.*?(?:\*/|\Z) | \d+\.\w* | {NAME} | .", re.VERBOSE | re.DOTALL)
 SPLIT_OPERATOR = re.compile(rf"({QUOTED}) | ([<>!])[ ]=", re.VERBOSE)
 CURRENT_YEAR = re.compile(r"YEAR\s*\(\s*CURDATE\s*\(\s*\)\s*\)\s*", re.IGNORECASE)  # as the official one
 KEYWORDS = RESERVED | set(
@@ -25,7 +26,7 @@ KEYWORDS = RESERVED | set(
 )
 FUNCTIONS = frozenset("avg count max min sum".split())
 ALIAS = re.compile(r"t\d+", re.IGNORECASE)
-WORD = re.compile(r"\w+")
+WORD = re.compile(NAME)
 QUOTES = "'\"`["
 OPERAND_ENDS = ")]`'\"."
 NO_BLANK_AFTER, NO_BLANK_BEFORE = "(.", "),.;"
@@ -54,9 +55,14 @@ def same_query(a: str, b: str) -> bool:
 
 
 def query_words(sql: str) -> tuple[str, ...]:
-    """The words and signs of a query, those in quotes whole: equal for what is the same query."""
-    pieces = [piece for piece in PIECE.findall(sql) if not is_blank(piece)]
-    words = [piece if piece[0] in QUOTES else folded(piece) for piece in pieces]
+    """The words and operators of a query, those in quotes whole: equal for what is the same query."""
+    words, before = [], ""
+    for piece in PIECE.findall(sql):
+        if before and before in SIGNS and piece in SIGNS:  # ">=" runs, "> =" does not
+            words[-1] += piece
+        elif not is_blank(piece):
+            words.append(piece if piece[0] in QUOTES else folded(piece))
+        before = piece
     while words and words[-1] == ";":
         words.pop()
     return tuple(words)
@@ -88,8 +94,8 @@ def as_executed(sql: str, keep_distinct: bool) -> str:
 
 
 def is_blank(piece: str) -> bool:
-    """Whether a piece is white space or a comment."""
-    return piece.isspace() or piece.startswith(("--", "/*"))
+    """Whether a piece is white space, as SQLite has it, or a comment."""
+    return piece in " \t\n\r\f\ufeff" or piece.startswith(("--", "/*"))
 
 
 def in_normal_form(example: Example, schema: Schema) -> Example:
@@ -112,7 +118,8 @@ def normal_form(sql: str, schema: Schema) -> str:
         return sql
     mentioned = {folded(piece).strip('"') for piece in pieces}
     tables = sorted(schema.tables, key=lambda table: folded(table.name) in mentioned)  # whose names come last
-    names = {folded(column): column for table in tables for column, _ in table.columns}
+    names = {name: name for name in ("rowid", "oid", "_rowid_")}
+    names |= {folded(column): column for table in tables for column, _ in table.columns}
     names |= {folded(table.name): table.name for table in tables}
     words = [piece for piece in pieces if not is_blank(piece)]
     # What stands behind AS, an operand or a dot is the query's own name, and so may be all that WITH defines.
@@ -144,9 +151,9 @@ def _spelt(piece: str, names: dict[str, str], called: bool) -> str:
         return word
     if word in KEYWORDS:
         return piece.upper()
-    if piece[0] == '"' and folded(piece[1:-1]) not in names:
-        inner = piece[1:-1].replace('""', '"').replace("'", "''")
-        return f"'{inner}'"
+    inner = piece[1:-1].replace('""', '"')
+    if piece[0] == '"' and not called and folded(inner) not in names:
+        return "'" + inner.replace("'", "''") + "'"
     if piece[0] in QUOTES:
         return piece
     return names.get(word) or (word if ALIAS.fullmatch(piece) else piece)

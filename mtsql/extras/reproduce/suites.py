@@ -104,7 +104,7 @@ def parts_of(suite: Suite, out: Path, seed: int, places: Mapping[str, str]) -> l
                     done = folder(name).parent / "evaluation" / asked / arm
                     command = ["evaluate.py", *shared, *filled(suite.sets[asked], places)]
                     command += ["--model", made(policy), "--out", str(done), *filled(options, places)]
-                    parts.append(Part(f"evaluate {arm} on {asked}", command, done / "summary.json"))
+                    parts.append(Part(f"evaluate {arm} on {asked}", command, done / "run.json"))
     return parts
 
 
