@@ -116,7 +116,7 @@ def test_ties_are_broken_by_the_seed():
     assert all(c.right == 1 for c in first[0]) and all(c.right == 0 for c in first[1])
 
 
-def test_grpo_trains_on_the_chosen_questions(tmp_path, capsys):
+def test_the_chosen_questions_are_one_level(tmp_path, capsys):
     counts = [SuccessCount(f"{number:05d}/0", number % 7, 6, "music", "easy") for number in range(28)]
     path = write_lines(tmp_path / "counts.jsonl", map(vars, counts))
     config = Args(counts=str(path), out=str(tmp_path / "chosen"), balanced=6, exploration=99)

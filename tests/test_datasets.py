@@ -11,20 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import GOLD, QUESTION, SAMPLE, SHARED, TABLES, Tiny, environment_of, json_lines, make_database
-from decoders import random_model
-from transformers import AutoTokenizer
+from conftest import GOLD, QUESTION, SAMPLE, SHARED, TABLES, Tiny, environment_of, make_database
 
-import evaluate
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment
 from mtsql.agent.trajectory import Status, Trajectory
-from mtsql.config import Data, read_options
+from mtsql.config import Data
 from mtsql.data.datasets import Dataset, Example, example_after, examples, load_dataset
 from mtsql.data.schema import load_schemas, read_json
 from mtsql.errors import UserError
 from mtsql.extras import make_mix
-from mtsql.recipes import RECIPES, mtsql_r1
+from mtsql.recipes import mtsql_r1
 from mtsql.recipes.mtir_sql import make_reward
 from mtsql.recipes.mtsql_r1_rewards import PRESETS, reward
 from mtsql.report.evaluation import score_records
@@ -310,23 +307,6 @@ def test_an_evaluation_of_bird_reports_its_ex_by_name(tiny, tmp_path):
     assert "EX of BIRD (set of rows) 100.0 %" in shown
 
 
-def test_the_kinds_of_ex_differ_in_distinct_in_order_and_in_columns(tiny):
-    rows = "FROM label JOIN singer ON label.id = label_id"
-    pairs = [
-        (f"SELECT DISTINCT city {rows}", f"SELECT city {rows}"),
-        (f"SELECT city {rows} ORDER BY age", f"SELECT city {rows} ORDER BY -age"),
-        (f"SELECT city, age {rows}", f"SELECT age, city {rows}"),
-    ]
-    for kind, *expected in (
-        ("official", True, False, True),
-        ("keep_distinct", False, False, True),
-        ("bird", True, True, False),
-    ):
-        scorer = Scorer({"music": tiny.schema}, tiny.executor, kind)
-        assert "failed" in scorer.gold_problem("music", "SELECT nothing")
-        assert [scorer.ex("music", *pair) for pair in pairs] == expected
-
-
 def test_a_gold_sql_that_sqlglot_cannot_read_is_trained_on_and_scored(tiny, dataset_of):
     """As SQLite runs it; EX stands in for its clause F1."""
     golds = ["VALUES (1)", "SELECT CAST(age AS unsigned big int) FROM singer"]
@@ -368,27 +348,6 @@ def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path):
 
 
 REAL = SHARED / "data"
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="../shared/data is not here")
-def test_a_random_model_is_played_by_every_recipe(tmp_path, capsys):
-    tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizer_qwen3")
-    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 16384, "tie_word_embeddings": True}
-    random_model("qwen3", **shape).save_pretrained(tmp_path / "random")
-    tokenizer.save_pretrained(tmp_path / "random")
-    for file in ("spider/dev.json", "sparc/tables.json"):
-        rows = [row for row in json.loads((REAL / file).read_text()) if row["db_id"] == "concert_singer"]
-        (tmp_path / Path(file).name).write_text(json.dumps(rows))
-    places = {"data": tmp_path, "tables": tmp_path / "tables.json", "databases": REAL / "database"}
-    given = places | {"model": tmp_path / "random", "dialogues": 4, "max-turn-tokens": 12, "rows": 4}
-    for name in RECIPES:
-        paper = [] if name == "mtsql_r1" else ["--config", f"configs/{name}.toml"]
-        options = [f"--{option}={value}" for option, value in (given | {"out": tmp_path / name}).items()]
-        evaluate.main(read_options(EvaluateArgs, "", [*paper, *options]))
-        assert json.loads((tmp_path / name / "summary.json").read_text())["questions"] == 4
-        records = json_lines(tmp_path / name / "predictions.jsonl")
-        assert [r["example_id"] for r in records] == [f"0000{i}/0" for i in range(4)]
-        assert all(r["sampled_tokens"] for r in records) and "EX" in capsys.readouterr().out
 
 
 def test_a_good_agent_earns_all_that_there_is_and_is_exported(tiny):

@@ -21,7 +21,7 @@ from mtsql.data.datasets import Dialogue, Example, examples, load_dataset
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import COMPARED, KINDS, OWN_KINDS, Mistake, Question, gold_trajectories, play
 from mtsql.extras.probe import Args, judged_failure, own_failures, probe, said_first
-from mtsql.learn.batches import alike, order_by_database
+from mtsql.learn.batches import alike
 from mtsql.recipes.mtsql_r1 import MtsqlR1, verdict
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import Executor, error_hint
@@ -196,15 +196,6 @@ def test_prompts_over_a_stale_schema_do_not_cost_the_others_their_shared_prefix(
     assert len(alike(plain)) == 1 and stale
     groups = alike([*plain, *stale])
     assert max(map(len, groups)) >= len(plain) and sum(map(len, groups)) == len(plain) + len(stale)
-
-
-def test_a_run_that_leaves_a_question_out_asks_the_others_in_the_same_order():
-    databases = {f"{i:02d}/0": "ab"[i % 2] for i in range(24)}
-    every = [Trajectory(name, 0) for name in databases]
-    ordered = [t.example_id for t in order_by_database(every, databases, 4, random.Random(0))]
-    fewer = [t.example_id for t in order_by_database(every[:-1], databases, 4, random.Random(0))]
-    assert sorted(ordered) == sorted(databases) and len(fewer) == 23
-    assert [i for i in ordered if databases[i] == "a"] == [i for i in fewer if databases[i] == "a"]
 
 
 # The probe of what the policy says after a query that failed

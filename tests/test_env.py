@@ -68,13 +68,6 @@ def test_a_whole_episode_follows_the_protocol(tiny):
     assert all(s.ids[-1] == tiny.tokens.end_of_turn_ids[0] for s in t.segments if s.role == "model")
 
 
-def test_outcomes_of_queries(tiny):
-    queries = ("SELECT nam FROM singer", "SELECT id FROM singer WHERE id > 9", "SELECT null", GOLD)
-    episode = make_episode(tiny)
-    assert all(say(episode, tool_call(EXEC_SQL, sql)) for sql in queries)
-    assert [seen.outcome for seen in episode.trajectory.observations] == ["error", "null", "null", "ok"]
-
-
 @pytest.mark.parametrize("tool", [EXEC_SQL, "drop_everything", "<|im_end|>"])
 def test_a_tool_that_is_not_there_says_so_and_the_episode_goes_on(tiny, tool):
     episode = make_episode(tiny, tools="no_execution")

@@ -329,6 +329,12 @@ def test_steps_by_database_hold_every_trajectory_once():
     assert sum(len(set(block)) == 1 for block in blocks[:7]) == 6  # 3, 2 and 2 are left over: a block of 5
     assert len(blocks[7]) == 2
     assert ordered != order_by_database(trajectories, databases, 5, random.Random(1))
+    fewer = order_by_database(
+        trajectories[:-1], databases, 5, random.Random(0)
+    )  # without the last one over "a"
+    for name in "bc":
+        first, second = ([t for t in of if databases[t.example_id] == name] for of in (ordered, fewer))
+        assert first == second and first
 
 
 @pytest.mark.parametrize(

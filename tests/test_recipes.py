@@ -185,11 +185,6 @@ def test_what_a_recipe_writes_it_reads(name):
     assert called.well_formed and answered.well_formed
 
 
-def test_reading_many_tags_takes_time_in_proportion_to_length():
-    text = "<think>x</think>" * 50_000 + "<sql>SELECT 1</sql>" + "<sql>" * 50_000
-    assert recipe_of(SKYRL).parse(text).sql == "SELECT 1"
-
-
 # Observations
 
 TABLE = "SELECT id, country FROM singer WHERE id < 3"

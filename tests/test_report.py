@@ -282,7 +282,7 @@ def test_evaluation_votes_over_its_sampled_runs(work, tmp_path):
     schemas = load_schemas(work / "benchmark" / "tables.json", work / "benchmark" / "database")
     scorer = Scorer(schemas, Executor())
     right = [round(3 * record["ex_sampled"]) for record in records]
-    assert len(set(right)) > 1
+    assert {1, 2} & set(right)  # runs differ
     for record, count in zip(records, right, strict=True):
         verdict = scorer.ex(record["db_id"], record["gold"], record["predicted_majority"])
         assert record["ex_majority"] == verdict

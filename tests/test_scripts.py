@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, SAMPLE, TOY, data_of, json_lines, refusal, rows_of, run
-from transformers import AutoTokenizer
 
 import evaluate
 import train_grpo
@@ -25,9 +24,18 @@ from mtsql.errors import UserError
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.parallel import Processes
 from mtsql.model_folder import load_tokenizer
+from mtsql.recipes import RECIPES
 from mtsql.sql import execute
 from mtsql.sql.score import Scorer
-from mtsql.task import load_split, make_environment, training_questions
+from mtsql.task import (
+    DEV_DIALOGUES,
+    Task,
+    begin_questions,
+    dev_task,
+    load_split,
+    make_environment,
+    training_questions,
+)
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
 
@@ -78,25 +86,13 @@ def test_recipe_end_to_end(work, tmp_path):
         "--history", "predicted",
     )  # fmt: skip
     assert "EX %" in out
-    before = (grpo / "run.json").read_bytes()  # of the training, which an evaluation must not replace
-    said = run("evaluate.py", *TOY, *data, "--model", grpo / "policy", "--out", grpo, expect=2)
-    assert "holds a run already" in said and (grpo / "run.json").read_bytes() == before
     records = json_lines(answers / "predictions.jsonl")
     assert len(records) == json.loads((answers / "summary.json").read_text())["questions"]
 
 
 def test_gold_answers_and_the_protocol_with_its_repairs_are_learned(work, tmp_path):
-    command = [
-        "train_sft.py",
-        *data_of(work),
-        "--targets",
-        "gold",
-        "--rounds",
-        1,
-        "--epochs",
-        0.2,
-        "--error-hints",
-    ]
+    options = ["--targets", "gold", "--rounds", 1, "--epochs", 0.2, "--error-hints"]
+    command = ["train_sft.py", *data_of(work), *options]
 
     def learned(name: str, *options: object) -> tuple[dict, list[dict], list[list[dict]]]:
         """Coverage, trajectories, and the observations in each of them."""
@@ -208,14 +204,32 @@ def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, cap
         fitting(5)
 
 
+def test_the_dev_task_has_the_same_options_and_other_questions(work):
+    config = options_of(work, ex="bird")
+    task = Task(**begin_questions(config, "train", str(work / "imitation")), policy=None, play=None)
+    assert task.scorer.kind == "bird"
+    for options, split in ((config, "dev"), (replace(config, held_out=1), "held_out")):
+        dev = dev_task(options, task)
+        assert dev.dataset.dialogues == load_split(options, split).dialogues[:DEV_DIALOGUES] != ()
+        assert dev.scorer.kind == "bird" and dev.environment.schemas == dev.dataset.schemas
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "mtsql_r1"])
+def test_every_other_paper_is_evaluated_by_its_file(work, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(ROOT)
+    options = [*data_of(work), "--config", f"configs/{name}.toml", "--wording", "compact", "--split", "dev"]
+    options += ["--dialogues", 4, "--max-turn-tokens", 12, "--out", tmp_path / "out"]
+    evaluate.main(read_options(EvaluateArgs, "", list(map(str, options))))
+    records = json_lines(tmp_path / "out" / "predictions.jsonl")
+    assert {r["dialogue_id"] for r in records} == {f"{i:05d}" for i in range(4)}
+    assert all(r["sampled_tokens"] for r in records) and f": {name}, " in capsys.readouterr().out
+
+
 def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     out = ["--out", tmp_path / "out"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text("{}")
-    tokenizer = AutoTokenizer.from_pretrained(work / "imitation")
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path / "bare")
     one_split = ["--data", work / "benchmark" / "train.json", "--databases", work / "benchmark" / "database"]
     held_out = "--held-out and --for-rl should be above 0 where they are asked for, and leave"
     no_module = "--rewards no.such cannot be imported (No module named 'no')"
@@ -223,7 +237,6 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (evaluate, ["--model", tmp_path / "nowhere"], "is not a folder"),
         (evaluate, ["--out", tmp_path / "other"], "holds a run already"),
         (evaluate, ["--data", tmp_path], "has no dev split"),
-        (evaluate, ["--model", tmp_path / "bare"], "has no chat template"),
         (evaluate, ["--split", "held_out"], held_out),
         (train_grpo, [*one_split, "--evaluate-every", 1], "train.json has one split; give --held-out"),
         (train_grpo, ["--rewards", "no.such"], no_module),

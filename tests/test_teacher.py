@@ -8,7 +8,7 @@ from pathlib import Path
 from time import process_time
 
 import pytest
-from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, make_episode, run, say
+from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, run
 
 from mtsql.agent.env import Environment, Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
@@ -60,16 +60,6 @@ def found_in(
 def trajectory_in(*given, **how) -> Trajectory:
     ((trajectory,),) = (answer.kept for answer in found_in(*given, **how))
     return trajectory
-
-
-def test_our_own_trajectory_comes_back_as_it_was(tiny, tmp_path):
-    episode = make_episode(tiny)
-    assert say(episode, CALL) and not say(episode, CHECKED + final_answer(GOLD))
-    record = chat_record(episode.trajectory, episode.example, environment_of(tiny))
-    record["note"] = "one\u2028line"  # as str.splitlines ends a line, but not JSON
-    again = trajectory_in(tiny, tmp_path, json.dumps(record, ensure_ascii=False))
-    assert again.ids == episode.trajectory.ids and again.loss_mask == episode.trajectory.loss_mask
-    assert again.actions == episode.trajectory.actions
 
 
 def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp_path):

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from conftest import GOLD, Tiny, environment_of, make_episode, say
 from decoders import random_model
 from peft import LoraConfig, get_peft_model
 
+import train_sft
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Observation, Segment, Status, Stop, Trajectory
-from mtsql.extras.demonstrations import gold_trajectories
 from mtsql.learn import warm_start
-from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward, tool_call
+from mtsql.learn.parallel import Processes
+from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, make_reward, tool_call, verdict
 from mtsql.recipes.skyrl_sql import SkyrlSql
 
 REWRITTEN = GOLD.replace("SELECT", "select")  # another string, the same clauses
@@ -73,10 +75,51 @@ def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(ti
     assert again.remaining == [] and not again.collected and again.index == 0
 
 
-def test_gold_answers_are_learned_as_they_run(tiny):
-    split = replace(make_episode(tiny).example, gold_sql="SELECT name FROM singer WHERE age ! = 30")
-    ((trajectory,),) = gold_trajectories(environment_of(tiny, "none"), [split], 0)
-    assert trajectory.answer_sql == "SELECT name FROM singer WHERE age != 30"
+def test_collection_keeps_what_is_right_and_calls_a_question_simple_if_easy_or_always_right(
+    tiny, monkeypatch
+):
+    first, environment = make_episode(tiny).example, environment_of(tiny)
+    hard = "SELECT name FROM singer WHERE country = 'france' GROUP BY name HAVING count(*) < 2 ORDER BY name"
+    assert tiny.scorer.hardness("music", GOLD) == "easy" != tiny.scorer.hardness("music", hard)
+
+    def played(gold: str, *answers: str) -> tuple:
+        """A question with an answer of each kind: "right", "wrong", or right and "unchecked"."""
+        trajectories, example = [], replace(first, gold_sql=gold)
+        for kind in answers:
+            (episode,) = environment.episodes(example, [0])
+            sql = WRONG if kind == "wrong" else gold
+            if kind != "unchecked":
+                say(episode, tool_call(EXEC_SQL, sql))
+            say(episode, verdict(EXEC_SQL, True) * (kind != "unchecked") + final_answer(sql))
+            trajectories.append(episode.trajectory)
+        return example, trajectories
+
+    sampled = [
+        played(GOLD, "right", "wrong"),
+        played(hard, "right", "wrong", "right"),
+        played(hard, "right", "unchecked"),
+        played(hard, "wrong"),
+    ]
+    chosen = []
+
+    def select(valid: list[Trajectory], simple: bool, *_: object) -> list[Trajectory]:
+        chosen.append((valid, simple))
+        return valid[:1]
+
+    monkeypatch.setattr(train_sft, "select_trajectories", select)
+    task = SimpleNamespace(
+        processes=Processes(0, 1), environment=environment, scorer=tiny.scorer, policy=None
+    )
+    task.sample = lambda numbered, *_: sampled
+    config = train_sft.Args(model="m", data=("d",), out="o")
+    reward = make_reward("", tiny.scorer, tiny.tokens.decode, 5)
+    found = train_sft.collect(config, task, reward, warm_start.Progress([], []))
+    right = [trajectories for _, trajectories in sampled]
+    assert chosen == [(right[0][:1], True), (right[1][::2], False), (right[2][:1], True)]
+    assert [(c.sampled, c.right, len(c.kept)) for c in found] == [(2, 1, 1), (3, 2, 1), (2, 2, 1), (1, 0, 0)]
+    assert found[1].rejected == {"wrong_ex": 1, "not_selected": 1} and found[2].rejected == {
+        "off_protocol": 1
+    }
 
 
 # S2: bounds, clusters and the embeddings behind them
