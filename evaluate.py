@@ -10,12 +10,12 @@ or score prediction files in the official Spider, SParC and CoSQL formats, or co
 (`python evaluate.py --help --gold` lists the options of the second form.)
 
 EX is the official execution match, EM the official exact set match; both over all questions, by turn,
-by hardness, and for whole interactions. Also reported: how every episode ended, tool calls, tokens, the
-five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the parts of the recipe's reward,
-the mean and deviation of turns, and the length of thoughts (SQL-Trail, A.8).
+by hardness, and for whole dialogues. Also reported: how every episode ended, tool calls, tokens, the
+five abilities of section 4.3, the kinds of errors of section 4.4 by rules, the parts of other recipes'
+rewards, the mean and deviation of turns, and the length of thoughts (SQL-Trail, A.8).
 --sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
-of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). Of a model that
-takes no temperature (--own-temperature) that is the mean over N runs of SkyRL-SQL, section 5.
+of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). With
+--own-temperature the mean over N runs is that of SkyRL-SQL, section 5.
 --ex bird makes EX, the vote and pass@k BIRD's: equal sets of rows, as the papers report it on BIRD.
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
 server of OpenAI's form, in the same environment (mtsql/extras/served.py).

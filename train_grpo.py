@@ -5,20 +5,20 @@
 
 One step: sample G trajectories for each of a batch of questions, reward each trajectory, normalise rewards
 within each question's group, and take one clipped policy-gradient step on the tokens that the model wrote.
-With --curriculum, questions that the policy sometimes fails come from easy to hard (section 3.3.1). The run
-folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step), asked.json (ids of the
-questions that were sampled) and dev.csv, which is filled with --evaluate-every.
+With --curriculum, questions not always answered right come in levels, most-solved first (section 3.3.1).
+The run folder gets policy/, checkpoints/, metrics.csv, trajectories.jsonl (one group a step), asked.json (ids
+of the questions that were sampled) and dev.csv, which is filled with --evaluate-every.
 
 Departures from the paper:
 - A level has steps in proportion to its questions; appendix B.0.2's listing has 60 epochs for each.
 - EM is the official exact set match, as in the authors' code; the text (--rewards paper) compares strings.
   EX is the official one too: DISTINCT and the order of columns do not count.
 - Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py; how clause F1 is read:
-  docs/algorithm.md) and are paid at every level; the paper begins with those of medium difficulty (Finding
-  9), an edit of this file (docs/how_to.md).
+  docs/algorithm.md) and are paid at every level; the paper pays them from medium difficulty on (Finding 9):
+  an edit of this file (docs/how_to.md).
 - The dev set is evaluated after steps, not before the first.
-- w1..w4: the paper chose them by grid search and gives none; the default rewards EX + EM alone, the other
-  presets of --rewards take those of the authors' code.
+- w1..w4: the paper chose them by grid search and gives none. By default only EX + EM count; the other presets
+  of --rewards have the weights of the authors' code.
 - Groups without variance in their rewards get no gradient, or only that of the KL with --beta (their
   advantage is 0 by definition) and stay in the denominator, as in the paper's formula.
 - KL off by default, as in the paper's listing (its formula has a beta); --beta weighs it.
@@ -51,13 +51,13 @@ class Args(Rewarded, Training):
     learning_rate: float = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)", least=0)
     curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
     level_size: int = option(2000, "questions in a level (paper: 2000); 0: one, in random order", least=0)
-    clip_high: float = option(0.2, "epsilon above 1 after a first update (DAPO: 0.28); below: 0.2", least=0)
+    clip_high: float = option(0.2, "upper clip bound, idle with one update (DAPO: 0.28); lower 0.2", least=0)
     updates_per_batch: int = option(1, "optimizer steps on each batch of trajectories", least=1)
     aggregate: Literal["trajectory", "token", "constant"] = option(
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
     )
     divide_by: Literal["group", "batch", "none"] = option(
-        "group", "advantages over the deviation of group, batch (REINFORCE++), or none (Dr. GRPO)"
+        "group", "advantages over the deviation of group, batch (REINFORCE++-baseline), or none (Dr. GRPO)"
     )
     beta: float = option(0.0, "weight of the KL penalty (k3)", least=0)
     micro_batch_positions: int = option(16384, "positions in one forward pass", least=1)

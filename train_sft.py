@@ -48,7 +48,7 @@ class Args(Training):
     targets: str = option("self", "own right trajectories, gold answers, a teacher's: self, gold, FILE.jsonl")
     samples_per_question: int = option(20, "rollouts of a question in a round, if self (paper: 20)", least=1)
     temperature: float = option(0.7, "of these rollouts (paper: 0.7)", least=0.01)
-    epochs: float = option(2.0, "passes over what was kept in a round; the last perhaps in part", least=0.01)
+    epochs: float = option(2.0, "passes a round over all kept so far; the last perhaps partial", least=0.01)
     trajectories_per_step: int = option(16, "trajectories in an optimizer step (paper: 2 a GPU)", least=1)
     databases_per_step: int = option(0, "databases they are over, to share schemas; 0: any", least=0)
     learning_rate: float = option(5e-6, "peak of a cosine schedule (paper: 5e-6)", least=0)
@@ -239,8 +239,8 @@ def fine_tune(
                 "entropy": totals["entropy"],
                 "gradient_norm": norm,
                 "learning_rate": rate,
-                "trajectories_right": progress.coverage[-1]["right"] / progress.coverage[-1]["sampled"],
-                "questions_solved": len(progress.solved) / len(progress.remaining),
+                "share_right": progress.coverage[-1]["right"] / progress.coverage[-1]["sampled"],
+                "share_solved": len(progress.solved) / len(progress.remaining),
             }
             log.append(row)
         progress.step, progress.index = progress.step + 1, index + 1

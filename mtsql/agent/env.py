@@ -28,7 +28,7 @@ Answered: TypeAlias = list[tuple[Example, Trajectory]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What an episode may use: answered tool calls, the answer not counted, and tokens.
+    """What an episode may use: messages that get a reply (`interactions`), and tokens.
 
     Token limits count ids; a response counts observations too.
     """
@@ -157,7 +157,7 @@ class Episode:
         to be learned throughout.
         """
         self.trajectory.segments.append(Segment.sampled(ids, logprobs, loss_mask))
-        suffix = self._answer(stop)
+        suffix = self._reply(stop)
         self.told(self.trajectory)
         return suffix
 
@@ -166,7 +166,7 @@ class Episode:
         self._end(Status.NO_ACTION)
         self.told(self.trajectory)
 
-    def _answer(self, stop: Stop) -> list[int] | None:
+    def _reply(self, stop: Stop) -> list[int] | None:
         """What follows the last message."""
         trajectory = self.trajectory
         before, ids = (segment.ids for segment in trajectory.segments[-2:])
@@ -275,8 +275,8 @@ class Environment:
     def fits(self, examples: Sequence[Example]) -> list[bool]:
         """Whether the prompt of each question is within its limit.
 
-        Few of them have to be encoded: one has at most the tokens of another that begins like it, and a token
-        for each byte from where the two differ.
+        Few need encoding: a prompt has at most the tokens of the last one encoded, AT_A_CUT more, and one for
+        each byte after they differ.
         """
         texts = []
         for example in examples:

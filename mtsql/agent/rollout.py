@@ -20,7 +20,7 @@ from mtsql.model_folder import Policy
 
 ENVIRONMENT_THREADS = 8
 REFILL_SHARE = 0.25  # New episodes start when this share of the rows is free.
-ANSWER_SHARE = 0.0625  # Observations are appended when this share of the cache's rows waits for one.
+REPLY_SHARE = 0.0625  # Observations are appended when this share of the cache's rows waits for one.
 
 
 def rollout(
@@ -36,8 +36,8 @@ def rollout(
 
     They share a cache of most of the memory that is free; rows for which it has no room wait.
     With `in_order` (the default on a CPU) only the tokens decide when an observation is appended and an
-    episode started, never the clock, so that a run repeats bit for bit. Without it an observation is appended
-    once it is there, so that no row waits for another's slow query. No message goes on beyond the
+    episode started, never the clock, so that a run repeats bit for bit. Without it only those that
+    are there are appended, so that no row waits for another's slow query. No message goes on beyond the
     positions that the model was made for. With a `title` a progress bar is shown. Raises UserError if the
     memory does not hold one row.
     """
@@ -72,13 +72,13 @@ def rollout(
                 sampled += len(row.ids)
                 waiting[row] = pool.submit(playing[row].step, row.ids, row.logprobs, row.stop)
 
-            if waiting and len(waiting) >= ANSWER_SHARE * len(generator.in_cache):
+            if waiting and len(waiting) >= REPLY_SHARE * len(generator.in_cache):
                 if not in_order and not any(row.decoding for row in generator.in_cache):
                     wait(waiting.values(), return_when=FIRST_COMPLETED)
                 there = [row for row, future in waiting.items() if in_order or future.done()]
-                answers = {row: waiting.pop(row).result() for row in there}
-                going_on = {row: ids for row, ids in answers.items() if ids is not None}
-                finished = [row for row in answers if row not in going_on]
+                replies = {row: waiting.pop(row).result() for row in there}
+                going_on = {row: ids for row, ids in replies.items() if ids is not None}
+                finished = [row for row in replies if row not in going_on]
                 if going_on:
                     limits = [limit(playing[row]) for row in going_on]
                     generator.append(list(going_on), list(going_on.values()), limits)

@@ -32,7 +32,7 @@ class Stop(StrEnum):
 
 
 class Status(StrEnum):
-    """How an episode ended. Only ANSWERED carries a final SQL."""
+    """How an episode ended, or what is wrong with a message. Only ANSWERED carries a final SQL."""
 
     ANSWERED = "answered"
     OUT_OF_INTERACTIONS = "out_of_interactions"

@@ -1,10 +1,10 @@
-"""Log-probabilities of the tokens that the model wrote: for SFT, GRPO, the reference and evaluation.
+"""Log-probabilities of the tokens that the model wrote: for SFT, GRPO and its reference policy.
 
 A `TokenBatch` says which hidden state predicts which trained token, so that the output head runs
 on tokens of loss mask 1 only, in chunks: no (rows, positions, vocabulary) tensor ever exists.
 `shared_prompt_batch` puts sequences behind each other without padding, with one copy of the prompt for
 all trajectories of a question, and one of equal responses; `packed_batch` does so with a prompt each, for
-flash-attn; `row_batch`, one padded row a trajectory, is the obvious reference.
+flash-attn; `row_batch`, one padded row a trajectory, is the plain form.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mtsql.learn.model import adapters_in_half, base_of
 from mtsql.model_folder import Policy
 
 SHARED_PROMPT = "sdpa_shared_prompt"
-# Attention takes so many sequences of similar length together, padded to the longest; a GPU, for which
-# padding costs less than another call, as many more as have so many keys in all.
+# One attention call takes SEQUENCES_TOGETHER sequences of similar length, padded to the longest. On a GPU,
+# where a call costs more than padding, it takes more, up to KEYS_TOGETHER padded keys.
 SEQUENCES_TOGETHER = 4
 KEYS_TOGETHER = 16_384
 HEAD_CHUNK_BYTES = 160 * 2**20  # of float32 logits; there are two such tensors at a time
@@ -122,10 +122,9 @@ def shared_prompt_batch(groups: Sequence[Sequence[Trajectory]], device: Device =
     "Prompt" here means the tokens with which all prompts of a group begin, "response" all that follows
     them. Each response sees its group's prompt and itself, its positions go on from the prompt, and its
     first token is predicted by the prompt's last. A response's last trained token, and what follows it, is
-    left out of the input, since it predicts nothing. Responses that are equal so far, as samples of a sure
-    policy often are, have one place for all. In a group of one, all before its last trained token is the
-    prompt. Raises ValueError if the prompts of a group share no first token, if a prompt token has loss
-    mask 1.
+    left out of the input, since it predicts nothing. Responses equal up to there, as a confident policy's
+    often are, share one copy. In a group of one, all before its last trained token is the prompt. Raises
+    ValueError if the prompts of a group share no first token, or if a prompt token has loss mask 1.
 
     Of the prompt p q with the responses a b and c d, where c alone has loss mask 0, the row is p q a c, the
     positions are 0 1 2 2, and `source` of a, b, d is 1, 2, 3.

@@ -19,7 +19,7 @@ from mtsql.learn.logprobs import TokenBatch
 from mtsql.model_folder import Policy
 
 NO_VARIANCE = 1e-6  # Groups whose rewards have a smaller standard deviation teach nothing.
-CLIP_LOW = 0.2  # epsilon below 1, verl's default; the paper gives none
+CLIP_LOW = 0.2  # lower clip epsilon, verl's default; the paper gives none
 MAX_LOG_RATIO = 20.0  # The logarithm of a ratio is cut here, so that exp() does not overflow.
 
 
@@ -38,7 +38,7 @@ def group_advantages(
 
     `rewards` and the result are (questions, samples), `informative` is (questions,) bool: all other groups
     get exactly 0. Standard deviations are unbiased. `divide_by` "batch" divides by that of r - mean(r) over
-    all informative groups (REINFORCE++), "none" by nothing (Dr. GRPO). Raises ValueError for
+    all informative groups (REINFORCE++-baseline), "none" by nothing (Dr. GRPO). Raises ValueError for
     a reward that is not finite.
     """
     if not rewards.isfinite().all():
@@ -84,14 +84,12 @@ def grpo_loss(
 
     over the trajectories i and their tokens t of loss mask 1 (a `TokenBatch` holds no others), for
     `aggregate` "trajectory". `batch` is a micro-batch; N, the `denominator` (`loss_denominator`), counts all
-    trajectories of the optimizer step. Two policies are older than this one: rho_t is over that of the first
-    update on the step's trajectories, and truncated importance sampling weighs a term by that policy over the
-    sampler.
+    trajectories of the optimizer step. rho_t divides by the policy at the step's first update. Truncated
+    importance sampling multiplies the clipped term by that policy's probability over the sampler's.
 
-    `logprobs` are the policy's, (tokens,), with a gradient. Without `old_logprobs` the policy is its own old
-    policy: the ratio is 1, and dL / d logprob_t = -A_i / (N |M_i|), times that weight and but for the KL.
-    `beta` is the weight of `kl_estimate` against `reference_logprobs`; `tis_cap`, 0 for none, cuts
-    `importance_weights`.
+    `logprobs` are the policy's, (tokens,), with a gradient. Without `old_logprobs` the ratio is 1, and
+    dL / d logprob_t = -A_i / (N |M_i|), times that weight, plus the KL's gradient. `beta` is the weight of
+    `kl_estimate` against `reference_logprobs`; `tis_cap`, 0 for none, cuts `importance_weights`.
 
     The second result is statistics: "weight", the sum of the tokens' weights, and weighted sums to divide by
     it: clip_fraction, and kl and tis_weight where they apply.

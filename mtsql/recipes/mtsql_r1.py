@@ -155,7 +155,7 @@ class MtsqlR1(Recipe):
     def parse(self, text: str) -> ModelMessage:
         """Verdicts, and a tool call or an answer; thinking is not read, nor a verdict behind the action.
 
-        Of several verdicts the last counts, of several calls the first; a call counts before an answer.
+        The last verdict, the first call and the last answer count; a call outranks an answer.
         """
         text = text.rpartition("</think>")[2]
         if "<think>" in text:

@@ -7,7 +7,7 @@ Process rewards are means over the actions of a type, and a mean invites padding
 - A candidate that replaces one that passed, or that no tool has been asked about, is no self-correction: neither
   it nor the verdicts on it count.
 - The memory of a first question is empty, and asking it is no verification.
-- A verification without a verdict earns 0; by the paper's formula one of M-VERIFY would earn 1 - AVG F1.
+- A verification without a verdict earns 0; by the paper's formula one of M-VERIFY would earn 1 - clause F1.
 So of a trajectory that follows Equation 1 every action counts but the return to an earlier candidate.
 
 The preset `formula` is the plain formula instead: every action counts, repeated or not, and a missing verdict is
@@ -19,8 +19,8 @@ A result whose rows hold nothing but NULLs is "null", not "ok": the paper does n
 The paper's formula itself leaves gains that are kept (with the numbers of tests/test_rewards.py):
 - Once the first proposal was wrong, rejecting a right one (or not judging it) and proposing the same in other
   words raises the mean of the proposals by more than the verdict costs.
-- Where the gold result is empty, a pass earns 0, so that a false alarm gains 0.1 of a verdict, and half a one a
-  first query that fails on purpose where AVG F1 does not look (a second statement).
+- Where the gold result is empty, a pass earns 0. A false alarm then gains 0.1 of a verdict. A first query that
+  fails on purpose by a second statement, which clause F1 ignores, gains half of one.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def make_reward(rewards: str, scorer: Scorer, decode: Decode, turns: int) -> Rew
 def reward(
     trajectory: Trajectory, example: Example, scorer: Scorer, weights: RewardWeights, preset: str = "process"
 ) -> Rewards:
-    """R_all of a trajectory, from its recorded actions, which come from what the model wrote, and from whether
-    its queries failed, were empty or gave rows.
+    """R_all of a trajectory, from its answer, its recorded actions, and whether its queries failed, were empty
+    or gave rows.
 
     An unanswered question is never right. EM is the official exact set match, of `preset` "paper" and "formula"
-    the strict match of strings; "formula" has the process rewards without the rules above. They are not
-    computed where they have no weight.
+    the strict match of strings; "formula" has the process rewards without the rules above. Process rewards
+    are skipped if all weigh 0.
     """
     ex, em = ex_em(trajectory, example, scorer)
     if preset in ("paper", "formula"):
