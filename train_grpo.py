@@ -120,7 +120,7 @@ def main(config: Args) -> int:
             began = time.perf_counter()
             # 1. Rollout: G trajectories of each question, each with its reward.
             groups = sample_groups(config, task, reward, levels, step)
-            sampled = time.perf_counter()
+            rollout_end = time.perf_counter()
             # 2. Advantages: the rewards normalised within each group.
             informative = set_advantages(config, groups)  # (questions,)
             # 3. A clipped policy-gradient step on the tokens that the policy wrote.
@@ -131,9 +131,9 @@ def main(config: Args) -> int:
                     "step": step,
                     "minutes": round((time.perf_counter() - started) / 60, 3),
                     "level": level_of_step(step, config.steps, list(map(len, levels)))[0] + 1,
-                    **group_metrics(groups, informative, sampled - began, decode),
+                    **group_metrics(groups, informative, rollout_end - began, decode),
                     **statistics,
-                    "train_seconds": round(time.perf_counter() - sampled, 2),
+                    "train_seconds": round(time.perf_counter() - rollout_end, 2),
                 }
                 log.append(row)
                 append_group(out / "trajectories.jsonl", step, groups[0], task.scorer, decode)
@@ -186,7 +186,10 @@ def questions_of_step(config: Args, levels: Sequence[Sequence[Example]], step: i
 def sample_groups(
     config: Args, task: Task, reward: RewardFunction, levels: Sequence[Sequence[Example]], step: int
 ) -> list[list[Sample]]:
-    """G rewarded samples of each of a step's questions; their seeds depend on its place in the step."""
+    """G rewarded samples of each of a step's questions; their seeds depend on its place in the step.
+
+    `Task.sample` plays them by `mtsql.agent.rollout.rollout`.
+    """
     numbered = task.processes.share(list(enumerate(questions_of_step(config, levels, step))))
     seed, count = (config.seed, step), config.samples_per_prompt
     groups = [

@@ -136,28 +136,28 @@ def shared_prompt_batch(groups: Sequence[Sequence[Trajectory]], device: Device =
     responses: Spans = []  # the prompt's span, its own
     for group in groups:
         trained = [torch.tensor(t.loss_mask).nonzero()[:, 0] for t in group]  # (tokens,) each
-        shared = shared_prefix(group)
-        if shared == 0 or any(len(own) and own[0] < shared for own in trained):
+        prefix = shared_prefix(group)
+        if prefix == 0 or any(len(at) and at[0] < prefix for at in trained):
             raise ValueError(f"prompts of {group[0].example_id} share no token, or have loss mask 1")
         if len(group) == 1 and len(trained[0]):  # plain causal attention up to its last trained token
-            shared = int(trained[0][-1])
+            prefix = int(trained[0][-1])
         start = len(ids)
-        prompts.append(((0, 0), (start, shared)))
-        ids += group[0].ids[:shared]
-        position_ids += range(shared)
+        prompts.append(((0, 0), (start, prefix)))
+        ids += group[0].ids[:prefix]
+        position_ids += range(prefix)
         places: dict[tuple[int, ...], int] = {}  # of the group's responses
-        for trajectory, own in zip(group, trained, strict=True):
-            if len(own) == 0:
+        for trajectory, at in zip(group, trained, strict=True):
+            if len(at) == 0:
                 continue
-            end = int(own[-1])  # the token there predicts nothing
-            response = tuple(trajectory.ids[shared:end])
+            end = int(at[-1])  # the token there predicts nothing
+            response = tuple(trajectory.ids[prefix:end])
             if response and response not in places:
-                responses.append(((start, shared), (len(ids), end - shared)))
+                responses.append(((start, prefix), (len(ids), end - prefix)))
                 places[response] = len(ids)
                 ids += response
-                position_ids += range(shared, end)
+                position_ids += range(prefix, end)
             place = places.get(response, 0)
-            sources.append(torch.where(own > shared, place - shared + own - 1, start + own - 1))  # (tokens,)
+            sources.append(torch.where(at > prefix, place - prefix + at - 1, start + at - 1))  # (tokens,)
     flat = [t for group in groups for t in group]
     batch = _token_batch(flat, torch.tensor([ids]), torch.cat(sources), device)
     layout = _layout(prompts, responses, device)

@@ -61,7 +61,7 @@ def sft_loss(logprobs: Tensor, denominator: int) -> Tensor:
     return -logprobs.sum() / denominator
 
 
-class Surrogate(Protocol):
+class SurrogateOptions(Protocol):
     """The options of the clipped surrogate, as `train_grpo.Args` has them."""
 
     clip_high: float
@@ -73,7 +73,7 @@ def grpo_loss(
     logprobs: Tensor,
     batch: TokenBatch,
     denominator: float,
-    options: Surrogate,
+    options: SurrogateOptions,
     old_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     tis_cap: float = 0.0,
@@ -94,6 +94,7 @@ def grpo_loss(
     The second result is statistics: "weight", the sum of the tokens' weights, and weighted sums to divide by
     it: clip_fraction, and kl and tis_weight where they apply.
     """
+    # All tensors are (tokens,). The statistics are sums, which `clipped_step` divides by "weight".
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     weights = token_weights(batch.trajectory_index, denominator, options.aggregate)
     advantage = batch.advantages.to(logprobs)[batch.trajectory_index]
