@@ -120,8 +120,8 @@ def test_the_largest_micro_batch_positions_are_the_largest_that_fit(tiny):
 
 @pytest.mark.parametrize(
     ("name", "size", "stage"),
-    [("sparc_qwen3_1.7b_lora_24gb", "1.7B", "grpo"), ("sparc_qwen3_4b_qlora_24gb", "4B", "grpo"),
-     ("sparc_qwen3_4b_qlora_24gb", "4B", "sft"), ("real_qwen3", "1.7B", "grpo")],
+    [("qwen3_1.7b_lora", "1.7B", "grpo"), ("qwen3_4b_qlora", "4B", "grpo"),
+     ("qwen3_4b_qlora", "4B", "sft"), ("real_qwen3", "1.7B", "grpo")],
 )  # fmt: skip
 def test_shipped_settings_fit_24_gib(name, size, stage, tmp_path):
     shape = dict(zip(NAMES, PUBLISHED[size], strict=True)) | {"vocab_size": 151936, "head_dim": 128}

@@ -2,7 +2,7 @@
 
     mtsql explain
     mtsql explain --question ID --divide-by none --html step.html
-    mtsql explain --config configs/sparc_qwen3_1.7b_lora.toml --data sparc --model runs/sft/policy
+    mtsql explain --config configs/qwen3_1.7b_lora.toml --data sparc --model runs/sft/policy
 
 Options are those of train_grpo.py, whose functions do the work, on one question. Without --config, --model
 and --data it is the tiny model of models/toy on a few questions of the embedded benchmark. Without --question

@@ -1,6 +1,6 @@
 """Will it fit? The memory that a run takes on a GPU, from shapes alone, and the largest sizes that do fit.
 
-    python -m mtsql plan --config configs/sparc_qwen3_1.7b_lora_24gb.toml --gpu-memory 24
+    python -m mtsql plan --config configs/qwen3_1.7b_lora.toml --gpu-memory 24
 
 --gpu-memory is in GiB [24]. Other options are those of train_grpo.py, with --stage sft of train_sft.py. Of
 --model it needs the configuration and no weights: the model stands on PyTorch's meta device, which knows
