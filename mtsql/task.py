@@ -196,7 +196,7 @@ def pick_device() -> torch.device:
 
 
 def draw_questions(asked: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """--questions of the questions, drawn by the seed; 0 is all of them, in their order."""
+    """`count` of the questions, drawn by the seed; 0 is all of them, in their order."""
     return random.Random(seed).sample(asked, min(count, len(asked))) if count else list(asked)
 
 

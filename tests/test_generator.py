@@ -528,6 +528,18 @@ def test_what_torch_keeps_for_itself_is_free(monkeypatch):
     assert cache.free_memory(torch.device("cuda")) == 20_000 + 4_000
 
 
+def test_logits_that_are_not_numbers_end_in_a_sentence():
+    model = make_decoder("qwen3")
+    model.model.norm.weight.data.fill_(torch.nan)
+    with (
+        Generator(model, (), Sampling()) as generator,
+        pytest.raises(UserError, match="NaN; take --dtype"),
+    ):
+        generator.start([[5, 6, 7]], [0], [10])
+        generator.step()
+        generator.step()
+
+
 def test_a_row_takes_the_positions_that_it_uses(model):
     with Generator(model, (), Sampling(), make_cache=lambda model: new_cache(model, 12_000)) as generator:
         odd = [np.random.default_rng(n).integers(4, VOCABULARY, n).tolist() for n in (101, 100, 1000)]

@@ -57,6 +57,9 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
     batch = shared_prompt_batch(make_groups())
     with_dropout, without = (token_logprobs(load_policy(folder), batch)[0] for folder in (adapter, adapter))
     torch.testing.assert_close(with_dropout, without, rtol=0, atol=0)  # the sampler has none
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.9}))
+    assert not any(getattr(module, "attention_dropout", 0) for module in load_policy(base).modules())
 
 
 def test_a_policy_that_cannot_be_written_leaves_the_old_one(tmp_path, tokenizer):

@@ -2,8 +2,8 @@
 
 Rows live in tiers by their length: one of 300 tokens takes 320 positions, whatever its limits would allow.
 A row that outgrows its tier moves to a wider one. So memory goes by what rows use, short rows are never read
-as far as long ones, and every tensor stays dense. A decode step reads a tier's rows to its end: in half
-precision a CPU's matrix products would first copy a part that is cut out of it.
+as far as long ones, and every tensor stays dense. A decode step reads rows to their tier's capacity: in
+half precision a CPU's matrix products would first copy a shorter slice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Tier(Slots):
     rows: list[CachedRow] = field(default_factory=list)
 
     def resize(self, slots: int) -> None:
-        """Have room for so many rows, at least those that are there."""
+        """Reallocate to `slots` slots, no fewer than there are rows."""
         self.slots = slots
         self.layers = self.layers if slots else []
         for i, old in enumerate(self.layers):
@@ -93,7 +93,7 @@ def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 class Piece:
     """Rows in a forward pass, read to `reach`; `table` (rows, columns) int64 has the slots of each, in order.
 
-    `decoding`: the logits of what follows are asked; in a tier all its rows go along then.
+    `decoding`: a decode step, which gives logits; of a tier it takes all rows.
     """
 
     home: Slots
@@ -186,10 +186,11 @@ class RowCache:
 
         Rows that wait for an observation go along: this writes their last token in place.
         """
+        going_on = set(decoding)
         return [
             Piece(tier, tier.rows, torch.arange(len(tier.rows))[:, None], tier.capacity, decoding=True)
             for tier in self.tiers.values()
-            if tier.rows
+            if not going_on.isdisjoint(tier.rows)
         ]
 
     def writing_pieces(self, rows: Sequence[CachedRow], width: int) -> list[Piece]:
@@ -291,15 +292,16 @@ class Attention:
         """`positions` (rows, tokens) of the piece's rows."""
         self.piece, self.shape = piece, (*positions.shape, kv_heads, heads // kv_heads)
         self.places = piece.places(positions, kv_heads)
-        hidden = torch.arange(piece.reach, device=positions.device) > positions[..., None]
+        places = torch.arange(piece.reach, device=positions.device)
+        hidden = places > positions[..., None]  # (rows, tokens, reach)
         attention_mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
         # A CPU's kernel of SDPA is made for many queries: two products read the cache faster.
         self.as_products = positions.shape[1] == 1 and positions.device.type == "cpu"
         if self.as_products:
             self.attention_mask = attention_mask.repeat_interleave(kv_heads, 0)  # (rows x kv_heads, 1, reach)
         else:
-            shared = attention_mask[:, None].expand(-1, heads // kv_heads, -1, -1)
-            self.attention_mask = shared.flatten(1, 2)[:, None]  # (rows, 1, shared x tokens, reach)
+            grouped = attention_mask[:, None].expand(-1, heads // kv_heads, -1, -1)
+            self.attention_mask = grouped.flatten(1, 2)[:, None]  # (rows, 1, shared x tokens, reach)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put the tokens' keys and values of a layer, (rows x tokens, kv_heads, head_dim), into the cache."""
@@ -311,6 +313,7 @@ class Attention:
         """(rows x tokens, heads, head_dim) to (rows x tokens, heads x head_dim)."""
         rows, tokens, kv_heads, shared = self.shape
         keys, values = self.piece.read(layer)  # (rows, kv_heads, reach, head_dim)
+        # (rows, kv_heads, shared x tokens, head_dim)
         queries = queries.reshape(*self.shape, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
         if self.as_products:
             seen = self._products(queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1))
@@ -320,7 +323,7 @@ class Attention:
         return seen.reshape(rows * tokens, -1)
 
     def _products(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries (rows x kv_heads, shared, head_dim) against (rows x kv_heads, reach, head_dim)."""
+        """Queries (rows x kv_heads, shared, head_dim) to the same over (rows x kv_heads, reach, head_dim)."""
         scale = queries.shape[-1] ** -0.5
         if queries.dtype == torch.float32 and queries.shape[-1] > 64:  # measured: faster this way round
             attention_mask = self.attention_mask.transpose(1, 2)

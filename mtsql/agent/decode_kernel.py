@@ -3,7 +3,7 @@
 Without the split one program would read a whole row, so that one row keeps as many of a GPU's processors busy
 as it has key heads. A chunk has a fixed number of pages: what is added up in a row does not depend on its
 batch. The results of chunks are weighted by their shares of the softmax's sum (flash-decoding, Dao et al.
-2023), as is what comes before within a chunk. The slow way to the same numbers is `Attention` in cache.py.
+2023), pages of a chunk by an online softmax. The slow way to the same numbers is `Attention` in cache.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In each layer x += out(attention(qkv(norm(x)))), then x += down(silu(gate(y)) * up(y)) with y = norm(x).
 Llama, Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys) differ in what is there. Weights are
-taken from a policy at the start of a rollout: what has one input becomes one matrix, LoRA is added in float32
-and rounded once, 4 bits become numbers of the dtype that they are multiplied in.
+taken from a policy at the start of a rollout: layers with one input become one matrix, LoRA is added in
+float32 and rounded once, 4-bit weights are dequantised to the compute dtype.
 """
 
 from __future__ import annotations

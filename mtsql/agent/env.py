@@ -21,14 +21,14 @@ from mtsql.sql.text import in_normal_form, same_query
 
 UNAVAILABLE = "unavailable"  # the tool of an observation that says that there is no such tool
 NO_TOOL = "none"  # of one that answers a message without an action
-AT_A_CUT = 16  # more tokens than a text may have that is cut inside a word
+AT_A_CUT = 16  # tokens that a cut inside a word may add, at most
 Prompt: TypeAlias = tuple[list[dict], list[dict] | None]  # messages; tool schemas for the chat template
 Answered: TypeAlias = list[tuple[Example, Trajectory]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an episode may use: messages that get a reply (`interactions`), and tokens.
+    """What an episode may use: messages that get a reply (`max_interactions`), and tokens.
 
     Token limits count ids; a response counts observations too.
     """
@@ -265,7 +265,7 @@ class Environment:
     ) -> list[Episode]:
         """One episode a seed, all from the same prompt ids (a GRPO group).
 
-        Earlier SQL is in its normal form. The prompt may show another question and schema than there are.
+        Earlier SQL is in its normal form. `shown` are another question and schema, for the prompt alone.
         """
         schema = self.schemas[example.db_id]
         example = in_normal_form(example, schema)

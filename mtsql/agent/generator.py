@@ -35,7 +35,7 @@ from mtsql.model_folder import Policy
 TOKENS_PER_FORWARD = {"cpu": 1024}
 TOKENS_PER_FORWARD_ELSEWHERE = 8192
 WIDEST = 1024  # tokens of one row in a forward pass,
-MASK_ELEMENTS = 2**25  # and elements of its attention mask
+MASK_ELEMENTS = 2**25  # and elements of one head's attention mask
 UNIFORMS = 32  # drawn for a row at once; more than LONGEST_DRAFT
 DRAFT_BY = 3  # tokens that a draft is found by
 LONGEST_DRAFT = 8  # tokens
@@ -73,7 +73,7 @@ class Row(CachedRow):
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
     uniforms: list[float] = field(default_factory=list)  # drawn, and not used yet
-    # By DRAFT_BY tokens the place after their last occurrence, of the first `looked_up` tokens of `history`.
+    # DRAFT_BY tokens -> the place after their last occurrence in `history`, below `looked_up`.
     followed: dict[tuple[int, ...], int] = field(default_factory=dict)
     looked_up: int = 0
 
@@ -137,10 +137,10 @@ class Generator:
     softmax(logits) when greedy; `top_p` (see `Sampling`) changes what is drawn and not them.
 
     `stops(ids)` says whether a message with the ids `ids` ends with a stop string. The weights are those of
-    this moment, or of a `Decoder` that is ready. `make_cache` or `new_cache` gives the cache; if memory runs
-    out, it goes on with half of what rows had taken, at least with room for the longest. Raises UserError if
-    that is no less than before, for a cache that does not hold one row, and for a model that `Decoder` does
-    not know.
+    this moment, or of a `Decoder` that is ready. `make_cache`, else `new_cache`, makes the cache; if memory
+    runs out, one of half its reserved positions, at least the longest row's, replaces it. Raises UserError if
+    that is no less than before, for a cache that does not hold one row, for a model that `Decoder` does not
+    know, and for NaN among the logits.
     On a GPU results are `late`: while the host looks at what one step sampled the next is under way.
     """
 
@@ -204,12 +204,13 @@ class Generator:
         for row, new, limit in zip(rows, ids, limits, strict=True):
             row.history += new
             row.begin(limit)
-        self._or_halve_the_cache(self._catch_up, [row for row in rows if row.room])
+        longer = set(rows)
+        self._or_halve_the_cache(self._catch_up, [row for row in self.in_cache if row in longer])
         self.room_again |= not all(row.room for row in rows)
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Sample a token, or a draft's and one more, in each decoding row; return rows that are complete."""
+        """Sample a token (with a draft, several) in each decoding row; return the rows that are complete."""
         self._or_halve_the_cache(self._step)
         stopped, self.stopped = self.stopped, []
         return stopped
@@ -269,7 +270,7 @@ class Generator:
                 if row is None or not row.decoding:
                     break
                 if logprob != logprob:
-                    raise FloatingPointError("The model's logits hold NaN.")
+                    raise UserError("the model's logits hold NaN; take --dtype bfloat16 or float32")
                 row.take(int(token), logprob)
                 row.stop = self._stop(row)
                 if row.stop is not None:
@@ -278,7 +279,7 @@ class Generator:
                     break  # what was sampled after it followed another token
 
     def _make_room(self) -> bool:
-        """Let rows come in again and those that outgrew their room have more; whether a row is decoding."""
+        """Readmit rows, give those that outgrew their room more; whether a row in the cache is decoding."""
         stuck = not any(row.decoding for row in self.in_cache)
         if stuck and any(row.decoding for row in self.rows):
             self.cache.drop(self.rows)  # those that wait for an observation give way
@@ -458,7 +459,7 @@ def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 def _fall_into(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Which of the `masses` (rows, count) float64 a share in [0, 1) of their sum falls into, (rows, 1) int64,
-    and at which share of that, (rows, 1) in [0, 1). It is one above 0, but for NaN.
+    and at which share of that, (rows, 1) in [0, 1). That mass is above 0, unless NaN.
     """
     cdf = masses.cumsum(-1)  # (rows, count)
     total = cdf[:, -1:]  # (rows, 1)

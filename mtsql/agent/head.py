@@ -50,7 +50,7 @@ def factors_in_bfloat16() -> Iterator[None]:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """On a CPU a copy in oneDNN's layout, with which products of few rows take half the time; else itself."""
+    """On a CPU float32, or bfloat16 it supports, in oneDNN's layout, faster for few rows; else itself."""
     half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if weight.device.type != "cpu" or not (half or weight.dtype == torch.float32):
         return weight

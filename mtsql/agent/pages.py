@@ -21,8 +21,8 @@ from torch import Tensor
 from mtsql.agent.cache import WATERMARK, Attention, CachedRow, Piece, Slots
 
 PAGE = 64
-FEWEST_COLUMNS = 16  # pages of a row that a decode step may read, or four or 16 times as many
-NOWHERE = 0  # the page where padding is written, which nobody reads
+FEWEST_COLUMNS = 16  # fewest pages of a row that a decode step reads; more by factors of 4
+NOWHERE = 0  # the page of padding, which no real token sees
 
 
 class PagedPiece(Piece):
@@ -56,6 +56,7 @@ class SplitAttention(Attention):
         return self.kernel(queries, self.piece.home.layers[layer], self.piece.table, self.lengths).flatten(1)
 
 
+@cache
 def decode_kernel(device: torch.device) -> Callable[..., Tensor] | None:
     """`attend_pages` on a GPU with Triton."""
     compiler = os.environ.get("CC") or which("gcc") or which("clang")  # which Triton asks for
@@ -177,7 +178,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DecodeGraphs:
-    """A function of tensors as CUDA graphs, one for each of their shapes, captured on first use.
+    """One fixed function of tensors as CUDA graphs, one a shape, captured on first use.
 
     A graph reads and writes the same memory at every replay: its inputs are copied there, and what it gives
     lasts until the next replay, since all graphs have one memory pool.

@@ -115,8 +115,8 @@ class ChatTokens:
     def message_ids(self, text: str, whole: bool = True) -> list[int]:
         """Ids of a model message given as text, control tokens included, and its end of turn.
 
-        A `whole` one has all of its thought or none, and is written as it goes on behind a prompt that opens
-        a thought. Else it is the text of what a model sampled.
+        Behind a prompt that opens a thought, a `whole` text loses its own <think>, or closes the thought if
+        it has none; without `whole` it stays as sampled.
         """
         if whole and self._opens_thought:
             text = text.removeprefix("<think>\n") if "</think>" in text else f"\n</think>\n\n{text}"

@@ -1,1 +1,1 @@
-"""Dialogues in: SParC-format files, schemas, and the embedded toy benchmark."""
+"""Dialogues, schemas, and the processes in which SQL runs."""

@@ -1,1 +1,1 @@
-"""What is used beside the three scripts: they import nothing of this."""
+"""What is used beside the core, which imports nothing of this."""

@@ -28,7 +28,7 @@ def shared_prefix(group: Sequence[Trajectory]) -> int:
 
 
 def alike(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """The trajectories in groups whose prompts begin alike, for half of their length at least.
+    """Trajectories in groups: each prompt begins, for half or more, like the one before it.
 
     Those are samples of one question, and questions over one database, whose schema comes first.
     """

@@ -33,8 +33,8 @@ INTERRUPTED = 130  # the exit code of a training that is not done, as of any com
 FIXED = (
     "model", "data", "tables", "databases", "held_out", "for_rl", "seed", "recipe", "tools", "ex",
     "curriculum", "level_size", "prompts_per_step", "questions", "targets", "databases_per_step",
-    "trajectories_per_step", "lora_rank", "rewards", "wording", "thinking", "sql_timeout", "error_hints",
-    "max_prompt_tokens", "max_response_tokens",
+    "trajectories_per_step", "lora_rank", "quantise", "rewards", "wording", "thinking",
+    "sql_timeout", "error_hints", "max_prompt_tokens", "max_response_tokens",
 )  # fmt: skip
 
 

@@ -102,8 +102,11 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
+        # Else it would train another policy than the one that is sampled from.
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # else it would train another policy than the one that is sampled from
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
     return model.train()
 
 
@@ -225,9 +228,9 @@ def cosine_rate(peak: float, progress: float, warmup: float = 0.03) -> float:
     return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - warmup) / (1.0 - warmup))))
 
 
-def warmup_rate(peak: float, step: int, steps: int = 3) -> float:
-    """Learning rate of a step: linear warm-up over the first `steps`, then constant."""
-    return peak * min(1.0, (step + 1) / steps)
+def warmup_rate(peak: float, step: int) -> float:
+    """Learning rate of a step: linear warm-up over the first three, then constant."""
+    return peak * min(1.0, (step + 1) / 3)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -44,7 +44,7 @@ class Processes:
         return [part for part in parts if part]
 
     def gather(self, items: Sequence[T]) -> list[T]:
-        """The shares of all processes as `share` dealt them: one item for each that it dealt."""
+        """All processes' results in the order of the items that `share` dealt, one each."""
         shares = self.all_gather(items)
         return [s[i] for i in range(max(map(len, shares))) for s in shares if i < len(s)]
 

@@ -1,1 +1,1 @@
-"""Metrics, plots and the trajectory viewer."""
+"""Scores, metrics, votes, and trajectory records."""

@@ -21,7 +21,7 @@ HARDNESS = ("easy", "medium", "hard", "extra")
 TURNS = ("1", "2", "3", "4", ">4")
 RESAMPLES = 10_000  # of a bootstrap interval
 MANY_GROUPS = 100  # beyond, those with equal sums and sizes are drawn as one, which is faster
-# Means of a record's numbers; fractions are ABILITIES, other kinds of EX and EM FURTHER_METRICS.
+# Counts of a record that `summarise` averages; see also ABILITIES and FURTHER_METRICS.
 COUNTS = ("interactions", "sampled_tokens", "response_tokens", "turns", "thought_characters")
 
 

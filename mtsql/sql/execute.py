@@ -31,7 +31,7 @@ ENTRY_BYTES = 1_000  # of a cached result, beside its rows and its SQL
 MAX_CACHED_BYTES = 64_000_000
 MAX_GOLD_BYTES = 256_000_000  # of gold results, which are kept: a slow one may fail when the machine is busy
 MAX_GOLD_ROWS = 1_000_000
-MAX_COMPARED_CELLS = 2_000_000  # of columns that look alike, and each cell five times more
+MAX_COMPARED_CELLS = 2_000_000  # compared in pairing columns, and five more for each cell
 SHOULD = re.compile(r'"(.*)" - should .*', re.DOTALL)  # how SQLite goes on behind a quoted name
 
 

@@ -125,7 +125,7 @@ def print_left_out(asked: Sequence[Example], kept: Sequence[Example], why: str) 
 def clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
     """Mean over SELECT, WHERE, JOIN, GROUP, ORDER of the F1 of their elements.
 
-    Only clauses that are not empty on both sides count. Elements are compared with aliases
+    A clause that both queries lack does not count. Elements are compared with aliases
     resolved and with their values. JOIN holds the tables and the join conditions, GROUP also the
     HAVING conditions, ORDER also LIMIT and OFFSET; the parts of a set operation are marked with its
     operator, those of a common table expression with WITH.
