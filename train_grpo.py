@@ -51,7 +51,7 @@ class Args(Rewarded, Training):
     learning_rate: float = option(1e-6, "constant after three steps of warm-up (paper: 1e-6)", least=0)
     curriculum: str = option("", "counts.jsonl of mtsql.extras.curriculum; levels from easy to hard")
     level_size: int = option(2000, "questions in a level (paper: 2000); 0: one, in random order", least=0)
-    clip_high: float = option(0.2, "upper clip bound, idle with one update (DAPO: 0.28); lower 0.2", least=0)
+    clip_high: float = option(0.2, "upper clip epsilon, idle at one update (DAPO: 0.28); lower 0.2", least=0)
     updates_per_batch: int = option(1, "optimizer steps on each batch of trajectories", least=1)
     aggregate: Literal["trajectory", "token", "constant"] = option(
         "trajectory", "1/|M_i| a trajectory (paper), DAPO's or Dr. GRPO's mean"
