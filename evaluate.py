@@ -95,14 +95,15 @@ def main(config: Args) -> None:
     dialogues = task.dataset.dialogues[: config.dialogues or None]
     options = answer_options(config, task.dataset)
 
-    def answer(temperature: float, number: int) -> Answered:
-        log = AnswerLog(task.out / f".answers_{number}_{task.processes.rank}.jsonl", options)
-        title, seed = f"evaluate at temperature {temperature:g}", trajectory_seed(config.seed, number)
+    def answer(temperature: float, numbers: range) -> list[Answered]:
+        log = AnswerLog(task.out / f".answers_{numbers.start}_{task.processes.rank}.jsonl", options)
+        title = f"evaluate at temperature {temperature:g}"
+        seeds = [trajectory_seed(config.seed, number) for number in numbers]
         sampling = make_sampling(task.environment, temperature, config.top_p)
-        return task.answer(dialogues, sampling, seed, config.history, title, log)
+        return task.answer(dialogues, sampling, seeds, config.history, title, log)
 
-    answered = answer(config.temperature, 0)
-    samples = [answer(sampled_at, number + 1) for number in range(config.sampled_runs)]
+    (answered,) = answer(config.temperature, range(1))
+    samples = answer(sampled_at, range(1, 1 + config.sampled_runs))
     leave_processes(task.processes)
     if not task.processes.is_main:
         return

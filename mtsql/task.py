@@ -93,40 +93,46 @@ class Task:
         self,
         dialogues: Sequence[Dialogue],
         sampling: Sampling,
-        seed: int,
+        seeds: Sequence[int],
         history: str = "gold",
         title: str = "",
         log: AnswerLog | None = None,
-    ) -> Answered:
-        """One trajectory for each question of some dialogues, ordered by dialogue and turn.
+    ) -> list[Answered]:
+        """For each seed a run: one trajectory for each question of some dialogues, by dialogue and turn.
 
-        With gold or question-only history all questions are independent; with predicted history all first
-        turns are answered together, then all second turns with the first answers in memory. Each process
+        Runs are played together, so that answers to one question share their prompt. With gold or
+        question-only history all questions are independent; with predicted history all first turns are
+        answered together, then all second turns with the run's own first answers in memory. Each process
         plays its share; all get the whole. What `log` holds is not played again.
         """
-        share = self.processes.share(dialogues)
-        answers: dict[str, list[str | None]] = {d.id: [] for d in share}
-        batches: Iterable[list[Example]] = [examples(share, history)]
+        share, runs = self.processes.share(dialogues), range(len(seeds))
+        said: dict[tuple[str, int], list[str | None]] = {(d.id, run): [] for d in share for run in runs}
+        batches: Iterable[list[tuple[Example, Sequence[int]]]]  # of questions, each with the runs that ask it
+        batches = [[(example, runs) for example in examples(share, history)]]
         if history == "predicted":  # each is made after the answers to the one before
             turns = range(max((len(d.turns) for d in share), default=0))
-            batches = ([example_after(d, answers[d.id]) for d in share if i < len(d.turns)] for i in turns)
+            asked = ([(d, run) for d in share if turn < len(d.turns) for run in runs] for turn in turns)
+            batches = ([(example_after(d, said[d.id, run]), [run]) for d, run in pairs] for pairs in asked)
         known = log.answers if log else {}
         answered = []
         for batch in batches:
-            episodes = []
-            for example in batch:
-                number = trajectory_seed(seed, *map(int, example.id.split("/")))
-                episodes += self.environment.episodes(example, [number])
-            waiting = [e for e in episodes if e.example.id not in known and e.trajectory.status is None]
+            episodes: list[tuple[int, Episode]] = []
+            for example, own in batch:
+                place = [int(number) for number in example.id.split("/")]
+                numbers = [trajectory_seed(seeds[run], *place) for run in own]
+                episodes += zip(own, self.environment.episodes(example, numbers), strict=True)
+            unknown = [e for _, e in episodes if e.trajectory.seed not in known]
+            waiting = [e for e in unknown if e.trajectory.status is None]
             for episode in waiting if log else ():
                 episode.told = log.add
             self.play(waiting, sampling, title)
-            for episode in episodes:
-                trajectory = known.get(episode.example.id, episode.trajectory)
-                answers[episode.example.dialogue_id].append(trajectory.answer_sql)
-                answered.append((episode.example, trajectory))
-        everything = [pair for share in self.processes.all_gather(answered) for pair in share]
-        return sorted(everything, key=lambda pair: (pair[0].dialogue_id, pair[0].turn_index))
+            for run, episode in episodes:
+                trajectory = known.get(episode.trajectory.seed, episode.trajectory)
+                said[episode.example.dialogue_id, run].append(trajectory.answer_sql)
+                answered.append((run, episode.example, trajectory))
+        everything = [answer for share in self.processes.all_gather(answered) for answer in share]
+        everything.sort(key=lambda answer: (answer[1].dialogue_id, answer[1].turn_index))
+        return [[(e, t) for of_run, e, t in everything if of_run == run] for run in runs]
 
     def save(self, folder: Path) -> None:
         """Write the policy as an ordinary Hugging Face or adapter folder."""
@@ -342,7 +348,7 @@ def dev_task(config: Training, task: Task) -> Task:
 
 def dev_scores(config: Training, dev: Task) -> dict[str, float]:
     """EX, EM, and EX by hardness of greedy answers."""
-    answered = dev.answer(dev.dataset.dialogues, make_sampling(dev.environment, 0.0), config.seed)
+    (answered,) = dev.answer(dev.dataset.dialogues, make_sampling(dev.environment, 0.0), [config.seed])
     reward = reward_function(config, dev.tokens, dev.scorer)
     scores = summarise(score_records(answered, dev.scorer, dev.environment, reward))
     by_hardness = {f"ex_{level}": scores["ex"]["by_hardness"][level] for level in HARDNESS}

@@ -19,7 +19,7 @@ from conftest import GOLD, ROOT, TOY, Tiny, environment_of, json_lines, make_epi
 from tqdm import tqdm
 
 from evaluate import Args as EvaluateArgs
-from mtsql.agent.env import Episode
+from mtsql.agent.env import Answered, Episode
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import EXEC_SQL
@@ -113,7 +113,7 @@ def about(tiny: Tiny, *questions: str) -> list[Episode]:
     episodes = [make_episode(tiny) for _ in questions]
     for number, (episode, question) in enumerate(zip(episodes, questions, strict=True)):
         episode.example = replace(episode.example, question=question)
-        episode.trajectory.example_id = str(number)
+        episode.trajectory.seed = number
     return episodes
 
 
@@ -245,7 +245,7 @@ def test_an_episode_that_the_server_refuses_does_not_stop_the_others(tiny, serve
     assert [t.status for t in trajectories] == ends
     assert policy.costs["refused"] == 2
     assert "question 00000/1 ends without an answer: http" in capsys.readouterr().out
-    assert set(AnswerLog(path, {}).answers) == {"0", "1", "2", "3"}
+    assert set(AnswerLog(path, {}).answers) == {0, 1, 2, 3}
     with pytest.raises(ServerError, match="context length"):  # in a dialogue, whose user is told why
         play_served(policy, about(tiny, "too long"), GREEDY, 1)
     with pytest.raises(ServerError, match="context length"):  # it has refused them all
@@ -436,31 +436,34 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
 
     dialogues = [Dialogue(d, "music", tuple(turn(d, i) for i in range(3))) for d in ("00000", "00001")]
 
-    def answer_until(most: float, log: AnswerLog | None = None) -> list[tuple[Example, Trajectory]]:
-        """Answers name the predicted SQL before them, so that a lost one would show."""
+    def answer_until(most: float, log: AnswerLog | None = None, seeds: tuple = (3, 4)) -> list[Answered]:
+        """Answers name the seed and the predicted SQL before them, so that a lost or another's would show."""
         numbers = itertools.count()
 
         def play(episodes: list, *_: object) -> None:
             for episode in episodes:
                 if next(numbers) == most:
                     raise KeyboardInterrupt
-                before = [turn.sql for turn in episode.example.history]
-                sql = f"SELECT '{len(before)} {episode.example.id[:5]} {str(before[-1:]).count('SELECT')}'"
-                say(episode, final_answer(sql))
+                before = str([turn.sql for turn in episode.example.history[-1:]]).replace("'", "")
+                say(episode, final_answer(f"SELECT '{episode.trajectory.seed}, {before}'"))
 
         of = {"environment": environment_of(tiny, "none"), "processes": Processes(0, 1), "play": play}
-        return Task.answer(SimpleNamespace(**of), dialogues, GREEDY, 0, "predicted", log=log)
+        return Task.answer(SimpleNamespace(**of), dialogues, GREEDY, seeds, "predicted", log=log)
 
     whole, path = answer_until(math.inf), tmp_path / "answers.jsonl"
-    for most in (3, 2):  # then three are left, so a fourth must not be played
+    for most in (7, 3):  # then two are left, so a third must not be played
         with pytest.raises(KeyboardInterrupt):
             answer_until(most, AnswerLog(path, {}))
     with path.open("a") as file:
         file.write('{"cut')  # as a killed process leaves it
-    resumed = answer_until(1, AnswerLog(path, {}))
-    assert [t.answer_sql for _, t in resumed] == [t.answer_sql for _, t in whole]
-    assert [e.history for e, _ in resumed] == [e.history for e, _ in whole]
-    assert whole[-1][1].answer_sql == "SELECT '2 00001 1'"
+    resumed = answer_until(2, AnswerLog(path, {}))
+    for place, seed in enumerate((3, 4)):
+        (alone,) = answer_until(math.inf, seeds=(seed,))
+        for answered in (whole[place], resumed[place]):
+            assert [t.answer_sql for _, t in answered] == [t.answer_sql for _, t in alone]
+            assert [e.history for e, _ in answered] == [e.history for e, _ in alone]
+            assert [e.id for e, _ in answered] == [f"{d.id}/{i}" for d in dialogues for i in range(3)]
+        assert all(t.answer_sql.count("SELECT") == 1 + e.turn_index for e, t in alone)
     with pytest.raises(UserError, match="differs in temperature;"):
         AnswerLog(path, {"temperature": 1.0})
 
@@ -487,7 +490,8 @@ def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
     assert served["requests"] == len(requests) - 1  # the first asked for the protocol
     assert not list((tmp_path / "there").glob(".answers_*"))
 
-    given, again = there(lambda *of: (401, {}) if next(asked) == 4 else stub(*of), "again")
+    half = len(requests) // 2
+    given, again = there(lambda *of: (401, {}) if next(asked) == half else stub(*of), "again")
     assert "the same command goes on" in run("evaluate.py", *data, *given, expect=2)
     kept = (tmp_path / "again" / ".answers_0_0.jsonl").read_text().splitlines()
     assert len(kept) > 1  # the options, and what was answered

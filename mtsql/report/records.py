@@ -112,7 +112,7 @@ def chat_record(trajectory: Trajectory, example: Example, environment: Environme
 
 
 class AnswerLog:
-    """A file with one trajectory a line; `answers` has, by question, those of an earlier run with the same
+    """A file with one trajectory a line; `answers` has, by seed, those of an earlier run with the same
     `options`.
 
     Raises UserError if the file holds answers given with other options.
@@ -131,7 +131,7 @@ class AnswerLog:
                 "give the same options again, or another --out"
             )
         write_atomically(path, json_lines([now, *played]))
-        self.answers = {trajectory.example_id: trajectory for trajectory in trajectories}
+        self.answers = {trajectory.seed: trajectory for trajectory in trajectories}
 
     def add(self, trajectory: Trajectory) -> None:
         """Append a trajectory if it is finished."""
