@@ -16,7 +16,7 @@ Departures from the paper:
 - Process rewards count a candidate once (rules: mtsql/recipes/mtsql_r1_rewards.py; how clause F1 is read:
   docs/algorithm.md) and are paid at every level; the paper pays them from medium difficulty on (Finding 9):
   an edit of this file (docs/how_to.md).
-- The dev set is evaluated after steps, not before the first.
+- Of the dev set the first 100 dialogues are asked, after steps and not before the first.
 - w1..w4: the paper chose them by grid search and gives none. By default only EX + EM count; the other presets
   of --rewards have the weights of the authors' code.
 - Groups without variance in their rewards get no gradient, or only that of the KL with --beta (their

@@ -148,8 +148,13 @@ def check(config: Args) -> None:
     """Raise UserError for what the types of the options cannot say."""
     if config.targets != "self" and config.rounds != 1:
         raise UserError(f"--targets {config.targets} needs --rounds 1: another would learn the same")
-    if config.targets == "gold" and config.tools != "none" and config.recipe != "mtsql_r1":
-        raise UserError("--targets gold needs --tools none or --recipe mtsql_r1, whose protocol is shown")
+    without_thoughts = config.wording == "compact" or config.thinking == "native"
+    direct = config.tools == "none" and without_thoughts
+    if config.targets == "gold" and not direct and config.recipe != "mtsql_r1":
+        raise UserError(
+            "--targets gold needs --recipe mtsql_r1, whose protocol is shown, or --tools none and a prompt "
+            "that asks for no thoughts: --wording compact or --thinking native"
+        )
     if config.targets not in ("self", "gold") and not Path(config.targets).is_file():
         raise UserError(f"--targets {config.targets} should be self, gold or a JSONL file of chat messages")
 

@@ -185,6 +185,10 @@ def test_the_shares_are_kept_and_every_draw_is_the_questions_own(real):
     assert [t.ids for t in again] == [t.ids for t in found[7:20]]
     (short,) = gold_trajectories(replace(environment, tools={}), asked[:1], 0)
     assert not short[0].observations and short[0].tools == ()
+    for name in ("no_memory", "no_execution"):
+        own = make_tools(name)
+        fewer = [t for of in gold_trajectories(replace(environment, tools=own), asked, 0) for t in of]
+        assert {t.tools for t in fewer} == {(), tuple(own)}
 
 
 def test_prompts_over_a_stale_schema_do_not_cost_the_others_their_shared_prefix(real):

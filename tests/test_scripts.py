@@ -233,6 +233,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
     one_split = ["--data", work / "benchmark" / "train.json", "--databases", work / "benchmark" / "database"]
     held_out = "--held-out and --for-rl should be above 0 where they are asked for, and leave"
     no_module = "--rewards no.such cannot be imported (No module named 'no')"
+    thoughts = ["--recipe", "skyrl_sql", "--tools", "none", "--wording", "paper"]
     for script, options, sentence in (
         (evaluate, ["--model", tmp_path / "nowhere"], "is not a folder"),
         (evaluate, ["--out", tmp_path / "other"], "holds a run already"),
@@ -244,6 +245,7 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
         (train_grpo, ["--curriculum", tmp_path / "none"], "none: No such file"),
         (train_sft, ["--targets", "gold", "--rounds", 2], "--targets gold needs --rounds 1: another"),
         (train_sft, ["--targets", "gold", "--recipe", "skyrl_sql", "--tools", "no_memory"], "--tools none"),
+        (train_sft, ["--targets", "gold", *thoughts], "no thoughts: --wording compact"),
     ):
         config = read_options(CONFIGS[script], "", [str(word) for word in (*data_of(work), *out, *options)])
         assert sentence in refusal(capsys, user_errors, script.main, config)

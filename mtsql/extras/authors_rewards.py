@@ -1,6 +1,7 @@
 """MTSQL-R1's reward as the authors' released code has it (github.com/taichengguo/MTSQL-R1, a720f97).
 
-It is chosen by --rewards mtsql.extras.authors_rewards.
+It is chosen by --rewards mtsql.extras.authors_rewards, for MTSQL-R1 alone: it finds no call or answer of
+another recipe.
 
 It reads raw text where the paper's reads actions:
 - The answer is the last <answer_sql> of the whole response, tool texts included: of an unfinished

@@ -73,14 +73,16 @@ def gold_trajectories(
     """A trajectory of each question that ends in its gold SQL in normal form, none where it does not fit.
 
     Without tools in the environment it is a direct answer: the short-horizon baseline. With them it is a
-    demonstration, at times with fewer tools, so that the policy knows the prompts of Table 4's ablations.
+    demonstration, at times with fewer tools (never with others), so that the policy knows the prompts of
+    Table 4's ablations.
     """
     environments = {name: replace(environment, tools=make_tools(name)) for name in TOOL_SETS}
     found = []
     for example in asked:
         rng = random.Random(f"{seed}/{example.id}")
-        tool_set = rng.choices(list(SHARES), list(SHARES.values()))[0] if environment.tools else "none"
-        chosen, mistakes = environments[tool_set], []
+        chosen, mistakes = environments[rng.choices(list(SHARES), list(SHARES.values()))[0]], []
+        if not chosen.tools.keys() <= environment.tools.keys():
+            chosen = environment  # the run has no such tool
         share = REPAIRED_JOIN if "join" in example.gold_sql.lower().split() else REPAIRED
         if EXEC_SQL in chosen.tools and rng.random() < share:
             question, kinds = Question(chosen, example), rng.sample(list(KINDS), len(KINDS))

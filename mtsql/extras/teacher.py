@@ -6,6 +6,9 @@ it: `messages` with `role` and `content` (and perhaps `tool_calls`), `example_id
 but not learned.
 Only the assistant's messages are used. They are played again in our own environment, so that prompt,
 observations, token ids and loss mask are ours, and no observation in the file is ever learned.
+
+Departure from the paper: all answers that are right and well formed are kept, of any number and hardness. A.6
+keeps 1,000 of 3,000 questions, moderate to hard ones first; that choice is whoever's who makes the file.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ What it shares with SkyRL-SQL, with the choices that hold for both, is in skyrl_
   the final output. r_exec is the project's EX, which looks at the first statement; r_syntax runs the whole
   answer with EX's small repairs ("> ="), so that a second statement costs it.
 - Where single-pass and multi-turn RL are compared, r_turns is off in both (section 5.1): --rewards turns=0.
-- Table 4's rows (without guidance, without headers, table names only) are edits in docs/how_to.md; its second has
+- Table 4's rows (without guidance, headers, schema) are edits in docs/how_to.md; its second has
   no headers where ours has rows and their numbers alone. The prompts of a single pass and of native thinking are
   ours.
 - clip_high is DAPO's 0.28: the paper takes over clip-higher without a number. Equation 2 has one ratio a
