@@ -12,7 +12,6 @@ length for comparison (its prefill is timed apart and taken off). --json is writ
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from mtsql.agent.cache import cache_bytes_per_token
 from mtsql.agent.generator import Generator, Sampling
+from mtsql.config import command_line
 from mtsql.files import write_atomically
 from mtsql.task import pick_device
 
@@ -37,9 +37,7 @@ QWEN3_17B = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--slots", type=int, default=64)

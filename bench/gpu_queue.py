@@ -18,7 +18,6 @@ requirements.txt: older transformers compute the rotary embedding in TF32, unlik
 
 from __future__ import annotations
 
-import argparse
 import io
 import lzma
 import signal
@@ -30,6 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from mtsql.config import command_line
 
 PART_BYTES, PART_BYTES_BACK = 40 * 2**20, 15 * 2**20
 CONFIG = ["--config", "configs/real_qwen.toml"]
@@ -65,9 +66,7 @@ JOBS: dict[str, dict[str, list[str]]] = {
 
 def main() -> None:
     """One of the four."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     kinds = parser.add_subparsers(dest="what", required=True)
     for function in (pack, join, collect):
         kind = kinds.add_parser(function.__name__)

@@ -14,7 +14,6 @@ Those of tests/hostile.py, which every test run tries, and here:
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 import tempfile
@@ -28,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from hostile import BOUNDED, DENIED, PLACES, SLOW, STATEMENTS, copied, make_database, resident_bytes, run_all
 
+from mtsql.config import command_line
 from mtsql.sql.execute import Executor
 
 T = "(SELECT 1 AS a, 2 AS b UNION ALL SELECT NULL, 'x')"
@@ -145,9 +145,7 @@ MORE = _statements()
 
 def main() -> None:
     """Run all statements and print the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=0.5, help="limit of a statement [0.5]")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder:

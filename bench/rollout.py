@@ -9,7 +9,6 @@ between the repetitions; the ratios are medians. How far (a) is from the floor o
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -36,6 +35,7 @@ from transformers import (
 
 from mtsql.agent.rollout import Sampling, rollout
 from mtsql.agent.trajectory import Segment, Stop, Trajectory
+from mtsql.config import command_line
 from mtsql.files import write_atomically
 
 END = 0
@@ -203,9 +203,7 @@ def qwen_shape() -> PreTrainedModel:
 
 def main() -> None:
     """Measure and print one table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--qwen", action="store_true", help="Qwen2.5-0.5B's shape, not the tiny model's")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each [3]")
     parser.add_argument("--json", type=Path, help="file for all figures")

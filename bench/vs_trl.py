@@ -27,6 +27,7 @@ from subprocess import DEVNULL, PIPE, Popen
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mtsql.config import command_line
 from mtsql.files import write_atomically
 
 RATE, BETA2, WARMUP = 3e-4, 0.99, 2
@@ -80,10 +81,9 @@ def run_trainer(argv: list[str]) -> None:
     """One training run of TRL, in a process of its own: OUT/seconds.json."""
     from transformers import TrainerCallback
 
-    from mtsql.agent.rollout import trajectory_seed
     from mtsql.config import read_options
-    from mtsql.extras.bridges.task import BridgeConfig, load_task, play_in_lockstep
-    from mtsql.extras.bridges.trl import make_trainer, rollout_fields
+    from mtsql.extras.bridges.task import BridgeConfig, load_task
+    from mtsql.extras.bridges.trl import make_rollout, make_trainer
 
     end = argv.index("--")
     config = read_options(BridgeConfig, None, argv[:end])
@@ -93,12 +93,6 @@ def run_trainer(argv: list[str]) -> None:
         written, _ = trainer._generate_single_turn(ids, None, {}, 1)
         return written, [[0.0] * len(message) for message in written]  # TRL works them out itself
 
-    def play(prompts: list[str], trainer: object) -> dict[str, list]:
-        seeds = [trajectory_seed(config.seed, trainer.state.global_step, i) for i in range(len(prompts))]
-        episodes = [task.episode(name, seed) for name, seed in zip(prompts, seeds, strict=True)]
-        play_in_lockstep(task, episodes, write)
-        return rollout_fields(task, episodes)
-
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: object, **__: object) -> None:
             self.began = time.perf_counter()
@@ -106,7 +100,7 @@ def run_trainer(argv: list[str]) -> None:
         def on_step_end(self, *_: object, **__: object) -> None:
             seconds.append(time.perf_counter() - self.began)
 
-    trainer.rollout_func = play
+    trainer.rollout_func = make_rollout(task, config, write)
     trainer.add_callback(Clock())
     trainer.train()
     (Path(config.out) / "seconds.json").write_text(json.dumps(seconds))
@@ -114,9 +108,7 @@ def run_trainer(argv: list[str]) -> None:
 
 def main() -> None:
     """Measure both, print, and write --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", required=True, help="policy to start from")
     parser.add_argument("--data", nargs="+", required=True, help="folder in SParC's format")
     parser.add_argument("--config", default="configs/toy.toml", help="settings of both")

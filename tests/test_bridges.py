@@ -326,8 +326,12 @@ def test_rows_are_the_questions_that_can_be_trained_on(line, task, tmp_path):
         assert row["prompt"][0]["content"] == dev.examples[row["example_id"]].question
     with pytest.raises(UserError, match="give --out"):
         rows_of(out="")
-    short = load_task(read_line(f"{line} --max-prompt-tokens 40"))
-    assert len(short.playable()) < len(rows)
+    lengths = {name: len(task.episode(name, 0).trajectory.ids) for name in task.playable()}
+    shortest = min(lengths.values())
+    short = load_task(replace(config, max_prompt_tokens=shortest))
+    assert short.playable() == [name for name, length in lengths.items() if length == shortest]
+    with pytest.raises(UserError, match="no question is left to play; raise --max-prompt-tokens"):
+        rows_of(max_prompt_tokens=10)
     drawn = load_task(replace(config, questions=3))
     assert len(drawn.playable()) == 3 and set(drawn.playable()) < set(drawn.examples)
 

@@ -15,6 +15,7 @@ from mtsql.__main__ import COMMANDS
 from mtsql.config import read_options
 from mtsql.errors import UserError
 from mtsql.extras import ablate, explain
+from mtsql.extras.reproduce import python
 from mtsql.task import begin_task, training_questions
 from train_grpo import Args as GrpoArgs
 
@@ -158,6 +159,8 @@ def test_a_branch_is_a_value(tmp_path, monkeypatch):
     parts = ablate.parts_of_grid(chosen, ablate.suite_of(chosen, rest, cells), cells)
     scripts = [Path(part.command[0]) for part in parts[1::2]]
     assert [script.read_text() for script in scripts] == ["main", "my-reward"]
+    lacking = str(scripts[0].with_name("train_sft.py"))
+    assert python([lacking])[1:] == [lacking]  # and not the module that is installed
     (tmp_path / "train_grpo.py").write_text("better")
     git("commit", "-aqm", "better")  # a run goes on with what was committed, or begins anew
     main, ours = ablate.cells_of(chosen.vary)

@@ -11,16 +11,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import GOLD, SAMPLE, data_of, environment_of, json_lines, make_episode, run, write_lines
+from conftest import (
+    GOLD,
+    SAMPLE,
+    data_of,
+    environment_of,
+    json_lines,
+    make_episode,
+    refusal,
+    run,
+    write_lines,
+)
 
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment, Limits, outcome_of
 from mtsql.agent.tools import EXEC_SQL, make_tools
 from mtsql.agent.trajectory import ActionType, Status, Trajectory
+from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Dialogue, Example, examples, load_dataset
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import COMPARED, KINDS, OWN_KINDS, Mistake, Question, gold_trajectories, play
-from mtsql.extras.probe import Args, judged_failure, own_failures, probe, said_first
+from mtsql.extras.probe import Args, judged_failure, main, own_failures, probe, said_first
 from mtsql.learn.batches import alike
 from mtsql.recipes.mtsql_r1 import MtsqlR1, verdict
 from mtsql.recipes.prompt_options import PromptOptions
@@ -230,6 +241,13 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
     for row in rows:
         assert abs(row["gap"] - (row["gold_seen"] - row["gold_blind"])) < 1e-6
         assert 0 < row["gold_seen"] + row["copy_seen"] <= 1.001 and 0 < row["gold_blind"] < 1
+
+
+@pytest.mark.parametrize("options", ["--tools no_execution", "--recipe sql_trail --tools no_memory"])
+def test_a_protocol_without_verdicts_on_results_is_not_probed(work, tmp_path, capsys, options):
+    line = [*data_of(work), *options.split(), "--held-out", "1", "--out", tmp_path / "probe"]
+    config = read_options(Args, None, list(map(str, line)))
+    assert "a probe needs --recipe mtsql_r1" in refusal(capsys, user_errors, main, config)
 
 
 @pytest.mark.parametrize("line", ["[1]", "{", "{}", '{"example_id": [], "predicted": "x"}'])

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, refusal
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, T5Config
 
 from mtsql.config import user_errors
 from mtsql.extras import planner
@@ -161,11 +161,13 @@ def test_an_adapter_whose_base_is_beside_it_is_planned(tiny, tmp_path):
 WRONG = {
     "--model no/such/folder": "no/such/folder is not a folder", "--lora-rank 8": "give --model",
     "--config missing.toml": "missing.toml: No such file", "--model x --quantise nf4": "--lora-rank above 0",
-    "--gpu-memory nan": "should be at least 0.01 and finite",
+    "--gpu-memory nan": "should be at least 0.01 and finite", "--model t5": "no model's shape could be read",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("options", WRONG)
-def test_wrong_input_is_one_sentence(options, monkeypatch, capsys):
+def test_wrong_input_is_one_sentence(options, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    T5Config().save_pretrained("t5")
     monkeypatch.setattr(sys, "argv", ["planner", *options.split()])
     assert WRONG[options] in refusal(capsys, user_errors, planner.main).splitlines()[-1]

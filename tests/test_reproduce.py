@@ -325,6 +325,17 @@ def test_a_runner_that_is_terminated_takes_its_part_along(tmp_path):
         os.kill(int(said), 0)
 
 
+def test_who_needs_a_part_that_another_runs_waits(tmp_path):
+    part = (
+        f"open(r'{tmp_path}/runs', 'a').write('x')\nimport os, time; time.sleep(1)\n"
+        f"os.makedirs(r'{tmp_path}/part'); open(r'{tmp_path}/part/done', 'w')"
+    )
+    runners = [runner_of(part, tmp_path) for _ in range(2)]
+    said = "".join(runner.communicate(timeout=30)[0] for runner in runners)
+    assert [runner.returncode for runner in runners] == [0, 0]
+    assert (tmp_path / "runs").read_text() == "x" and said.count("is there already") == 1
+
+
 def test_a_part_runs_once(tmp_path, capsys):
     done = tmp_path / "part" / "done"
     count = f"open(r'{tmp_path}/runs', 'a').write('x')"

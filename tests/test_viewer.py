@@ -82,7 +82,9 @@ def test_errors_are_one_sentence(records, tmp_path, capsys):
         return refusal(capsys, user_errors, main, [str(argument) for argument in (records, *arguments)])
 
     assert said("--index", 2) == f"error: --index 2: {records} has 2 trajectories, from 0\n"
-    assert said("--html", tmp_path) == f"error: {tmp_path}: Is a directory\n"
+    (folder := tmp_path / "folder.html").mkdir()
+    assert said("--html", folder) == f"error: {folder}: Is a directory\n"
+    assert said("--html", records) == f"error: --html {records} should end in .html\n"
     assert "File exists" in said("--html", records / "page.html")
     assert "--beside needs --html" in said("--beside", records)
     row = records.read_text().splitlines()[0]

@@ -56,7 +56,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help is answer
 from evaluate import Args as EvaluateArgs
 from mtsql.extras.reproduce.page import write_page
 from mtsql.extras.reproduce.suites import BASE, SUITES, Arm, Suite, Training, parts_of
-from mtsql.files import shipped
+from mtsql.files import folder_atomically, shipped
 from mtsql.toy.tiny import MODELS
 from train_grpo import Args as GrpoArgs
 from train_sft import Args as SftArgs
@@ -176,7 +176,8 @@ def clone(branch: str, out: Path) -> None:
     """Clone a branch at its commit, once, and say what is not in it."""
     path, name = clone_folder(branch, out), branch.rpartition("@")[0]
     if not path.exists():
-        subprocess.run(["git", "clone", "--quiet", "--shared", "--branch", name, ".", str(path)], check=True)
+        with folder_atomically(path) as whole:
+            subprocess.run(["git", "clone", "--quiet", "--shared", "--branch", name, ".", whole], check=True)
     changes = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
     if changes:
         print("the changes that are not committed are in none of the branches")
@@ -194,7 +195,7 @@ def main(chosen: argparse.Namespace, rest: list[str]) -> None:
         clone(branch, chosen.out)
     for part in parts:
         run_part(*part)
-    words = " ".join(word for word in sys.argv[1:] if word != "--page")
+    words = shlex.join(word for word in sys.argv[1:] if word != "--page")
     page = write_page(suite, f"mtsql ablate {words}", chosen.out / "ablation.md")
     print(f"\n{page.read_text()}\n{page}")
 

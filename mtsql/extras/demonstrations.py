@@ -187,6 +187,11 @@ class Question:
         fails = (wrong, gold) == ("null", "ok") if mistake.look else wrong == "error" != gold
         return mistake if fails else None
 
+    def one_of(self, wrongs: Sequence[str], rng: random.Random) -> Mistake | None:
+        """A mistake with one of these queries, under the question as it is; None if there is none."""
+        shown = (self.example, self.schema)
+        return self.checked(Mistake(rng.choice(wrongs), shown)) if wrongs else None
+
 
 def columns_of(schema: Schema) -> dict[str, list[str]]:
     """The columns' names by table."""
@@ -220,17 +225,13 @@ def stale_name(question: Question, rng: random.Random, of_tables: bool) -> Mista
 def wrong_table(question: Question, rng: random.Random) -> Mistake | None:
     """A column is asked of another table of the join."""
     gold, table_of = question.gold, question.table_of
-    pairs = [
-        (alias, column, other)
+    wrongs = [
+        re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
         for alias, column in sorted(set(QUALIFIED.findall(gold)))
         for other in table_of
         if alias in table_of and column not in question.columns[table_of[other]]
     ]
-    if not pairs:
-        return None
-    alias, column, other = rng.choice(pairs)
-    wrong = re.sub(rf"\b{alias}\.{column}\b", f"{other}.{column}", gold)
-    return question.checked(Mistake(wrong, (question.example, question.schema)))
+    return question.one_of(wrongs, rng)
 
 
 def lost_join(question: Question, rng: random.Random) -> Mistake | None:
@@ -248,12 +249,8 @@ def ambiguous_column(question: Question, rng: random.Random) -> Mistake | None:
     """A column that several joined tables have, without its table."""
     gold = question.gold
     having = Counter(c for table in question.table_of.values() for c in set(question.columns[table]))
-    places = [found for found in QUALIFIED.finditer(gold) if having[found[2]] > 1]
-    if not places:
-        return None
-    place = rng.choice(places)
-    wrong = gold[: place.start()] + place[2] + gold[place.end() :]
-    return question.checked(Mistake(wrong, (question.example, question.schema)))
+    places = (found for found in QUALIFIED.finditer(gold) if having[found[2]] > 1)
+    return question.one_of([gold[: at.start()] + at[2] + gold[at.end() :] for at in places], rng)
 
 
 def other_value(question: Question, rng: random.Random) -> Mistake | None:

@@ -68,8 +68,8 @@ def main(config: Args) -> None:
         )
     if (path.parent / "run.json").exists():
         raise UserError(f"{path.parent} holds a run already; give another --out")
-    save_config(config, path.parent)
     write_atomically(path, json_lines(map(vars, balanced + exploration)))
+    save_config(config, path.parent)  # with which it is done
     print(
         f"{len(balanced)} of {config.balanced} questions that are hard yet solvable, "
         f"{len(exploration)} of {config.exploration} that no sample solved"

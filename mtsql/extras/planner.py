@@ -100,9 +100,9 @@ def build_model(config: Training) -> nn.Module:
         elif config.lora_rank:
             lora = LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=config.dtype)
-        model = get_peft_model(model, lora) if lora else model
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape, dtype=config.dtype)
+            model = get_peft_model(model, lora) if lora else model
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():

@@ -68,6 +68,8 @@ def main(config: Args) -> None:
     """Probe every failure, write the means."""
     task, rows = begin_task(config, config.split), []
     refuse_finished(task.out)
+    if EXEC_SQL not in task.environment.tools or not task.environment.recipe.verifies:
+        raise UserError("a probe needs --recipe mtsql_r1 with EXECUTE among its --tools")
     task.policy.eval()
     failures = [*own_failures(config, task), *made_failures(config, task)]
     failed = []  # kind, example, mistake, the tokens before the repair
@@ -87,9 +89,9 @@ def main(config: Args) -> None:
         means[kind] = {name: fmean(row[name] for row in of_kind) for name in PROBABILITIES}
         print(f"{kind:<20}{len(of_kind):>8}" + "".join(f"{mean:>12.3f}" for mean in means[kind].values()))
         means[kind]["failures"] = len(of_kind)
-    save_config(config, task.out)
     write_atomically(task.out / "probe.jsonl", json_lines(rows))
     write_atomically(task.out / "probe.json", json.dumps(means, indent=1))
+    save_config(config, task.out)  # with which it is done
 
 
 def own_failures(config: Args, task: Task) -> Iterator[tuple[str, Example, Mistake]]:

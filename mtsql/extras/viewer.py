@@ -90,6 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if given.beside and not given.html:
         raise UserError("--beside needs --html OUT.html")
+    if given.html and given.html.suffix != ".html":
+        raise UserError(f"--html {given.html} should end in .html")
     if given.html:
         write_page(given.path, given.html, given.beside)
         return

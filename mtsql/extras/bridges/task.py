@@ -57,10 +57,18 @@ class Task:
     sampling: Sampling  # limits and stop strings of a message; the engine has its own temperature
 
     def playable(self) -> list[str]:
-        """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset."""
+        """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset.
+
+        Raises UserError if there is none.
+        """
         asked = scorable(self.in_play, self.scorer)
         print_left_out(self.in_play, asked, "their gold SQL does not run")
-        return [e.id for e in asked if self.episode(e.id, 0).trajectory.status is None]
+        fits = self.environment.fits(asked)
+        short = [example for example, fit in zip(asked, fits, strict=True) if fit]
+        print_left_out(asked, short, "their prompt is longer than --max-prompt-tokens")
+        if not short:
+            raise UserError("no question is left to play; raise --max-prompt-tokens, or give other --data")
+        return [example.id for example in short]
 
     def episode(self, example_id: str, seed: int) -> Episode:
         """A new episode of a question. Raises UserError for an id that the data does not have."""

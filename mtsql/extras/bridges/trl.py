@@ -24,7 +24,7 @@ from mtsql.agent.env import Episode
 from mtsql.agent.rollout import rollout, trajectory_seed
 from mtsql.config import read_options, save_config, user_errors
 from mtsql.errors import UserError
-from mtsql.extras.bridges.task import BridgeConfig, Task, completion, load_task, play_in_lockstep
+from mtsql.extras.bridges.task import BridgeConfig, Task, Write, completion, load_task, play_in_lockstep
 from mtsql.learn.model import load_policy
 from mtsql.model_folder import ADAPTER_FILE
 from mtsql.task import pick_device
@@ -70,19 +70,24 @@ def rollout_fields(task: Task, episodes: Sequence[Episode]) -> dict[str, list]:
     return dict(zip(FIELDS, map(list, zip(*rows, strict=True)), strict=True))
 
 
-def make_rollout(task: Task, config: BridgeConfig) -> Callable[[list[str], GRPOTrainer], dict[str, list]]:
-    """TRL's `rollout_func`: one trajectory for each prompt, which is a question's id."""
+def make_rollout(
+    task: Task, config: BridgeConfig, write: Write | None = None
+) -> Callable[[list[str], GRPOTrainer], dict[str, list]]:
+    """TRL's `rollout_func`: one trajectory for each prompt, which is a question's id.
+
+    Messages come from `write`, else from TRL's vLLM if it is used, else from this project's engine.
+    """
 
     def play(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         numbers = (config.seed, trainer.state.global_step, trainer.accelerator.process_index)
         episodes = [task.episode(name, trajectory_seed(*numbers, i)) for i, name in enumerate(prompts)]
-        if trainer.use_vllm:
 
-            def write(ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-                _, written, logprobs, _ = trainer.vllm_generation.generate(ids, None, num_generations=1)
-                return written, [[of_token[0] for of_token in message] for message in logprobs]
+        def vllm(ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+            _, written, logprobs, _ = trainer.vllm_generation.generate(ids, None, num_generations=1)
+            return written, [[of_token[0] for of_token in message] for message in logprobs]
 
-            play_in_lockstep(task, episodes, write)
+        if write or trainer.use_vllm:
+            play_in_lockstep(task, episodes, write or vllm)
         else:
             policy = trainer.accelerator.unwrap_model(trainer.model)
             sampling = replace(task.sampling, temperature=trainer.temperature)

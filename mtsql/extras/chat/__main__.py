@@ -61,7 +61,7 @@ from mtsql.agent.rollout import rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import Dataset
 from mtsql.errors import UserError, printable
-from mtsql.extras.chat.conversation import Answer, Conversation, Event, read_schema
+from mtsql.extras.chat.conversation import Answer, Conversation, Event, read_schema, value_text
 from mtsql.extras.chat.server import serve
 from mtsql.extras.served import check_policy, play_served, served_policy
 from mtsql.model_folder import load_tokenizer
@@ -211,7 +211,7 @@ def format_result(result: ExecutionResult) -> str:
 
 
 def _cell(value: object) -> str:
-    text = "NULL" if value is None else f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
+    text = "NULL" if value is None else value_text(value)
     text = printable(text.replace("\n", " ").replace("\t", " "))
     return text if len(text) <= SHOWN_WIDTH else text[: SHOWN_WIDTH - 3] + "..."
 

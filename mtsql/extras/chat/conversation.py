@@ -251,3 +251,8 @@ class Conversation:
             | {"answer_result": answer.result and compact_result(answer.result, RESULT_CHARACTERS)}
             for turn, answer in enumerate(self.answers)
         ]
+
+
+def value_text(value: object) -> str:
+    """A value of a result as people read it."""
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from mtsql.errors import UserError
-from mtsql.extras.chat.conversation import Answer, Conversation
+from mtsql.extras.chat.conversation import Answer, Conversation, value_text
 from mtsql.extras.http_client import read_object
 
 ADDRESS = "127.0.0.1"
@@ -163,7 +163,7 @@ def described_answer(answer: Answer) -> dict[str, Any]:
         told |= {
             "failed": None if answer.result.ok else answer.result.message,
             "columns": answer.result.columns,
-            "rows": [[None if v is None else str(v) for v in row] for row in rows[:SENT_ROWS]],
+            "rows": [[None if v is None else value_text(v) for v in row] for row in rows[:SENT_ROWS]],
             "count": len(rows),
             "truncated": answer.result.truncated,
         }

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from filelock import FileLock
+
 from mtsql.errors import UserError
 from mtsql.files import load_json
 
@@ -36,7 +38,7 @@ def refuse_other_options(part: Part) -> None:
 def python(command: list[str]) -> list[str]:
     """A command with its interpreter; a script of the project that is not here is the installed module."""
     script = Path(command[0])
-    if script.suffix == ".py" and not script.exists():
+    if script.suffix == ".py" and script.name == command[0] and not script.exists():
         command = ["-m", script.stem, *command[1:]]
     return [sys.executable, *command]
 
@@ -45,12 +47,18 @@ def run_part(title: str, command: list[str], done: Path) -> None:
     """Run one Python command unless `done` exists; exits with the command's code if it fails.
 
     Ctrl-C reaches the command as well, which saves what it has done before it ends; then this exits.
-    SIGTERM is passed on, so that no command is left alone.
+    SIGTERM is passed on, so that no command is left alone. Another process that needs the same waits.
     """
     print(f"\n== {title}\n   python {' '.join(command)}", flush=True)
-    if done.exists():
-        print(f"   {done} is there already")
-        return
+    done.parent.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(done.parent.with_name(f".{done.parent.name}.part.lock")):
+        if done.exists():
+            print(f"   {done} is there already")
+        else:
+            _run(command, done)
+
+
+def _run(command: list[str], done: Path) -> None:
     started, code, interrupted = time.perf_counter(), None, False
     process = subprocess.Popen(python(command))
     previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
