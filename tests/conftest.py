@@ -23,7 +23,7 @@ import torch
 from decoders import VOCABULARY, WIDER, random_model
 from filelock import FileLock
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mtsql.agent.env import Environment, Episode, Limits, Recipe
 from mtsql.agent.tokens import ChatTokens
@@ -69,6 +69,15 @@ class Tiny:
     tokens: ChatTokens
     executor: Executor
     scorer: Scorer
+
+
+@pytest.fixture(scope="session")
+def qwen3() -> PreTrainedTokenizerBase:
+    """The real tokenizer of Qwen3."""
+    folder = SHARED / "data" / "tokenizer_qwen3"
+    if not folder.exists():
+        pytest.skip(f"needs the real Qwen3 tokenizer in {folder}")
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

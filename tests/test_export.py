@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from conftest import GOLD, ROOT, Tiny, environment_of, make_episode, say
-from transformers import AutoTokenizer
+from conftest import GOLD, Tiny, environment_of, make_episode, say, write_lines
 
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
@@ -19,7 +17,6 @@ from mtsql.extras.export import main
 from mtsql.recipes.mtsql_r1 import final_answer, tool_call, verdict
 from mtsql.report.records import chat_record
 
-QWEN3 = ROOT.parent / "shared" / "data" / "tokenizer_qwen3"
 THOUGHT, EMPTY_THOUGHT = "<think>\nHm.\n\nWho?\n</think>\n\n", "<think>\n\n</think>\n\n"
 DRAFT = "Draft: all of them.\n" + tool_call(EXEC_SQL, "SELECT name, 'Zoë' FROM singer")
 CHECK = verdict(EXEC_SQL, True) + "\n" + tool_call(MEMORY_RETRIEVE, GOLD)
@@ -31,9 +28,7 @@ def either(request, tiny) -> Tiny:
     """With the tiny tokenizer, and with the real one of Qwen3."""
     if request.param == "tiny":
         return tiny
-    if not QWEN3.exists():
-        pytest.skip(f"needs the real Qwen3 tokenizer in {QWEN3}")
-    return replace(tiny, tokens=ChatTokens(AutoTokenizer.from_pretrained(QWEN3)))
+    return replace(tiny, tokens=ChatTokens(request.getfixturevalue("qwen3")))
 
 
 def record_of(episode: Episode) -> dict:
@@ -99,8 +94,8 @@ def exported(tiny: Tiny, tmp_path, capsys):
             episode.step(ids, [0.0] * len(ids), Stop.END_OF_TURN, loss_mask)
         played.append(episode.trajectory)
     decode, example = tiny.tokens.tokenizer.decode, make_episode(tiny).example
-    write(tmp_path / "trajectories.jsonl", *(trajectory_record(t, decode) for t in played))
-    write(tmp_path / "chat.jsonl", *(chat_record(t, example, environment) for t in played))
+    write_lines(tmp_path / "trajectories.jsonl", (trajectory_record(t, decode) for t in played))
+    write_lines(tmp_path / "chat.jsonl", (chat_record(t, example, environment) for t in played))
 
     def export(name: str, expect: int = 0, out: str = "out.jsonl"):
         """The rows that are written, or what is said instead."""
@@ -115,10 +110,6 @@ def exported(tiny: Tiny, tmp_path, capsys):
         return capsys.readouterr().err
 
     return played, export, tmp_path
-
-
-def write(path: Path, *records: dict) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def test_ids_and_labels_are_ours_to_the_last_token(exported):
@@ -143,7 +134,7 @@ def test_what_cannot_be_learned_from_is_refused(exported):
     for segment in record["segments"]:
         segment["loss_mask"] = [0] * len(segment["ids"])
     not_asked = record | {"segments": record["segments"][:1]}  # its prompt was too long
-    write(folder / "trajectories.jsonl", not_asked)
+    write_lines(folder / "trajectories.jsonl", [not_asked])
     assert export("trajectories.jsonl", 0, "none.jsonl") == []
-    write(folder / "trajectories.jsonl", record)
+    write_lines(folder / "trajectories.jsonl", [record])
     assert "has loss mask 1" in export("trajectories.jsonl", 2)

@@ -99,7 +99,6 @@ def test_fuzzed_sql_is_run_read_and_scored(database, fuzz_executor, sql):
     gold_rows = fuzz_executor.execute(database, GOLD).rows
     begin = time.monotonic()
     result = fuzz_executor.execute(database, sql)
-    assert result.status in ("rows", "empty", "error", "timeout", "refused")
     assert time.monotonic() - begin < SECONDS + 1
     for keep_limit in (False, True):
         with suppress(SqlParseError):

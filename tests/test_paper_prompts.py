@@ -10,7 +10,6 @@ import re
 
 import pytest
 from conftest import GOLD, QUESTION, SHARED
-from transformers import AutoTokenizer
 
 from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import MemoryEntry, make_tools, recall
@@ -128,10 +127,7 @@ def test_compact_prompt(tiny, name, last, alone):
     assert prompt_of(tiny, name, "none", compact=True)[0].endswith(f"\nnow: {QUESTION}\n{alone}")
 
 
-def test_qwen3s_template_writes_the_tool_of_mtir_sql(tiny):
-    folder = SHARED / "data" / "tokenizer_qwen3"
-    if not folder.exists():
-        pytest.skip(f"needs the real Qwen3 tokenizer in {folder}")
+def test_qwen3s_template_writes_the_tool_of_mtir_sql(tiny, qwen3):
     printed = even(
         between(paper_of("mtir_sql"), "System Prompt of Tool ", "\n"),
         ("##Tools", "#Tools"),
@@ -140,7 +136,7 @@ def test_qwen3s_template_writes_the_tool_of_mtir_sql(tiny):
         ('"sql"]}}', '"sql"]}}}'),
         ("</tool_call}", "</tool_call>"),
     )
-    tokens = ChatTokens(AutoTokenizer.from_pretrained(folder))
+    tokens = ChatTokens(qwen3)
     text, schemas = prompt_of(tiny, "mtir_sql")
     rendered = tokens.decode(tokens.prompt_ids([{"role": "user", "content": text}], schemas))
     assert even(between(rendered, "<|im_start|>system\n", "<|im_end|>").replace("\\n", "")) == printed

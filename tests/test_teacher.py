@@ -23,7 +23,6 @@ from mtsql.recipes.mtsql_r1_rewards import make_reward
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record
 from mtsql.sql.score import Scorer
-from mtsql.toy import benchmark as toy
 
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
 CHECKED = verdict(EXEC_SQL, True) + "\n"
@@ -189,10 +188,8 @@ def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(tmp_path):
         assert read.messages == [(f"<think>\n{thought}\n</think>\n\n{text}", True) for thought, text in both]
 
 
-def test_train_sft_learns_from_a_teachers_file(tmp_path):
-    data = tmp_path / "benchmark"
-    splits = {"train": {"known": (2, 3)}, "dev": {"known": (1, 1)}, "test": {"known": (1, 1)}}
-    toy.write_benchmark(data, seed=0, splits=splits)
+def test_train_sft_learns_from_a_teachers_file(work, tmp_path):
+    data = work / "benchmark"
     dataset = load_dataset([(data / "train.json", data / "tables.json", data / "database")])
     asked = examples(dataset.dialogues)
     lines = [line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id)]

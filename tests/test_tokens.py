@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import GOLD, ROOT, SHARED, environment_of, make_episode
+from conftest import GOLD, ROOT, environment_of, make_episode
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mtsql.agent.env import Limits
 from mtsql.agent.rollout import stop_string_test
@@ -20,7 +20,6 @@ from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record
 
-QWEN3 = SHARED / "data" / "tokenizer_qwen3"
 CALL = '<tool_call>\n{"name": "exec_sql", "arguments": {"code": "SELECT 1"}}\n</tool_call>'
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -49,13 +48,6 @@ THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif 
 GEMMA = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 DROPS_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + CHATML
 with_and_without_system_message = pytest.mark.parametrize("first", [0, 1], ids=["system", "no system"])
-
-
-@pytest.fixture(scope="module")
-def qwen3() -> PreTrainedTokenizerBase:
-    if not QWEN3.exists():
-        pytest.skip(f"needs the real Qwen3 tokenizer in {QWEN3}")
-    return AutoTokenizer.from_pretrained(QWEN3)
 
 
 def character_tokenizer(

@@ -141,7 +141,12 @@ def test_it_runs_as_a_module_and_into_a_closed_pipe(records):
     row = records.read_text().splitlines()[0].replace("<3>", "größe 😀")
     records.write_text((row + "\n") * 2000, "utf-8")
     command = f"'{sys.executable}' -m mtsql.extras.viewer '{records}' --color always | head -n 9"
+    command = ["bash", "-o", "pipefail", "-c", command]
     for errors in ("strict", "surrogateescape"):  # the second is Python's own in the locale C
         how = {"env": os.environ | {"PYTHONIOENCODING": f"ascii:{errors}"}, "timeout": 60}
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, **how)
-        assert done.stderr == "" and "7/1" in done.stdout and r"gr\xf6\xdfe \U0001f600" in done.stdout
+        done = subprocess.run(command, capture_output=True, text=True, **how)
+        assert (
+            (done.stderr, done.returncode) == ("", 1)
+            and "7/1" in done.stdout
+            and r"gr\xf6\xdfe \U0001f600" in done.stdout
+        )
