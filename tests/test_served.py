@@ -436,11 +436,16 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
 
     dialogues = [Dialogue(d, "music", tuple(turn(d, i) for i in range(3))) for d in ("00000", "00001")]
 
-    def answer_until(most: float, log: AnswerLog | None = None, seeds: tuple = (3, 4)) -> list[Answered]:
+    ids, batches = [f"{d.id}/{i}" for d in dialogues for i in range(3)], []
+
+    def answer_until(
+        most: float, log: AnswerLog | None = None, seeds: tuple = (3, 4), history: str = "predicted"
+    ) -> list[Answered]:
         """Answers name the seed and the predicted SQL before them, so that a lost or another's would show."""
         numbers = itertools.count()
 
         def play(episodes: list, *_: object) -> None:
+            batches.append([episode.example.id for episode in episodes])
             for episode in episodes:
                 if next(numbers) == most:
                     raise KeyboardInterrupt
@@ -448,7 +453,7 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
                 say(episode, final_answer(f"SELECT '{episode.trajectory.seed}, {before}'"))
 
         of = {"environment": environment_of(tiny, "none"), "processes": Processes(0, 1), "play": play}
-        return Task.answer(SimpleNamespace(**of), dialogues, GREEDY, seeds, "predicted", log=log)
+        return Task.answer(SimpleNamespace(**of), dialogues, GREEDY, seeds, history, log=log)
 
     whole, path = answer_until(math.inf), tmp_path / "answers.jsonl"
     for most in (7, 3):  # then two are left, so a third must not be played
@@ -462,8 +467,11 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
         for answered in (whole[place], resumed[place]):
             assert [t.answer_sql for _, t in answered] == [t.answer_sql for _, t in alone]
             assert [e.history for e, _ in answered] == [e.history for e, _ in alone]
-            assert [e.id for e, _ in answered] == [f"{d.id}/{i}" for d in dialogues for i in range(3)]
+            assert [e.id for e, _ in answered] == ids
         assert all(t.answer_sql.count("SELECT") == 1 + e.turn_index for e, t in alone)
+    batches.clear()
+    answer_until(math.inf, history="gold")
+    assert batches == [[name for name in ids for _ in (3, 4)]]  # at once, those with one prompt together
     with pytest.raises(UserError, match="differs in temperature;"):
         AnswerLog(path, {"temperature": 1.0})
 
