@@ -181,15 +181,20 @@ def chosen_policy(config: Agent, tokens: ChatTokens) -> Policy:
     options, device = {"dtype": config.dtype, "quantise": config.quantise}, pick_device()
     if isinstance(config, Training):
         options |= {"lora_rank": config.lora_rank, "gradient_checkpointing": config.gradient_checkpointing}
-    can = torch.cpu.get_capabilities()
-    slow = can["architecture"] == "x86_64" and not (can["avx512_bf16"] or can["amx_bf16"])
-    if slow and device.type == "cpu" and config.dtype == "bfloat16":
+    if config.dtype == "bfloat16" and without_bfloat16(device):
         print("this processor has no bfloat16 arithmetic: --dtype float32 is faster, many times in training")
     policy = load_policy(config.model, device=device, **options)
     ids, rows = len(tokens.tokenizer), policy.get_input_embeddings().weight.shape[0]
     if ids > rows:
         raise UserError(f"the tokenizer in {config.model} has {ids} ids, and its model embeddings for {rows}")
     return policy
+
+
+def without_bfloat16(device: torch.device) -> bool:
+    """Whether it is a processor that has no bfloat16 arithmetic, as far as torch says."""
+    can = torch.cpu.get_capabilities()
+    known = device.type == "cpu" and can["architecture"] == "x86_64"
+    return known and not (can["avx512_bf16"] or can["amx_bf16"])
 
 
 def pick_device() -> torch.device:

@@ -292,7 +292,10 @@ def test_after_the_base_is_fetched_the_dialogue_begins(tmp_path, tiny, work, mon
 
 
 def test_an_installed_agent_is_found_with_its_base_beside_it(tmp_path, tiny, work, monkeypatch, capsys):
-    """As `pip install` leaves it, from a folder that holds nothing."""
+    """As `pip install` leaves it, from a folder that holds nothing; on a processor without bfloat16."""
+    dtypes, chosen_policy = [], chat.chosen_policy
+    monkeypatch.setattr(chat, "chosen_policy", lambda c, t: dtypes.append(c.dtype) or chosen_policy(c, t))
+    monkeypatch.setattr(chat, "without_bfloat16", lambda device: True)
     shutil.copytree(work / "imitation", tmp_path / "share" / "mtsql" / chat.SHIPPED)
     (tmp_path / "share" / "mtsql" / chat.SHIPPED).with_name(chat.ITS_BASE).mkdir()  # fetched before
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
@@ -301,4 +304,4 @@ def test_an_installed_agent_is_found_with_its_base_beside_it(tmp_path, tiny, wor
     type_in(monkeypatch, b":quit\n")
     shutil.copytree(ROOT / "configs", tmp_path / "share" / "mtsql" / "configs")
     chat.main(chat.chat_options(["--database", str(tiny.schema.path)]))
-    assert "Ask a question" in capsys.readouterr().out
+    assert "Ask a question" in capsys.readouterr().out and dtypes == ["float32"]

@@ -9,15 +9,15 @@ shown as it comes: what it proposes, executes, sees, judges, recalls and correct
 result. :help lists the commands. With --port the same is a page at 127.0.0.1.
 
 Without --model and --config it is the agent in models/qwen2.5-coder-0.5b-sql with the settings that it was
-trained with. Its base is fetched once, after asking. It is small, and often wrong. The file is only read, by
-the executor of all of mtsql. Where a schema is too long for the prompt, the agent sees the tables that the
-question seems to be about, and that is said.
+trained with; a processor without bfloat16 arithmetic computes in float32. Its base is fetched once, after
+asking. It is small, and often wrong. The file is only read, by the executor of all of mtsql. Where a schema
+is too long for the prompt, the agent sees the tables that the question seems to be about, and that is said.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mtsql.config import Agent, Served, option, read_options, user_errors
@@ -66,7 +66,7 @@ from mtsql.extras.chat.server import serve
 from mtsql.extras.served import check_policy, play_served, served_policy
 from mtsql.model_folder import load_tokenizer
 from mtsql.sql.execute import ExecutionResult
-from mtsql.task import chosen_policy, make_environment, make_sampling
+from mtsql.task import chosen_policy, make_environment, make_sampling, pick_device, without_bfloat16
 
 COMMANDS = """:schema            the database as the agent reads it
 :history           the dialogue so far
@@ -97,6 +97,8 @@ def main(config: Args) -> None:
     schema = read_schema(Path(config.database))
     if Path(config.model) == shipped(SHIPPED):
         fetch_base(Path(config.model).with_name(ITS_BASE), config.yes)
+        if without_bfloat16(pick_device()):
+            config = replace(config, dtype="float32")  # an answer takes a fraction of the time
     tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
     sampling = make_sampling(environment, config.temperature)
