@@ -19,10 +19,9 @@ done
 if ! "$python" -c 'import venv, ensurepip, sqlite3' 2>/dev/null; then
     fail "$python lacks venv, ensurepip or sqlite3: apt-get install python3-venv"
 fi
-has_pip() { .venv/bin/python -m pip --version; }
-if ! { has_pip || { "$python" -m venv .venv && has_pip; } || "$python" -m venv --clear .venv; } >/dev/null 2>&1; then
+has_pip() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
+has_pip || { "$python" -m venv .venv >/dev/null 2>&1 && has_pip; } || "$python" -m venv --clear .venv ||
     fail "could not make the virtual environment .venv"
-fi
 for requirements in ${REQUIREMENTS:-requirements.txt}; do
     if ! cmp -s "$requirements" ".venv/installed-$requirements"; then
         echo "installing $requirements into .venv ..."

@@ -8,7 +8,8 @@ environment computes for M-VERIFY; the tool of appendix B has none, and neither 
 
 The paper's "maximum interaction between agent and tools" of 4 are answered tool calls, and the message after
 them has to be the answer. Appendix B.0.1 sets max_turns to 4: in the authors' code the episode ends at the
-fourth message, so that no query that was corrected after a failed M-VERIFY can be executed, checked again and committed, as Equation 1 asks.
+fourth message, so that no query that was corrected after a failed M-VERIFY can be executed, checked again and
+committed, as Equation 1 asks.
 
 The prompts (prompts/mtsql_r1_*.jinja) are as the paper prints them (appendix B.0.1 and D). They follow the tools
 that there are: the paper shows both tools, and appendix D.1's baseline without any (D.2's has other words). Where
