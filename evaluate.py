@@ -103,7 +103,7 @@ def main(config: Args) -> None:
         return task.answer(dialogues, sampling, seeds, config.history, title, log)
 
     (answered,) = answer(config.temperature, range(1))
-    samples = answer(sampled_at, range(1, 1 + config.sampled_runs))
+    samples = answer(sampled_at, range(1, 1 + config.sampled_runs)) if config.sampled_runs else []
     leave_processes(task.processes)
     if not task.processes.is_main:
         return
@@ -142,8 +142,8 @@ def write_results(config: Args, task: Task, summary: dict, records: list[dict], 
     write_atomically(task.out / "predictions.jsonl", json_lines(records))
     decode, shown, chats = task.tokens.tokenizer.decode, [], []
     for (example, trajectory), record in zip(answered, records, strict=True):
-        scores = {"ex": record["ex"], "em": record["em"]}
-        shown.append(question_record(trajectory, example, task.scorer, decode) | {"scores": scores})
+        found = {"scores": {"ex": record["ex"], "em": record["em"]}, "hardness": record["hardness"]}
+        shown.append(question_record(trajectory, example, task.scorer, decode) | found)
         has_sql = trajectory.status is Status.ANSWERED
         if has_sql and (chat := chat_record(trajectory, example, task.environment)):
             for message in chat["messages"]:

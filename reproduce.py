@@ -71,7 +71,7 @@ def parts_of_suite(chosen: argparse.Namespace) -> list[Part]:
         raise UserError(f"--data {data} lacks {', '.join(missing)}, which --suite {name} needs")
     rank = str(from_toml(shipped(suite.config), SftArgs).get("lora_rank", 0))
     places = {"data": data or str(chosen.out / "benchmark"), "other": chosen.other, "rank": rank}
-    for seed in chosen.seeds or suite.seeds:
+    for seed in sorted(chosen.seeds or suite.seeds):  # what seed 0 makes for all comes first
         made = shipped(MODELS / f"seed{seed}")
         own = str(made) if name in ("quick", "toy") and made.exists() else ""
         parts += parts_of(suite, chosen.out, seed, places | {"model": chosen.model or own})
@@ -92,6 +92,7 @@ def main(chosen: argparse.Namespace) -> None:
         run_part(*part)
     suite = SUITES[chosen.suite]
     given = "" if suite.benchmark else " --data DATA --model MODEL"
+    given += " --other OTHER" * bool(chosen.other) + f" --config {chosen.config}" * bool(chosen.config)
     made_by = f"python reproduce.py --suite {chosen.suite}{given}"
     written = write_page(suite, made_by, chosen.out / f"{page}.md", Path(chosen.model).name)
     print(f"\n{written.read_text()}\n{written}")

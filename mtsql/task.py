@@ -125,7 +125,8 @@ class Task:
             waiting = [e for e in unknown if e.trajectory.status is None]
             for episode in waiting if log else ():
                 episode.told = log.add
-            self.play(waiting, sampling, title)
+            if waiting:  # else a decoder would be made for nothing
+                self.play(waiting, sampling, title)
             for run, episode in episodes:
                 trajectory = known.get(episode.trajectory.seed, episode.trajectory)
                 said[episode.example.dialogue_id, run].append(trajectory.answer_sql)
@@ -320,17 +321,27 @@ def training_questions(
         scorable(asked, task.scorer)
         executor.timeout_seconds = limit
         return asked
-    run = scorable(asked, task.scorer)
-    everywhere = set.intersection(*map(set, task.processes.all_gather([e.id for e in run])))
+    return playable(asked, task.environment, task.scorer, task.processes)
+
+
+def playable(
+    asked: Sequence[Example], environment: Environment, scorer: Scorer, processes: Processes
+) -> list[Example]:
+    """The questions whose gold SQL runs, in every process, and whose prompt is within its limit.
+
+    Says how many are left out. Raises UserError if none is left.
+    """
+    run = scorable(asked, scorer)
+    everywhere = set.intersection(*map(set, processes.all_gather([e.id for e in run])))
     run = [e for e in run if e.id in everywhere]
-    if task.processes.is_main:
+    if processes.is_main:
         print_left_out(asked, run, "their gold SQL does not run")
-    fits = task.environment.fits(task.processes.share(run))
-    kept = [e for e, fit in zip(run, task.processes.gather(fits), strict=True) if fit]
-    longer = f"longer than --max-prompt-tokens {config.max_prompt_tokens}"
+    fits = environment.fits(processes.share(run))
+    kept = [e for e, fit in zip(run, processes.gather(fits), strict=True) if fit]
+    longer = f"longer than --max-prompt-tokens {environment.limits.max_prompt_tokens}"
     if not kept:
         raise UserError(f"the prompt of every question is {longer}")
-    if task.processes.is_main:
+    if processes.is_main:
         print_left_out(run, kept, f"their prompt is {longer}")
     return kept
 

@@ -1,7 +1,5 @@
 """A small database, a tiny tokenizer and episodes over them, shared by the tests."""
 
-from __future__ import annotations
-
 import csv
 import json
 import multiprocessing
@@ -50,14 +48,12 @@ FORKS.set_forkserver_preload(["mtsql.task", "mtsql.learn.samples", "mtsql.extras
 QUESTION = "Which singers are from France?"
 GOLD = "SELECT name FROM singer WHERE country = 'france'"
 EXAMPLE = Example("00000/0", "00000", "music", 0, QUESTION, GOLD, ())
-TABLES = """[{"db_id": "music", "table_names": ["label", "singer"],
- "table_names_original": ["label", "singer"],
- "column_names": [[-1, "*"], [0, "label id"], [0, "city"], [1, "singer id"], [1, "name"],
-  [1, "country"], [1, "age"], [1, "label id"]],
- "column_names_original": [[-1, "*"], [0, "id"], [0, "city"], [1, "id"], [1, "name"], [1, "country"],
-  [1, "age"], [1, "label_id"]],
- "column_types": ["text", "number", "text", "number", "text", "text", "number", "number"],
- "primary_keys": [1, 3], "foreign_keys": [[7, 1]]}]"""
+TABLES = """[{"db_id": "music", "primary_keys": [1, 3], "foreign_keys": [[7, 1]],
+ "table_names": ["label", "singer"], "table_names_original": ["label", "singer"],
+ "column_names": [[-1, "*"], [0, "label id"], [0, "city"], [1, "singer id"], [1, "name"], [1, "country"],
+  [1, "age"], [1, "label id"]], "column_names_original": [[-1, "*"], [0, "id"], [0, "city"], [1, "id"],
+  [1, "name"], [1, "country"], [1, "age"], [1, "label_id"]],
+ "column_types": ["text", "number", "text", "number", "text", "text", "number", "number"]}]"""
 
 
 @dataclass(frozen=True)
@@ -85,15 +81,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder = tmp_path_factory.mktemp("music")
     path = folder / "database" / "music" / "music.sqlite"
     path.parent.mkdir(parents=True)
-    make_database(
-        path,
-        """create table label (id integer primary key, city text);
+    script = """create table label (id integer primary key, city text);
         create table singer (id integer primary key, name text, country text, age integer, label_id integer
-            references label(id));
-        insert into label values (1, 'paris'), (2, 'rome');
+            references label(id)); insert into label values (1, 'paris'), (2, 'rome');
         insert into singer values (1, 'Anna', null, 31, 1), (2, 'Bruno', 'france', 45, 1),
-            (3, 'Carla', 'italy', 27, 2);""",
-    )
+            (3, 'Carla', 'italy', 27, 2);"""
+    make_database(path, script)
     (folder / "tables.json").write_text(TABLES)
     schema = load_schemas(folder / "tables.json", folder / "database")["music"]
     texts = [GOLD, QUESTION, schema.text(compact=True), "SELECT count(*) FROM singer AS t1 JOIN label AS t2"]
@@ -167,14 +160,11 @@ def start(words: list[str], printed: Path, **environment: str) -> multiprocessin
 
 def run_in_two(*command: object) -> str:
     """Run a command in two processes, with the variables that torchrun sets; what they print."""
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    own = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="2", TORCHELASTIC_RUN_ID="0")
     words = [str(word) for word in command]
     with tempfile.TemporaryDirectory() as folder:
         printed = [Path(folder) / rank for rank in "01"]
-        processes = [
-            start(words, path, **own, RANK=path.name, LOCAL_RANK=path.name, TORCHELASTIC_RUN_ID="0")
-            for path in printed
-        ]
+        processes = [start(words, path, **own, RANK=path.name, LOCAL_RANK=path.name) for path in printed]
         wait([process.sentinel for process in processes])
         for process in processes:  # one that has failed would be waited for
             process.join(60)
@@ -243,8 +233,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 SLOW = (  # the second to fourth do not wait for `work`, which the first makes meanwhile
     "test_scripts.py", "test_hostile.py", "test_plan.py", "test_pretrained.py", "test_datasets.py",
-    "test_parallel.py",
-    "test_qlora.py", "test_resume.py", "test_bridges.py", "test_served.py", "test_toy.py",
+    "test_parallel.py", "test_qlora.py", "test_resume.py", "test_bridges.py", "test_served.py", "test_toy.py",
     "test_demonstrations.py", "test_report.py", "test_conversation.py", "test_bench.py", "test_commands.py",
 )  # fmt: skip
 
@@ -287,9 +276,8 @@ def make_work(folder: Path) -> Path:
     splits = {part: {"known": size} for part, size in (("train", (2, 5)), ("dev", (3, 2)), ("test", (3, 2)))}
     splits["test_themes"] = {"unseen": (6, 2)}
     toy.write_benchmark(folder / "benchmark", seed=0, splits=splits)
-    run(
-        "-m", "mtsql.toy.imitation", *TOY, "--data", folder / "benchmark", "--out", folder / "imitation",
-        "--copying-steps", 60, "--answer-steps", 60, "--agent-steps", 160, "--questions-per-database", 4,
-        "--repair-exercises", 1, "--hidden", 96, "--layers", 2, "--skips-execution", 0, "--skips-memory", 0,
-    )  # fmt: skip
+    options = "--copying-steps 60 --answer-steps 60 --agent-steps 160 --questions-per-database 4 --hidden 96 "
+    options += "--layers 2 --repair-exercises 1 --skips-execution 0 --skips-memory 0"
+    paths = ["--data", folder / "benchmark", "--out", folder / "imitation"]
+    run("-m", "mtsql.toy.imitation", *TOY, *paths, *options.split())
     return folder

@@ -1,7 +1,5 @@
 """Small random models of every kind of decoder that the project is for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -44,8 +42,7 @@ def make_decoder(kind: str, folder: Path | None = None) -> PreTrainedModel:
         return random_model("llama", tie_word_embeddings=True, rope_theta=100_000.0, **sizes)
     if kind == "qwen3 with LoRA":
         adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        adapted = get_peft_model(random_model("qwen3"), adapters)
-        return with_random(adapted, "lora_B")
+        return with_random(get_peft_model(random_model("qwen3"), adapters), "lora_B")
     random_model("llama", **WIDER).save_pretrained(folder)
     return with_random(load_policy(folder, quantise="nf4", lora_rank=4), "lora_B").eval()
 

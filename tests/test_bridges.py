@@ -330,7 +330,7 @@ def test_rows_are_the_questions_that_can_be_trained_on(line, task, tmp_path):
     shortest = min(lengths.values())
     short = load_task(replace(config, max_prompt_tokens=shortest))
     assert short.playable() == [name for name, length in lengths.items() if length == shortest]
-    with pytest.raises(UserError, match="no question is left to play; raise --max-prompt-tokens"):
+    with pytest.raises(UserError, match="every question is longer than --max-prompt-tokens"):
         rows_of(max_prompt_tokens=10)
     drawn = load_task(replace(config, questions=3))
     assert len(drawn.playable()) == 3 and set(drawn.playable()) < set(drawn.examples)

@@ -1,52 +1,41 @@
 """The curriculum's levels and how steps are shared out among them; SQL-Trail's choice of questions."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, QUESTION, write_lines
+from conftest import EXAMPLE, write_lines
 
-from mtsql.data.datasets import Example
 from mtsql.errors import UserError
 from mtsql.extras.hard_yet_solvable import Args, choose, main, score
 from mtsql.learn.curriculum import SuccessCount, curriculum_levels, level_of_step, question_order, read_counts
 
 
-def example(name: str) -> Example:
-    return Example(name, "00000", "music", 0, QUESTION, GOLD, ())
-
-
 def test_levels_go_from_easy_to_hard_and_leave_out_what_is_always_right():
-    questions = [example(name) for name in "abcdefg"]
+    questions = [replace(EXAMPLE, id=name) for name in "abcdefg"]
     right = dict(zip("gfedcba", (0, 20, 7, 19, 7, 12, 1), strict=True))
     counts = [SuccessCount(name, of_20, 20, "music") for name, of_20 in right.items()]
     levels = curriculum_levels(questions, counts, 2)
     assert [[q.id for q in level] for level in levels] == [["d", "b"], ["e", "c"], ["a", "g"]]
     (one,) = curriculum_levels(questions, counts, 0)
     assert [q.id for q in one] == ["d", "b", "e", "c", "a", "g"]
-    uncounted = curriculum_levels([*questions, example("new")], counts[:1], 5)
+    uncounted = curriculum_levels([*questions, replace(EXAMPLE, id="new")], counts[:1], 5)
     assert [[q.id for q in level] for level in uncounted] == [["g"]]
+    useless = [SuccessCount("a", 20, 20, "music"), SuccessCount("elsewhere", 1, 20, "zoo")]
     with pytest.raises(ValueError, match="ever wrong"):
-        curriculum_levels(
-            questions, [SuccessCount("a", 20, 20, "music"), SuccessCount("elsewhere", 1, 20, "zoo")], 5
-        )
+        curriculum_levels(questions, useless, 5)
     with pytest.raises(ValueError, match="question a is over zoo in it, but over music in --data"):
         curriculum_levels(questions, [SuccessCount("a", 3, 20, "zoo")], 5)
 
 
-@pytest.mark.parametrize(
-    ("steps", "questions", "expected"),
-    [
-        (6, (450, 450, 450), [2, 2, 2]),
-        (72, (450, 450, 450, 74), [23, 23, 23, 3]),
-        (10, (1,), [10]),
-        (2, (5, 5, 5), [1, 1, 0]),
-        (1, (5, 5, 5), [1, 0, 0]),
-    ],
-)
+SHARES = [
+    (6, (450, 450, 450), [2, 2, 2]), (72, (450, 450, 450, 74), [23, 23, 23, 3]), (10, (1,), [10]),
+    (2, (5, 5, 5), [1, 1, 0]), (1, (5, 5, 5), [1, 0, 0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "questions", "expected"), SHARES)
 def test_steps_follow_the_questions_of_the_levels_in_order(steps, questions, expected):
     places = [level_of_step(step, steps, questions) for step in range(steps)]
     assert [sum(level == wanted for level, _ in places) for wanted in range(len(questions))] == expected
@@ -64,16 +53,10 @@ def test_counts_are_read_back_and_other_lines_are_named(tmp_path):
     counts = [SuccessCount("00000/0", 3, 8, "zoo"), SuccessCount("00000/1", 8, 8, "zoo")]
     path = write_lines(tmp_path / "counts.jsonl", map(vars, counts))
     assert read_counts(path) == counts
-    for line in (
-        '{"example_id": "00000/2"}',
-        "no JSON",
-        '{"example_id": "a", "right": 3, "sampled": 8}',
-        '{"example_id": "a", "right": 9, "sampled": 8, "db_id": "zoo"}',
-        '{"example_id": ["a"], "right": 3, "sampled": 8, "db_id": "zoo"}',
-        '{"example_id": "a", "right": 3, "sampled": 8, "db_id": "zoo", "hardness": "harder"}',
-        "3",
-    ):
-        path.write_text(json.dumps(vars(counts[0])) + "\n" + line + "\n")
+    good, few = vars(counts[0]), {"example_id": "a", "right": 3, "sampled": 8}
+    wrong = [few | {"db_id": "zoo"} | bad for bad in ({"right": 9}, {"example_id": ["a"]}, {"hardness": "x"})]
+    for line in ("no JSON", *map(json.dumps, [*wrong, few, {"example_id": "00000/2"}, 3])):
+        path.write_text(f"{json.dumps(good)}\n{line}\n")
         with pytest.raises(ValueError, match="line 2: not a success count"):
             read_counts(path)
     write_lines(path, [vars(counts[0])] * 2)
@@ -124,13 +107,11 @@ def test_the_chosen_questions_are_one_level(tmp_path, capsys):
     chosen = read_counts(tmp_path / "chosen" / "counts.jsonl")
     assert [c.right for c in chosen] == [1] * 4 + [2] * 2 + [0] * 4
     assert "6 of 6 questions that are hard yet solvable, 4 of 99 that no" in capsys.readouterr().out
-    questions = [Example(c.example_id, c.example_id[:5], "music", 0, QUESTION, GOLD, ()) for c in counts]
+    questions = [replace(EXAMPLE, id=count.example_id) for count in counts]
     (level,) = curriculum_levels(questions, chosen, 0)  # as train_grpo.py does with --level-size 0
     assert sorted(q.id for q in level) == sorted(c.example_id for c in chosen)
-    for changed, problem in (
-        ({"out": str(tmp_path)}, "would replace the counts"),
-        ({"balanced": 0, "exploration": 0}, "nothing to choose"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            main(replace(config, **changed))
+    with pytest.raises(UserError, match="would replace the counts"):
+        main(replace(config, out=str(tmp_path)))
+    with pytest.raises(UserError, match="nothing to choose"):
+        main(replace(config, balanced=0, exploration=0))
     assert read_counts(path) == counts

@@ -1,7 +1,5 @@
 """Cached, batched generation against slow and obvious references."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -317,8 +315,7 @@ def test_errors_of_the_environment_reach_the_caller(model):
 def test_other_architectures_are_refused():
     windows = random_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     for other in (random_model("mistral", sliding_window=8), windows, random_model("gpt_neox")):
-        said = "rollouts are for Llama, Mistral, Qwen2 and Qwen3 with only full"
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match="for Llama, Mistral, Qwen2 and Qwen3 with only full"):
             Generator(other, (END,), Sampling())
     dora = LoraConfig(r=4, use_dora=True, target_modules="all-linear")
     embeddings = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])
@@ -391,12 +388,11 @@ def test_with_a_kernel_the_decode_step_has_few_shapes(model, monkeypatch):
     monkeypatch.setattr(Row, "draft", lambda *_: [])  # as on a GPU
     assert greedy(model, 1000) == plain
     shapes = set()
-    watch(
-        monkeypatch,
-        Generator,
-        "_sample",
-        lambda _, pending, *rest: shapes.add((len(pending), rest[2][0].reach)),
-    )
+
+    def see(_, pending, places, numbers, pieces):
+        shapes.add((len(pending), pieces[0].reach))
+
+    watch(monkeypatch, Generator, "_sample", see)
     with Generator(model, (), Sampling(0), make_cache=lambda _: Pages(None, 20_000)) as generator:
         generator.start([[5] * 900] * 13, range(13), [600] * 13)
         for count in range(390):
@@ -520,21 +516,16 @@ def test_after_out_of_memory_the_longest_row_has_room(model, monkeypatch):
 
 
 def test_what_torch_keeps_for_itself_is_free(monkeypatch):
-    cuda = SimpleNamespace(
-        memory_reserved=lambda device: 7_000, memory_allocated=lambda device: 3_000,
-        mem_get_info=lambda device: (20_000, 90_000),
-    )  # fmt: skip
-    monkeypatch.setattr(torch, "cuda", cuda)
+    told = {"memory_reserved": 7_000, "memory_allocated": 3_000, "mem_get_info": (20_000, 90_000)}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert cache.free_memory(torch.device("cuda")) == 20_000 + 4_000
 
 
 def test_logits_that_are_not_numbers_end_in_a_sentence():
     model = make_decoder("qwen3")
     model.model.norm.weight.data.fill_(torch.nan)
-    with (
-        Generator(model, (), Sampling()) as generator,
-        pytest.raises(UserError, match="NaN; take --dtype"),
-    ):
+    with Generator(model, (), Sampling()) as generator, pytest.raises(UserError, match="NaN; take --dtype"):
         generator.start([[5, 6, 7]], [0], [10])
         generator.step()
         generator.step()

@@ -3,8 +3,6 @@
 On a new GPU, first: python -m pytest tests/test_gpu.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -149,9 +147,8 @@ def test_a_cache_that_is_too_small_changes_no_id(device, monkeypatch):
     plenty, room = ids(sample(model)), 1.3 * need * cache_bytes_per_token(model) / cache.SHARE_OF_FREE
     monkeypatch.setattr(cache, "free_memory", lambda device: room)
     watch = lambda g: waiting.update(r for r in g.rows if not r.room and r.ids)  # noqa: E731
-    assert (
-        ids(sample(model, watch=watch, make_cache=lambda model: new_cache(model, need))) == plenty and waiting
-    )
+    found = sample(model, watch=watch, make_cache=lambda model: new_cache(model, need))
+    assert ids(found) == plenty and waiting
 
 
 @pytest.mark.parametrize("dtype", GAP)

@@ -1,7 +1,5 @@
 """Losses, layouts, micro-batches, advantages and optimizer steps against hand-computed numbers."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from decoders import VOCABULARY, make_decoder, random_model
-from torch import Tensor, tensor
+from torch import Tensor, nn, tensor
 
 import train_grpo
 from mtsql.agent.trajectory import Segment, Trajectory
@@ -19,15 +17,7 @@ from mtsql.learn import logprobs as attention
 from mtsql.learn import loss as losses
 from mtsql.learn import model as learned
 from mtsql.learn.batches import micro_batches, order_by_database, shared_prefix
-from mtsql.learn.logprobs import (
-    TokenBatch,
-    _HeadLogprobs,
-    packed_batch,
-    row_batch,
-    shared_prompt_batch,
-    shares_prompts,
-    token_logprobs,
-)
+from mtsql.learn.logprobs import packed_batch, row_batch, shared_prompt_batch, shares_prompts, token_logprobs
 from mtsql.learn.loss import group_advantages, informative_groups, loss_denominator, sft_loss, truncation_cap
 from mtsql.learn.model import attention_for, cosine_rate, make_optimizer, optimizer_step, warmup_rate
 from mtsql.learn.parallel import Processes
@@ -48,14 +38,12 @@ def model(request, tmp_path_factory) -> torch.nn.Module:
     return make_decoder(request.param, tmp_path_factory.mktemp("model"))
 
 
-def grpo_loss(
-    logprobs, advantages, index, denominator, old=None, reference=None, sampling=None, cap=0.0, **options
-):
-    """The loss of a batch that has only what the loss needs."""
+def grpo_loss(logprobs, advantages, index, n, old=None, reference=None, sampling=None, cap=0.0, **options):
+    """The loss of a batch that has only what the loss needs; `n` is its denominator."""
     given = {"advantages": tensor(advantages), "trajectory_index": tensor(index)}
     options = SimpleNamespace(**DEFAULTS | options)
     batch = SimpleNamespace(**given, sampling_logprobs=sampling)
-    return losses.grpo_loss(logprobs, batch, denominator, options, old, reference, cap)
+    return losses.grpo_loss(logprobs, batch, n, options, old, reference, cap)
 
 
 def make_trajectory(draw: np.random.Generator, prompt: list[int], spans: list[int]) -> Trajectory:
@@ -88,9 +76,7 @@ def flatten(groups: list[list[Trajectory]]) -> list[Trajectory]:
     return [t for group in groups for t in group]
 
 
-def reference_logprobs(
-    model: torch.nn.Module, trajectory: Trajectory, temperature: float
-) -> tuple[Tensor, Tensor]:
+def reference_logprobs(model: nn.Module, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
     """Naive full logits of one trajectory: log-probabilities and entropies, (tokens,) each."""
     ids = tensor([trajectory.ids])  # (1, positions)
     logprobs = (model(ids).logits[0, :-1].double() / temperature).log_softmax(-1)
@@ -130,7 +116,7 @@ def test_gradients_do_not_depend_on_micro_batches(model, aggregate):
     groups = make_groups()
     tokens = sum(t.sampled_length for t in flatten(groups))
     denominator = {"trajectory": len(flatten(groups)), "token": tokens}[aggregate]
-    options = {"aggregate": aggregate, "clip_high": 0.05, "beta": 0.1}
+    options = SimpleNamespace(aggregate=aggregate, clip_high=0.05, beta=0.1)
 
     def step(max_positions: int, shared: bool) -> tuple[list[Tensor], dict[str, float]]:
         total: list[Tensor] = []
@@ -142,8 +128,7 @@ def test_gradients_do_not_depend_on_micro_batches(model, aggregate):
             logprobs, _ = token_logprobs(model, batch)
             now = logprobs.detach()
             old, reference = now - 0.1 * batch.targets / VOCABULARY, now + 0.1
-            options_of = SimpleNamespace(**DEFAULTS | options)
-            loss, shares = losses.grpo_loss(logprobs, batch, denominator, options_of, old, reference)
+            loss, shares = losses.grpo_loss(logprobs, batch, denominator, options, old, reference)
             new = gradients(model, loss + sft_loss(logprobs, tokens))
             total = [a + b for a, b in zip(total, new, strict=True)] if total else new
             statistics = {name: value + shares[name] for name, value in statistics.items()}
@@ -162,7 +147,7 @@ def test_attention_takes_more_sequences_together_on_a_gpu_and_gives_the_same(mod
     prompt = draw.integers(1, VOCABULARY, 9).tolist()
     group = [make_trajectory(draw, prompt, [length]) for length in (3, 5, 2, 8, 1, 4)]
 
-    def together(batch: TokenBatch) -> list[int]:
+    def together(batch: attention.TokenBatch) -> list[int]:
         return [len(call.slots) for call in batch.layout.calls if call.attention_mask is not None]
 
     few = shared_prompt_batch([group])
@@ -245,12 +230,8 @@ def test_positions_and_shift_by_hand():
         assert (of.targets.tolist(), of.trajectory_index.tolist()) == ([4, 5, 6, 9, 4, 9], [0, 0, 1, 1, 2, 2])
         assert of.sampling_logprobs.tolist() == [-1, -2, -3, -4, -5, -6]
         assert of.advantages.tolist() == [0.5, -0.5, 1]
-    assert rows.ids.tolist() == [
-        [1, 2, 3, 4, 5, 0, 0, 0],
-        [1, 2, 3, 6, 7, 8, 9, 10],
-        [1, 2, 3, 4, 9, 0, 0, 0],
-    ]
-    assert rows.source.tolist() == [2, 3, 10, 13, 18, 19]
+    padded = [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 6, 7, 8, 9, 10], [1, 2, 3, 4, 9, 0, 0, 0]]
+    assert rows.ids.tolist() == padded and rows.source.tolist() == [2, 3, 10, 13, 18, 19]
 
 
 def test_the_heads_gradient_adds_up_in_float32():
@@ -261,7 +242,7 @@ def test_the_heads_gradient_adds_up_in_float32():
 
     def gradient(dtype: torch.dtype) -> Tensor:
         w = weight.to(dtype, copy=True).requires_grad_()
-        logprobs, _ = _HeadLogprobs.apply(hidden.to(dtype), w, targets, 1.0, 1)
+        logprobs, _ = attention._HeadLogprobs.apply(hidden.to(dtype), w, targets, 1.0, 1)
         logprobs.sum().backward()
         return w.grad.float()
 
@@ -271,12 +252,10 @@ def test_the_heads_gradient_adds_up_in_float32():
 
 def test_shared_prompts_are_refused_where_they_would_be_wrong():
     groups, model = make_groups(), make_decoder("qwen3")
-    for group, problem in (
-        ([groups[0][0], groups[1][0]], "share no token"),
-        ([Trajectory("1/0", 0, [Segment.sampled([1, 2], [0.0, 0.0])])], "have loss mask 1"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            shared_prompt_batch([group])
+    with pytest.raises(ValueError, match="share no token"):
+        shared_prompt_batch([[groups[0][0], groups[1][0]]])
+    with pytest.raises(ValueError, match="have loss mask 1"):
+        shared_prompt_batch([[Trajectory("1/0", 0, [Segment.sampled([1, 2], [0.0, 0.0])])]])
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="needs SDPA attention, not eager"):
         token_logprobs(model, shared_prompt_batch(groups))
@@ -329,24 +308,23 @@ def test_steps_by_database_hold_every_trajectory_once():
     assert sum(len(set(block)) == 1 for block in blocks[:7]) == 6  # 3, 2 and 2 are left over: a block of 5
     assert len(blocks[7]) == 2
     assert ordered != order_by_database(trajectories, databases, 5, random.Random(1))
-    fewer = order_by_database(
-        trajectories[:-1], databases, 5, random.Random(0)
-    )  # without the last one over "a"
+    # Without the last one over "a".
+    fewer = order_by_database(trajectories[:-1], databases, 5, random.Random(0))
     for name in "bc":
         first, second = ([t for t in of if databases[t.example_id] == name] for of in (ordered, fewer))
         assert first == second and first
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "objective", "slope"),
-    [
-        (1.5, 1.0, 1.3, 0.0),  # too likely and good: clipped at 1 + 0.3
-        (1.5, -1.0, -1.5, -1.5),  # too likely and bad: brought back
-        (0.5, 1.0, 0.5, 0.5),  # too unlikely and good: brought back
-        (0.5, -1.0, -0.8, 0.0),  # too unlikely and bad: clipped at 1 - 0.2
-        (1.1, 1.0, 1.1, 1.1),  # inside the clip range
-    ],
-)
+CORNERS = [
+    (1.5, 1.0, 1.3, 0.0),  # too likely and good: clipped at 1 + 0.3
+    (1.5, -1.0, -1.5, -1.5),  # too likely and bad: brought back
+    (0.5, 1.0, 0.5, 0.5),  # too unlikely and good: brought back
+    (0.5, -1.0, -0.8, 0.0),  # too unlikely and bad: clipped at 1 - 0.2
+    (1.1, 1.0, 1.1, 1.1),  # inside the clip range
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "objective", "slope"), CORNERS)
 def test_corners_of_the_clip(ratio, advantage, objective, slope):
     logprobs = tensor([-1.0], requires_grad=True)
     old = tensor([-1.0 - np.log(ratio)], dtype=torch.float32)

@@ -1,7 +1,5 @@
 """Two gloo processes on the CPU do what one does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -34,8 +32,7 @@ def play(rank: int, store: str) -> None:
 
 
 def test_shares_come_back_in_order_and_gradients_add_up(tmp_path):
-    how = {"nprocs": 3, "start_method": "forkserver"}
-    torch.multiprocessing.start_processes(play, args=(str(tmp_path / "store"),), **how)
+    torch.multiprocessing.start_processes(play, (str(tmp_path / "store"),), 3, start_method="forkserver")
     assert {p.name for p in tmp_path.glob("store.*")} == {"store.0", "store.1", "store.2"}
 
 
@@ -67,24 +64,18 @@ def play_both(folder: Path, *command: object, launched: bool = False) -> tuple[P
     return one, two
 
 
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        (
-            "train_grpo.py",
-            ["--steps", 2, "--prompts-per-step", 5, "--samples-per-prompt", 4, "--save-every", 1,
-             "--evaluate-every", 2, "--beta", 0.01,
-             "--learning-rate", 3e-5],
-        ),
-        (
-            "train_sft.py",
-            ["--questions", 8, "--samples-per-question", 4, "--rounds", 2, "--epochs", 1, "--tools", "none",
-             "--trajectories-per-step", 5, "--learning-rate", 3e-5, "--lora-rank", 4],
-        ),
-    ],
-)  # fmt: skip
-def test_two_processes_train_as_one(script, options, work, tmp_path):
-    one, two = play_both(tmp_path, script, *data_of(work), *options, launched=script == "train_grpo.py")
+OPTIONS = {
+    "train_grpo.py": "--steps 2 --prompts-per-step 5 --samples-per-prompt 4 --save-every 1 --beta 0.01 "
+    "--evaluate-every 2 --learning-rate 3e-5",
+    "train_sft.py": "--questions 8 --samples-per-question 4 --rounds 2 --epochs 1 --tools none "
+    "--trajectories-per-step 5 --learning-rate 3e-5 --lora-rank 4",
+}
+
+
+@pytest.mark.parametrize("script", OPTIONS)
+def test_two_processes_train_as_one(script, work, tmp_path):
+    command = [script, *data_of(work), *OPTIONS[script].split()]
+    one, two = play_both(tmp_path, *command, launched=script == "train_grpo.py")
     rows = [rows_of(folder / "metrics.csv") for folder in (one, two)]
     assert len(rows[0]) == len(rows[1]) > 0
     for pair in zip(*rows, strict=True):

@@ -1,7 +1,5 @@
 """Training in little memory: quantised bases, adapters, bfloat16 weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -13,15 +11,9 @@ from test_learn import difference, gradients, make_groups
 
 from mtsql.agent.generator import Generator, Sampling
 from mtsql.agent.trajectory import Segment, Trajectory
+from mtsql.learn import model as learned
 from mtsql.learn.logprobs import shared_prompt_batch, token_logprobs
-from mtsql.learn.model import (
-    load_policy,
-    make_optimizer,
-    optimizer_state,
-    optimizer_step,
-    restore_optimizer,
-    stepped_parameters,
-)
+from mtsql.learn.model import load_policy, make_optimizer, optimizer_state, optimizer_step
 
 
 def randomised(base: Path, **options: object) -> torch.nn.Module:
@@ -80,7 +72,7 @@ def test_small_steps_in_bfloat16_move_the_weights_as_in_float32(base):
                 for _ in range(2):
                     (p * drawn).sum().backward()
             optimizer_step(optimizer, rate)
-        masters = stepped_parameters(optimizer)
+        masters = learned.stepped_parameters(optimizer)
         moved[policy] = flat(masters) - start
         assert torch.equal(flat(policy.parameters()), flat(p.to(policy.dtype) for p in masters))
     assert moved[exact].abs().mean() > 1.5e-6
@@ -97,19 +89,17 @@ def test_master_copies_go_on_where_they_were(base):
         optimizer_step(optimizer, rate)
 
     step(policies[0], optimizers[0])
-    restore_optimizer(policies[1], optimizers[1], copy.deepcopy(optimizer_state(optimizers[0])))
+    learned.restore_optimizer(policies[1], optimizers[1], copy.deepcopy(optimizer_state(optimizers[0])))
     for policy, optimizer in zip(policies, optimizers, strict=True):
         step(policy, optimizer)
-    for one, other in zip(*map(stepped_parameters, optimizers), strict=True):
+    for one, other in zip(*map(learned.stepped_parameters, optimizers), strict=True):
         assert torch.equal(one, other)
 
 
 def test_qlora_recipe_with_merge(work, tmp_path):
-    run(
-        "train_grpo.py", *data_of(work), "--quantise", "nf4", "--lora-rank", 4, "--steps", 2,
-        "--prompts-per-step", 3, "--samples-per-prompt", 4, "--beta", 0.1, "--aggregate", "constant",
-        "--divide-by", "batch", "--updates-per-batch", 2, "--out", tmp_path / "grpo",
-    )  # fmt: skip
+    options = "--quantise nf4 --lora-rank 4 --steps 2 --prompts-per-step 3 --samples-per-prompt 4 --beta 0.1 "
+    options += "--aggregate constant --divide-by batch --updates-per-batch 2"
+    run("train_grpo.py", *data_of(work), *options.split(), "--out", tmp_path / "grpo")
     merged = tmp_path / "merged"
     run("-m", "mtsql.extras.merge", tmp_path / "grpo" / "policy", merged)
     assert (merged / "model.safetensors").is_file() and not (merged / "adapter_config.json").exists()

@@ -3,8 +3,6 @@
 Their prompts are in test_paper_prompts.py, Equation 1 in test_env.py, MTSQL-R1's rewards in test_rewards.py.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -34,7 +32,6 @@ PAPER, COMPACT, NATIVE = PromptOptions(), PromptOptions(compact=True), PromptOpt
 WRONG = "SELECT name FROM singer WHERE country = 'italy'"
 BROKEN = "SELECT nam FROM singer"
 THINK = "<think>\nI think of {braces} and of <tool_call>.\n</think>\n\n"
-REASON = "<reasoning>singer, country</reasoning>\n"
 BLANK = "<think> \n</think>"
 DEEP = "[" * 100_000
 
@@ -83,37 +80,37 @@ def block(sql):
 ONE, TWO = (call(f"SELECT {i}") for i in (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "tool", "well_formed"),
-    [
-        (MTIR, THINK + ONE, EXEC_SQL, True),
-        (MTIR, f"{THINK}{ONE}\n{TWO}", EXEC_SQL, True),
-        (MTIR, THINK + call("SELECT 1", EXEC_SQL), UNAVAILABLE, False),  # the environment's own name
-        (MTIR, ONE, EXEC_SQL, False),
-        (MTIR, THINK + THINK + ONE, EXEC_SQL, False),
-        (MTIR, f"{THINK}So: {ONE}", EXEC_SQL, False),
-        (MTIR, THINK + block("SELECT 2") + ONE, EXEC_SQL, False),
-        (MTIR, f"<think><tool_response>1</tool_response></think>{ONE}", EXEC_SQL, False),
-        (MTIR, THINK + block("SELECT 1"), None, True),
-        (MTIR, f"{THINK}<answer>SELECT 1</answer>", None, False),
-        (MTIR, f"{THINK}<answer>\n```sql\nSELECT 1\n</answer>", None, False),  # as C.2 shows it
-        (MTIR, f"{THINK}<answer>Here: ```SQLite\nSELECT 1```</answer>", None, False),
-        (MTIR, f"{THINK}In <answer>: {block('SELECT 2')}{block('SELECT 1')}", None, False),
-        (MTIR, "I am sure.</think>" + block("SELECT 1"), None, False),
-        (SKYRL, f"{THINK}<sql>SELECT 1</sql>", EXEC_SQL, True),
-        (SKYRL, f"{THINK}<solution>SELECT 1</solution>", None, True),
-        (SKYRL, f"Well. {BLANK}{THINK}{THINK}So: <sql>SELECT 1</sql>", EXEC_SQL, True),
-        (SKYRL, "<think>or <sql>DROP TABLE t</sql></think><sql>SELECT 1</sql>", EXEC_SQL, True),
-        (SKYRL, "<sql>SELECT 1</sql>", EXEC_SQL, False),
-        (SKYRL, f"{BLANK}<sql>SELECT 1</sql>", EXEC_SQL, False),
-        (SKYRL, f"{THINK}<sql>SELECT 1</sql> done", EXEC_SQL, False),
-        (SKYRL, f"{THINK}<solution>SELECT 1</solution><sql>SELECT 2</sql>", None, False),
-        (SKYRL, "<think><observation>2</observation></think><sql>SELECT 1</sql>", EXEC_SQL, False),
-        (SKYRL, REASON + "<sql>SELECT 1</sql>", EXEC_SQL, False),
-        (TRAIL, "<reasoning>or <sql>SELECT 2</sql></reasoning>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
-        (TRAIL, "<think>or <sql>SELECT 2</sql></think>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
-    ],
-)
+ACTIONS = [
+    (MTIR, THINK + ONE, EXEC_SQL, True),
+    (MTIR, f"{THINK}{ONE}\n{TWO}", EXEC_SQL, True),
+    (MTIR, THINK + call("SELECT 1", EXEC_SQL), UNAVAILABLE, False),  # the environment's own name
+    (MTIR, ONE, EXEC_SQL, False),
+    (MTIR, THINK + THINK + ONE, EXEC_SQL, False),
+    (MTIR, f"{THINK}So: {ONE}", EXEC_SQL, False),
+    (MTIR, THINK + block("SELECT 2") + ONE, EXEC_SQL, False),
+    (MTIR, f"<think><tool_response>1</tool_response></think>{ONE}", EXEC_SQL, False),
+    (MTIR, THINK + block("SELECT 1"), None, True),
+    (MTIR, f"{THINK}<answer>SELECT 1</answer>", None, False),
+    (MTIR, f"{THINK}<answer>\n```sql\nSELECT 1\n</answer>", None, False),  # as C.2 shows it
+    (MTIR, f"{THINK}<answer>Here: ```SQLite\nSELECT 1```</answer>", None, False),
+    (MTIR, f"{THINK}In <answer>: {block('SELECT 2')}{block('SELECT 1')}", None, False),
+    (MTIR, "I am sure.</think>" + block("SELECT 1"), None, False),
+    (SKYRL, f"{THINK}<sql>SELECT 1</sql>", EXEC_SQL, True),
+    (SKYRL, f"{THINK}<solution>SELECT 1</solution>", None, True),
+    (SKYRL, f"Well. {BLANK}{THINK}{THINK}So: <sql>SELECT 1</sql>", EXEC_SQL, True),
+    (SKYRL, "<think>or <sql>DROP TABLE t</sql></think><sql>SELECT 1</sql>", EXEC_SQL, True),
+    (SKYRL, "<sql>SELECT 1</sql>", EXEC_SQL, False),
+    (SKYRL, f"{BLANK}<sql>SELECT 1</sql>", EXEC_SQL, False),
+    (SKYRL, f"{THINK}<sql>SELECT 1</sql> done", EXEC_SQL, False),
+    (SKYRL, f"{THINK}<solution>SELECT 1</solution><sql>SELECT 2</sql>", None, False),
+    (SKYRL, "<think><observation>2</observation></think><sql>SELECT 1</sql>", EXEC_SQL, False),
+    (SKYRL, "<reasoning>singer</reasoning>\n<sql>SELECT 1</sql>", EXEC_SQL, False),
+    (TRAIL, "<reasoning>or <sql>SELECT 2</sql></reasoning>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
+    (TRAIL, "<think>or <sql>SELECT 2</sql></think>\n<sql>SELECT 1</sql>", EXEC_SQL, True),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "tool", "well_formed"), ACTIONS)
 def test_a_query_or_an_answer_is_read(name, text, tool, well_formed):
     """All are of SELECT 1."""
     message = recipe_of(name).parse(text)
@@ -135,10 +132,9 @@ NO_ACTIONS = {
         f"<think>{ONE}", f"<think>{block('SELECT 1')}</think>",
     ],
     (MTIR, MALFORMED): [
-        "<tool_call>SELECT 1</tool_call>", "<tool_call>null</tool_call>", f"<tool_call>{DEEP}</tool_call>",
-        f"<tool_call>{'1' * 5000}</tool_call>",
-        '<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>',
-        ONE.removesuffix("</tool_call>"), write_call(TOOL, "code", "SELECT 1"), call(7), call("\ud800"),
+        '<tool_call>{"name": "a", "arguments": "SELECT 1"}</tool_call>', write_call(TOOL, "code", "SELECT 1"),
+        "<tool_call>SELECT 1</tool_call>", f"<tool_call>{DEEP}</tool_call>", ONE.removesuffix("</tool_call>"),
+        "<tool_call>null</tool_call>", f"<tool_call>{'1' * 5000}</tool_call>", call(7), call("\ud800"),
     ],
     (SKYRL, NO_ACTION): [
         "", "SELECT 1", THINK, "<SQL>SELECT 1</SQL>", "<think>or <sql>SELECT 1</sql>", f"{THINK}<sql></sql>",
@@ -189,31 +185,26 @@ def test_what_a_recipe_writes_it_reads(name):
 
 TABLE = "SELECT id, country FROM singer WHERE id < 3"
 NOTHING = "SELECT id, country FROM singer WHERE id > 3"
-FRAME = """+----+---------+
-| id | country |
-+----+---------+"""
-ROWS = """
-| 1  | None    |
-| 2  | france  |
-+----+---------+"""
-
+RULE = "+----+---------+"
+FRAME = f"{RULE}\n| id | country |\n{RULE}"
+ROWS = f"\n| 1  | None    |\n| 2  | france  |\n{RULE}"
 LEFT = "You have 3 turns left to complete the task."
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "sql", "shown"),
-    [
-        (SKYRL, PAPER, TABLE, f"{FRAME}{ROWS}\n{LEFT}"),
-        (SKYRL, PAPER, NOTHING, f"{FRAME}\n{LEFT}"),
-        (SKYRL, PAPER, BROKEN, f"OperationalError: no such column: nam\n{LEFT}"),
-        (SKYRL, COMPACT, TABLE, "1|null ; 2|france\n3"),
-        (TRAIL, PAPER, TABLE, f"   id  country\n0   1     None\n1   2   france\n{LEFT}"),
-        (TRAIL, PAPER, NOTHING, f"Empty DataFrame\nColumns: [id, country]\nIndex: []\n{LEFT}"),
-        (MTIR, PAPER, TABLE, '{"columns": ["id", "country"], "data": [[1, null], [2, "france"]]}'),
-        (MTIR, PAPER, BROKEN, "Error: no such column: nam"),
-        (MTIR, COMPACT, TABLE, "1|null ; 2|france"),
-    ],
-)
+SHOWN = [
+    (SKYRL, PAPER, TABLE, f"{FRAME}{ROWS}\n{LEFT}"),
+    (SKYRL, PAPER, NOTHING, f"{FRAME}\n{LEFT}"),
+    (SKYRL, PAPER, BROKEN, f"OperationalError: no such column: nam\n{LEFT}"),
+    (SKYRL, COMPACT, TABLE, "1|null ; 2|france\n3"),
+    (TRAIL, PAPER, TABLE, f"   id  country\n0   1     None\n1   2   france\n{LEFT}"),
+    (TRAIL, PAPER, NOTHING, f"Empty DataFrame\nColumns: [id, country]\nIndex: []\n{LEFT}"),
+    (MTIR, PAPER, TABLE, '{"columns": ["id", "country"], "data": [[1, null], [2, "france"]]}'),
+    (MTIR, PAPER, BROKEN, "Error: no such column: nam"),
+    (MTIR, COMPACT, TABLE, "1|null ; 2|france"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "sql", "shown"), SHOWN)
 def test_a_result_is_shown_as_in_the_paper(tiny, name, options, sql, shown):
     result = tiny.executor.execute(tiny.schema.path, sql)
     text = recipe_of(name, options).observe_execution("", sql, result, False, 3)
@@ -263,13 +254,13 @@ def test_a_whole_episode_keeps_the_sampled_ids(tiny):
     assert "Carla" in shown and "You have 4 turns left to complete the task.\n</observation>" in shown
 
 
-@pytest.mark.parametrize(
-    ("name", "bad", "tool"),
-    [
-        *((name, text, NO_TOOL) for name in OTHERS for text in ("I do not know.", "<think>and")),
-        *((MTIR, THINK + call(GOLD, name), UNAVAILABLE) for name in ("drop_everything", MEMORY_RETRIEVE)),
-    ],
-)
+NOT_USABLE = [
+    *((name, text, NO_TOOL) for name in OTHERS for text in ("I do not know.", "<think>and")),
+    *((MTIR, THINK + call(GOLD, name), UNAVAILABLE) for name in ("drop_everything", MEMORY_RETRIEVE)),
+]
+
+
+@pytest.mark.parametrize(("name", "bad", "tool"), NOT_USABLE)
 def test_what_is_no_action_is_answered_and_costs_the_format(tiny, name, bad, tool):
     episode = begin(tiny, name, tools="both")
     reply = {MTIR: "My action is not correct. Let me rethink."}.get(name, "Your previous action is invalid.")
@@ -313,17 +304,17 @@ def test_the_message_after_the_last_interaction_has_to_be_the_answer(tiny, name,
     assert rewards_of(tiny, name, episode).ex == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "expected"),
-    [
-        (SKYRL, GrpoArgs, {"max_interactions": 4, "temperature": 0.6}),
-        (MTIR, GrpoArgs, {"max_interactions": 5, "prompts_per_step": 64, "samples_per_prompt": 5}),
-        (TRAIL, GrpoArgs, {"max_interactions": 9, "clip_high": 0.28, "samples_per_prompt": 6}),
-        (TRAIL, GrpoArgs, {"learning_rate": 1e-6}),  # appendix A.5's is that of SFT alone
-        (SKYRL, EvaluateArgs, {"temperature": 0}),  # that above is of training alone
-        (TRAIL, SftArgs, {"learning_rate": 1e-5, "epochs": 2, "trajectories_per_step": 128}),
-    ],
-)
+SETTINGS = [
+    (SKYRL, GrpoArgs, {"max_interactions": 4, "temperature": 0.6}),
+    (MTIR, GrpoArgs, {"max_interactions": 5, "prompts_per_step": 64, "samples_per_prompt": 5}),
+    (TRAIL, GrpoArgs, {"max_interactions": 9, "clip_high": 0.28, "samples_per_prompt": 6}),
+    (TRAIL, GrpoArgs, {"learning_rate": 1e-6}),  # appendix A.5's is that of SFT alone
+    (SKYRL, EvaluateArgs, {"temperature": 0}),  # that above is of training alone
+    (TRAIL, SftArgs, {"learning_rate": 1e-5, "epochs": 2, "trajectories_per_step": 128}),
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "expected"), SETTINGS)
 def test_settings_of_the_papers(name, stage, expected):
     words = ["--config", f"configs/{name}.toml", "--data=d", "--model=m", "--out=o"]
     given = read_options(stage, "", words)
@@ -339,51 +330,51 @@ Q = query(SKYRL, WRONG)
 S = answer(SKYRL)
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "parts", "ex", "total"),
-    [
-        # MTIR-SQL, Equations 5 to 7: R_f, R_e, R_r, then their sum.
-        (MTIR, [query(MTIR, WRONG), R], (0.1, 0.1, 1), 1, 1.2),
-        (MTIR, [W], (0.1, 0.1, -1), 0, -0.8),
-        (MTIR, [answer(MTIR, BROKEN)], (0.1, -0.1, 0), 0, 0),
-        (MTIR, [answer(MTIR, "DROP TABLE singer")], (0.1, -0.1, 0), 0, 0),
-        (MTIR, [block(GOLD)], (-0.1, 0, 0), 1, -0.1),  # right, but without the thought
-        (MTIR, [THINK + "no idea"], (-0.1, 0, 0), 0, -0.1),
-        # SkyRL-SQL, section 4.1: -1 for a broken format, else EX.
-        (SKYRL, [Q, S], (1,), 1, 1),
-        (SKYRL, [answer(SKYRL, WRONG)], (1,), 0, 0),
-        (SKYRL, [answer(SKYRL, "no SQL at all")], (1,), 0, 0),
-        (SKYRL, [BARE], (0,), 1, -1),
-        (SKYRL, [S + " as you wished"], (0,), 1, -1),
-        (SKYRL, [Q] * 5, (0,), 0, -1),
-        (SKYRL, [Q], (0,), 0, -1),  # unfinished
-        # SQL-Trail, Equations 7 to 12: turns, schema, bigram, syntax, format; then 5 EX + 2 turns + the rest.
-        (TRAIL, [Q, S], (1, 1, 1, 1, 1), 1, 5 + 2 + 4),
-        # select name from singer where country = 'france': 7 pairs; two answers differ in the last of them.
-        (TRAIL, [Q, answer(TRAIL, WRONG)], (1, 1, 6 / 8, 1, 1), 0, 2 + 3.75),
-        # Gold: singer, name, country; the answer: singer, nam. Of its 3 pairs "from singer" is shared.
-        (TRAIL, [answer(TRAIL, BROKEN)], (1, 1 / 4, 1 / 9, 0, 1), 0, 2 + 1 / 4 + 1 / 9 + 1),
-        (TRAIL, [recipe_of(TRAIL).call(WRONG), S], (1, 1, 1, 1, 0), 1, 5 + 2 + 3),
-        *((TRAIL, messages, (0,) * 5, 0, 0) for messages in ([], [query(TRAIL)], [Q] * 5, ["what?"])),
-    ],
-)
+EARNED = [
+    # MTIR-SQL, Equations 5 to 7: R_f, R_e, R_r, then their sum.
+    (MTIR, [query(MTIR, WRONG), R], (0.1, 0.1, 1), 1, 1.2),
+    (MTIR, [W], (0.1, 0.1, -1), 0, -0.8),
+    (MTIR, [answer(MTIR, BROKEN)], (0.1, -0.1, 0), 0, 0),
+    (MTIR, [answer(MTIR, "DROP TABLE singer")], (0.1, -0.1, 0), 0, 0),
+    (MTIR, [block(GOLD)], (-0.1, 0, 0), 1, -0.1),  # right, but without the thought
+    (MTIR, [THINK + "no idea"], (-0.1, 0, 0), 0, -0.1),
+    # SkyRL-SQL, section 4.1: -1 for a broken format, else EX.
+    (SKYRL, [Q, S], (1,), 1, 1),
+    (SKYRL, [answer(SKYRL, WRONG)], (1,), 0, 0),
+    (SKYRL, [answer(SKYRL, "no SQL at all")], (1,), 0, 0),
+    (SKYRL, [BARE], (0,), 1, -1),
+    (SKYRL, [S + " as you wished"], (0,), 1, -1),
+    (SKYRL, [Q] * 5, (0,), 0, -1),
+    (SKYRL, [Q], (0,), 0, -1),  # unfinished
+    # SQL-Trail, Equations 7 to 12: turns, schema, bigram, syntax, format; then 5 EX + 2 turns + the rest.
+    (TRAIL, [Q, S], (1, 1, 1, 1, 1), 1, 5 + 2 + 4),
+    # select name from singer where country = 'france': 7 pairs; two answers differ in the last of them.
+    (TRAIL, [Q, answer(TRAIL, WRONG)], (1, 1, 6 / 8, 1, 1), 0, 2 + 3.75),
+    # Gold: singer, name, country; the answer: singer, nam. Of its 3 pairs "from singer" is shared.
+    (TRAIL, [answer(TRAIL, BROKEN)], (1, 1 / 4, 1 / 9, 0, 1), 0, 2 + 1 / 4 + 1 / 9 + 1),
+    (TRAIL, [recipe_of(TRAIL).call(WRONG), S], (1, 1, 1, 1, 0), 1, 5 + 2 + 3),
+    *((TRAIL, messages, (0,) * 5, 0, 0) for messages in ([], [query(TRAIL)], [Q] * 5, ["what?"])),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "parts", "ex", "total"), EARNED)
 def test_rewards_by_hand(tiny, name, messages, parts, ex, total):
     rewards = rewards_of(tiny, name, play(tiny, name, *messages))
     assert (tuple(rewards.parts.values()), rewards.ex) == (pytest.approx(parts), ex)
     assert rewards.total == pytest.approx(total, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message", "total"),
-    [
-        (MTIR, "format=0,result=2", W, 0.1 - 2),
-        (SKYRL, "ex=3,invalid=-0.5", S, 3),
-        (SKYRL, "paper,ex=3,invalid=-0.5", BARE, -0.5),
-        (TRAIL, "execution", S, 5),
-        (TRAIL, "execution", answer(TRAIL, WRONG), 0),
-        (TRAIL, "turns=0,ex=1,bigram=0.5", S, 1 + 1 + 0.5 + 1 + 1),
-    ],
-)
+CHANGED = [
+    (MTIR, "format=0,result=2", W, 0.1 - 2),
+    (SKYRL, "ex=3,invalid=-0.5", S, 3),
+    (SKYRL, "paper,ex=3,invalid=-0.5", BARE, -0.5),
+    (TRAIL, "execution", S, 5),
+    (TRAIL, "execution", answer(TRAIL, WRONG), 0),
+    (TRAIL, "turns=0,ex=1,bigram=0.5", S, 1 + 1 + 0.5 + 1 + 1),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "message", "total"), CHANGED)
 def test_presets_and_weights(tiny, name, given, message, total):
     episode = play(tiny, name, message)
     rewards, plain = (rewards_of(tiny, name, episode, how) for how in (given, ""))
@@ -427,22 +418,20 @@ def test_bigrams():
     assert jaccard(set(), set()) == 0 and jaccard(set(), gold) == 0
 
 
-@pytest.mark.parametrize(
-    ("sql", "tables", "columns"),
-    [
-        ("SELECT Salary FROM Employees", "employees", "salary"),  # the paper's example
-        ("SELECT Wages FROM Employees", "employees", "wages"),
-        ("SELECT e.salary FROM employees AS e", "employees", "salary"),
-        ("SELECT count(*), e.* FROM employees e", "employees", ""),
-        ("SELECT salary AS s FROM employees ORDER BY s", "employees", "salary"),
-        ('SELECT salary FROM employees WHERE id = "x"', "employees", "salary id"),
-        ("SELECT city FROM employees JOIN offices USING (id)", "employees offices", "city id"),
-        ("WITH top AS (SELECT salary FROM employees) SELECT salary FROM top", "employees", "salary"),
-        ("SELECT salary FROM", "", ""),
-        ("PRAGMA table_info(employees)", "", ""),
-        ("", "", ""),
-    ],
-)
+ITEMS = [
+    ("SELECT Salary FROM Employees", "employees", "salary"),  # the paper's example
+    ("SELECT Wages FROM Employees", "employees", "wages"),
+    ("SELECT e.salary FROM employees AS e", "employees", "salary"),
+    ("SELECT count(*), e.* FROM employees e", "employees", ""),
+    ("SELECT salary AS s FROM employees ORDER BY s", "employees", "salary"),
+    ('SELECT salary FROM employees WHERE id = "x"', "employees", "salary id"),
+    ("SELECT city FROM employees JOIN offices USING (id)", "employees offices", "city id"),
+    ("WITH top AS (SELECT salary FROM employees) SELECT salary FROM top", "employees", "salary"),
+    *((sql, "", "") for sql in ("SELECT salary FROM", "PRAGMA table_info(employees)", "")),
+]
+
+
+@pytest.mark.parametrize(("sql", "tables", "columns"), ITEMS)
 def test_schema_items(sql, tables, columns):
     named = {("table", table) for table in tables.split()} | {("column", c) for c in columns.split()}
     assert schema_items(sql, STAFF) == named

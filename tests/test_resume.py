@@ -1,7 +1,5 @@
 """Training runs that are killed at random moments and resumed give the bits of unbroken ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -30,16 +28,11 @@ from train_grpo import Args as GrpoArgs
 
 KILLS = 3  # of each script
 SCRIPTS = {
-    "train_grpo.py": [
-        "--steps", 3, "--prompts-per-step", 2, "--samples-per-prompt", 4, "--save-every", 1, "--beta", 0.01,
-        "--evaluate-every", 2, "--lora-rank", 4, "--max-turn-tokens", 60,
-        "--rewards", "proposal=1",
-    ],
-    "train_sft.py": [
-        "--questions", 8, "--samples-per-question", 4, "--rounds", 2, "--epochs", 2, "--save-every", 2,
-        "--trajectories-per-step", 3, "--tools", "none",
-    ],
-}  # fmt: skip
+    "train_grpo.py": "--steps 3 --prompts-per-step 2 --samples-per-prompt 4 --save-every 1 --beta 0.01 "
+    "--evaluate-every 2 --lora-rank 4 --max-turn-tokens 60 --rewards proposal=1",
+    "train_sft.py": "--questions 8 --samples-per-question 4 --rounds 2 --epochs 2 --save-every 2 "
+    "--trajectories-per-step 3 --tools none",
+}
 
 
 def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
@@ -50,7 +43,7 @@ def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_and_resumed_is_bit_equal(script, work, tmp_path):
-    base = [script, *data_of(work), *SCRIPTS[script]]
+    base = [script, *data_of(work), *SCRIPTS[script].split()]
     run("-m", "mtsql.errors")  # so that the process is there that forks the others, and is not timed
     began = time.perf_counter()
     run(*base, "--out", tmp_path / "unbroken")

@@ -4,8 +4,6 @@ Hacks are what an agent could do for process reward without a better answer: by 
 do not pay, and where the paper's formula leaves a gain, its exact number is here.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 
@@ -24,7 +22,6 @@ from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.recipes.rewards import chosen_rewards
 from mtsql.report.evaluation import abilities
 
-NO_ROW = "SELECT name FROM singer WHERE country = 'France'"
 SPAIN = "SELECT name FROM singer WHERE country = 'italy'"  # of three clauses two are right: F1 is 2/3
 BROKEN = "SELECT nam FROM singer"  # only the table is right: F1 is 1/3
 MORE = GOLD + " AND age > 20"  # the same row; of WHERE one condition of two is right: F1 is 8/9
@@ -76,37 +73,35 @@ CHECKED_WRONG = (call(SPAIN), PASS + memory(SPAIN), AGREES + answer(SPAIN))
 WARYS = 2 + 0.8 * (2 / 3 + 1) / 2  # without its verdicts
 
 
-@pytest.mark.parametrize(
-    ("messages", "process", "formula"),
-    [
-        (RIGHT, 2 + 0.8 + 0.1, 2 + 0.8 + 0.1),
-        (CHECKED, 2 + 0.8 + 0.2, 2 + 0.8 + 0.2),
-        (REPAIRED, 2 + 0.8 * (1 / 3 + 1) / 2 + 0.1, 2 + 0.8 * (1 / 3 + 1) / 2 + 0.1),
-        (WARY, WARYS + 0.1 / 2, WARYS + 0.1 / 2),
-        # EM is 1, since it ignores values, but as strings the two differ.
-        (CHECKED_WRONG, 1 + 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3, 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3),
-        # The formula counts every action: a query asked twice, one to and fro, "otherwise" for no verdict.
-        ((*WARY[:2], PASS + call(GOLD), PASS + answer(GOLD)), WARYS + 0.1 / 2, WARYS + 0.1 * 2 / 3),
-        ((*WARY[:2], NO_PASS + call(SPAIN), NO_PASS + RIGHT[0], RIGHT[1]), WARYS, WARYS + 0.1 / 4),
-        ((*CHECKED_WRONG[:2], answer(SPAIN)), 1.1 + 0.8 * 2 / 3, 0.8 * 2 / 3 + 0.1 + 0.1 * (1 - 2 / 3)),
-        (("no idea",), 0, 0),
-        ((call(GOLD), PASS + "no idea"), 0.8 + 0.1, 0.8 + 0.1),  # the right query ran, but was no answer
-    ],
-)
+TOTALS = [
+    (RIGHT, 2 + 0.8 + 0.1, 2 + 0.8 + 0.1),
+    (CHECKED, 2 + 0.8 + 0.2, 2 + 0.8 + 0.2),
+    (REPAIRED, 2 + 0.8 * (1 / 3 + 1) / 2 + 0.1, 2 + 0.8 * (1 / 3 + 1) / 2 + 0.1),
+    (WARY, WARYS + 0.1 / 2, WARYS + 0.1 / 2),
+    # EM is 1, since it ignores values, but as strings the two differ.
+    (CHECKED_WRONG, 1 + 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3, 0.8 * 2 / 3 + 0.1 + 0.1 * 2 / 3),
+    # The formula counts every action: a query asked twice, one to and fro, "otherwise" for no verdict.
+    ((*WARY[:2], PASS + call(GOLD), PASS + answer(GOLD)), WARYS + 0.1 / 2, WARYS + 0.1 * 2 / 3),
+    ((*WARY[:2], NO_PASS + call(SPAIN), NO_PASS + RIGHT[0], RIGHT[1]), WARYS, WARYS + 0.1 / 4),
+    ((*CHECKED_WRONG[:2], answer(SPAIN)), 1.1 + 0.8 * 2 / 3, 0.8 * 2 / 3 + 0.1 + 0.1 * (1 - 2 / 3)),
+    (("no idea",), 0, 0),
+    ((call(GOLD), PASS + "no idea"), 0.8 + 0.1, 0.8 + 0.1),  # the right query ran, but was no answer
+]
+
+
+@pytest.mark.parametrize(("messages", "process", "formula"), TOTALS)
 def test_total_by_hand(tiny, messages, process, formula):
     episode = play(tiny, *messages, history=True)
     assert paid(tiny, episode).total == pytest.approx(process)
     assert paid(tiny, episode, "formula").total == pytest.approx(formula)
 
 
-@pytest.mark.parametrize(
-    ("judged", "m_verify", "proposal"), [(AGREES, 2 / 3, 2 / 3), (DISAGREES, 1 / 3, 5 / 6)]
-)
-def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny, judged, m_verify, proposal):
+def test_m_verify_follows_the_clause_f1_of_what_was_checked(tiny):
     """What replaces a candidate that passed is no correction."""
-    episode = play(tiny, memory(SPAIN), judged + answer(GOLD), history=True, tools="no_execution")
-    parts = paid(tiny, episode).parts
-    assert (parts["m_verify"], parts["proposal"]) == (pytest.approx(m_verify), pytest.approx(proposal))
+    for judged, m_verify, proposal in ((AGREES, 2 / 3, 2 / 3), (DISAGREES, 1 / 3, 5 / 6)):
+        episode = play(tiny, memory(SPAIN), judged + answer(GOLD), history=True, tools="no_execution")
+        parts = paid(tiny, episode).parts
+        assert (parts["m_verify"], parts["proposal"]) == (pytest.approx(m_verify), pytest.approx(proposal))
 
 
 def test_rewards_read_the_record_and_never_the_text(tiny):
@@ -120,10 +115,9 @@ def test_rewards_read_the_record_and_never_the_text(tiny):
 
 
 def test_an_empty_memory_is_nothing_to_verify(tiny):
-    for history in (False, True):
-        episode = play(tiny, *CHECKED, history=history)
-        assert paid(tiny, episode).total == pytest.approx(2 + 0.8 + 0.1 + 0.1 * history)
-        assert paid(tiny, episode, "authors").parts["m_verify"] == 1
+    episode = play(tiny, *CHECKED)
+    assert paid(tiny, episode).total == pytest.approx(2 + 0.8 + 0.1)
+    assert paid(tiny, episode, "authors").parts["m_verify"] == 1
 
 
 def test_presets(tiny):
@@ -182,43 +176,43 @@ KNOWN_ERRORS = (BROKEN, "SELECT 1 FROM singers", "SELECT id FROM singer JOIN lab
 RESULT_TAG = f"SELECT '<answer' || '_sql>{OTHER}</answer_' || 'sql>'"
 
 
-@pytest.mark.parametrize(
-    ("part", "messages", "process", "authors"),
-    [
-        # A clause is right or wrong as a whole.
-        ("proposal", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
-        ("m_verify", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
-        # All calls are proposals: repeats, and those in thoughts and of unknown tools, but not the answer.
-        ("proposal", (call(SPAIN), NO_PASS + call(GOLD), memory(GOLD), answer(GOLD)), 5 / 6, 8 / 9),
-        ("proposal", (f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
-        ("proposal", (call(GOLD), call(SPAIN, "no_such_tool")), 5 / 6, 5 / 6),
-        # The memory tool's own verdict is never read, but that on the execution after it.
-        ("m_verify", (memory(SPAIN), DISAGREES + call(GOLD), PASS + answer(GOLD)), 1 / 3, 2 / 3),
-        # A verdict one message late, in a thought before the one that is meant, in the call's message.
-        ("e_verify", (call(GOLD), call(SPAIN), PASS), 1 / 2, 1),
-        ("e_verify", (call(GOLD), f"<think>not {NO_PASS}</think>" + PASS), 1, 0),
-        ("e_verify", (f"{call(GOLD)} {PASS}", "hm"), 0, 1),
-        # Four errors are known, others are "ok".
-        *(("e_verify", (call(sql), NO_PASS), 1, 1) for sql in KNOWN_ERRORS),
-        *(("e_verify", (call(sql), NO_PASS), 1, 0) for sql in ("SELECT shout(1)", "SELECT 1; SELECT 2")),
-        ("e_verify", (call(BROKEN), PASS), 0, 0),
-        ("e_verify", (call("SELECT shout(1)"), PASS), 0, 1),
-        # So are rows of nothing but NULLs.
-        ("e_verify", (call(NULLS), PASS), 0, 1),
-        ("e_verify", (call(NULLS), NO_PASS), 0.1, 0),
-        # Without an answer the last call is paid in full, then the last thought, then the bare text.
-        ("ex", (f"{answer(GOLD)}<think>{answer(SPAIN)}</think>{answer(GOLD)}",), 1, 1),
-        ("ex", (call(SPAIN), call(GOLD), "no idea"), 0, 1),
-        ("ex", (f"<think>{SPAIN}</think><think>{GOLD}</think>yes",), 0, 1),
-        ("ex", (GOLD,), 0, 1),
-        # An answer in a thought that never ended, and a tag that stands in the result alone.
-        ("ex", (f"<think>{answer(GOLD)}",), 0, 1),
-        ("ex", (call(RESULT_TAG), "no idea"), 0, 1),
-        # Line breaks become blanks, so that "--" hides the rest.
-        ("ex", (answer(GOLD.replace(" WHERE", " -- all\nWHERE")),), 1, 0),
-        ("ex", (answer(GOLD + " -- or older\nAND age > 90"),), 0, 1),
-    ],
-)
+OTHERWISE = [
+    # A clause is right or wrong as a whole.
+    ("proposal", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
+    ("m_verify", (memory(MORE), AGREES + answer(MORE)), 8 / 9, 2 / 3),
+    # All calls are proposals: repeats, and those in thoughts and of unknown tools, but not the answer.
+    ("proposal", (call(SPAIN), NO_PASS + call(GOLD), memory(GOLD), answer(GOLD)), 5 / 6, 8 / 9),
+    ("proposal", (f"<think>{call(SPAIN)}</think>" + call(GOLD), answer(GOLD)), 1, 5 / 6),
+    ("proposal", (call(GOLD), call(SPAIN, "no_such_tool")), 5 / 6, 5 / 6),
+    # The memory tool's own verdict is never read, but that on the execution after it.
+    ("m_verify", (memory(SPAIN), DISAGREES + call(GOLD), PASS + answer(GOLD)), 1 / 3, 2 / 3),
+    # A verdict one message late, in a thought before the one that is meant, in the call's message.
+    ("e_verify", (call(GOLD), call(SPAIN), PASS), 1 / 2, 1),
+    ("e_verify", (call(GOLD), f"<think>not {NO_PASS}</think>" + PASS), 1, 0),
+    ("e_verify", (f"{call(GOLD)} {PASS}", "hm"), 0, 1),
+    # Four errors are known, others are "ok".
+    *(("e_verify", (call(sql), NO_PASS), 1, 1) for sql in KNOWN_ERRORS),
+    *(("e_verify", (call(sql), NO_PASS), 1, 0) for sql in ("SELECT shout(1)", "SELECT 1; SELECT 2")),
+    ("e_verify", (call(BROKEN), PASS), 0, 0),
+    ("e_verify", (call("SELECT shout(1)"), PASS), 0, 1),
+    # So are rows of nothing but NULLs.
+    ("e_verify", (call(NULLS), PASS), 0, 1),
+    ("e_verify", (call(NULLS), NO_PASS), 0.1, 0),
+    # Without an answer the last call is paid in full, then the last thought, then the bare text.
+    ("ex", (f"{answer(GOLD)}<think>{answer(SPAIN)}</think>{answer(GOLD)}",), 1, 1),
+    ("ex", (call(SPAIN), call(GOLD), "no idea"), 0, 1),
+    ("ex", (f"<think>{SPAIN}</think><think>{GOLD}</think>yes",), 0, 1),
+    ("ex", (GOLD,), 0, 1),
+    # An answer in a thought that never ended, and a tag that stands in the result alone.
+    ("ex", (f"<think>{answer(GOLD)}",), 0, 1),
+    ("ex", (call(RESULT_TAG), "no idea"), 0, 1),
+    # Line breaks become blanks, so that "--" hides the rest.
+    ("ex", (answer(GOLD.replace(" WHERE", " -- all\nWHERE")),), 1, 0),
+    ("ex", (answer(GOLD + " -- or older\nAND age > 90"),), 0, 1),
+]
+
+
+@pytest.mark.parametrize(("part", "messages", "process", "authors"), OTHERWISE)
 def test_what_the_released_code_pays_otherwise(tiny, part, messages, process, authors):
     episode = play(tiny, *messages, history=True, result_characters=200)
     rewards = [paid(tiny, episode, preset) for preset in ("process", "authors")]
@@ -234,7 +228,7 @@ def test_the_released_code_reads_the_papers_tool_text(tiny):
 
 
 def test_the_released_code_pays_a_call_without_response_as_right(tiny):
-    said = (call(BROKEN), NO_PASS + call(NO_ROW))
+    said = (call(BROKEN), NO_PASS + call(EMPTY))
     cut = play(tiny, *said, limits=Limits(max_interactions=1))
     assert [paid(tiny, cut, p).parts["e_verify"] for p in ("process", "authors")] == [1, 1]
     rewards = paid(tiny, play(tiny, *said, NO_PASS), "authors")
@@ -302,10 +296,10 @@ LATER = [  # on a later question
 ]
 
 
-@pytest.mark.parametrize(
-    ("hack", "honest", "history"),
-    [*((*pair, False) for pair in FIRST), *((*pair, True) for pair in LATER)],
-)
+HACKS = [*((*pair, False) for pair in FIRST), *((*pair, True) for pair in LATER)]
+
+
+@pytest.mark.parametrize(("hack", "honest", "history"), HACKS)
 def test_no_hack_pays(tiny, hack, honest, history):
     assert total(tiny, *hack, history=history) <= total(tiny, *honest, history=history) + 1e-9
 

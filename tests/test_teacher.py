@@ -176,16 +176,16 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
 def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(tmp_path):
     call = {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})}
     pieces = [{"type": "thinking", "thinking": "Done."}, {"type": "text", "text": final_answer(GOLD)}]
-    for one in ({"tool_calls": [{"id": "1", "type": "function", "function": call}]}, {"function_call": call}):
-        said = {"role": "assistant", "content": None, "reasoning_content": "Draft.", **one}
-        line = line_of(said, {"role": "assistant", "content": pieces})
-        (tmp_path / "line.jsonl").write_text(json.dumps(line))
-        (read,) = read_teacher(tmp_path / "line.jsonl")
-        for thought in ({"thinking": "Done."}, {"content": [{"type": "reasoning", "text": "Done."}]}):
-            said = {"role": "assistant", **thought}
-            assert message_text(said).rstrip() == "<think>\nDone.\n</think>"
-        both = ("Draft.", tool_call(EXEC_SQL, GOLD)), ("Done.", final_answer(GOLD))
-        assert read.messages == [(f"<think>\n{thought}\n</think>\n\n{text}", True) for thought, text in both]
+    calls = {"tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    said = {"role": "assistant", "content": None, "reasoning_content": "Draft.", **calls}
+    line = line_of(said, {"role": "assistant", "content": pieces})
+    (tmp_path / "line.jsonl").write_text(json.dumps(line))
+    (read,) = read_teacher(tmp_path / "line.jsonl")
+    for thought in ({"thinking": "Done."}, {"content": [{"type": "reasoning", "text": "Done."}]}):
+        said = {"role": "assistant", **thought}
+        assert message_text(said).rstrip() == "<think>\nDone.\n</think>"
+    both = ("Draft.", tool_call(EXEC_SQL, GOLD)), ("Done.", final_answer(GOLD))
+    assert read.messages == [(f"<think>\n{thought}\n</think>\n\n{text}", True) for thought, text in both]
 
 
 def test_train_sft_learns_from_a_teachers_file(work, tmp_path):

@@ -1,7 +1,5 @@
 """What Algorithm 1 keeps and selects, why it rejects the rest, and what a checkpoint remembers of it."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -12,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import GOLD, Tiny, environment_of, make_episode, say
+from conftest import GOLD, environment_of, make_episode, say
 from decoders import random_model
 from peft import LoraConfig, get_peft_model
 
@@ -29,20 +27,20 @@ OTHER_CLAUSES = "SELECT name FROM singer WHERE country IN ('france')"  # the sam
 WRONG = "SELECT name FROM singer"
 
 
-@pytest.mark.parametrize(
-    ("sql", "tools", "preset", "recipe", "expected"),
-    [
-        (GOLD, "none", "", MtsqlR1, None),
-        (GOLD, "both", "", MtsqlR1, "off_protocol"),  # answered without executing
-        (None, "none", "", MtsqlR1, "no_answer"),  # out of tokens
-        (WRONG, "none", "", MtsqlR1, "wrong_ex"),
-        (OTHER_CLAUSES, "none", "", MtsqlR1, "wrong_em"),
-        (OTHER_CLAUSES, "none", "", SkyrlSql, None),
-        (REWRITTEN, "none", "", MtsqlR1, None),
-        (REWRITTEN, "none", "paper", MtsqlR1, "wrong_em"),  # the paper's text compares strings
-        (GOLD, "none", "paper", MtsqlR1, None),
-    ],
-)
+FILTERED = [
+    (GOLD, "none", "", MtsqlR1, None),
+    (GOLD, "both", "", MtsqlR1, "off_protocol"),  # answered without executing
+    (None, "none", "", MtsqlR1, "no_answer"),  # out of tokens
+    (WRONG, "none", "", MtsqlR1, "wrong_ex"),
+    (OTHER_CLAUSES, "none", "", MtsqlR1, "wrong_em"),
+    (OTHER_CLAUSES, "none", "", SkyrlSql, None),
+    (REWRITTEN, "none", "", MtsqlR1, None),
+    (REWRITTEN, "none", "paper", MtsqlR1, "wrong_em"),  # the paper's text compares strings
+    (GOLD, "none", "paper", MtsqlR1, None),
+]
+
+
+@pytest.mark.parametrize(("sql", "tools", "preset", "recipe", "expected"), FILTERED)
 def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, recipe, expected):
     episode = make_episode(tiny, tools=tools)
     if sql is None:
@@ -54,15 +52,11 @@ def test_the_first_filter_that_rejects_is_named(tiny, sql, tools, preset, recipe
 
 
 def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(tiny):
-    episodes = [make_episode(tiny, history=history, tools="none") for history in (False, True)]
-    for episode in episodes:
-        say(episode, final_answer(GOLD))
-    pool = [episodes[0].example]
+    episode, rejected = make_episode(tiny, tools="none"), Counter(wrong_ex=2, not_selected=1)
+    say(episode, final_answer(GOLD))
+    pool = [episode.example, replace(episode.example, id="00000/2")]
     progress, rng = warm_start.Progress(list(pool), list(pool)), random.Random(0)
-    found = warm_start.Collected(
-        pool[0].id, 4, 2, [episodes[0].trajectory], Counter(wrong_ex=2, not_selected=1)
-    )
-    progress.add([found], rng)
+    progress.add([warm_start.Collected(pool[0].id, 4, 2, [episode.trajectory], rejected)], rng)
     (round_1,) = progress.coverage
     assert round_1["rejected"] == {"not_selected": 1, "wrong_ex": 2} and round_1["questions_solved"] == 1
     progress.index, progress.step = 3, 7
@@ -72,12 +66,10 @@ def test_rounds_are_counted_solved_questions_leave_and_a_checkpoint_remembers(ti
     assert (again.round, again.index, again.step, again.collected) == (0, 3, 7, True)
     assert (again.remaining, again.solved, again.coverage) == (pool, {pool[0].id}, progress.coverage)
     again.drop_solved()
-    assert again.remaining == [] and not again.collected and again.index == 0
+    assert again.remaining == pool[1:] and not again.collected and again.index == 0
 
 
-def test_collection_keeps_what_is_right_and_calls_a_question_simple_if_easy_or_always_right(
-    tiny, monkeypatch
-):
+def test_collection_keeps_what_is_right_and_calls_questions_simple_if_easy_or_always_right(tiny, monkeypatch):
     first, environment = make_episode(tiny).example, environment_of(tiny)
     hard = "SELECT name FROM singer WHERE country = 'france' GROUP BY name HAVING count(*) < 2 ORDER BY name"
     assert tiny.scorer.hardness("music", GOLD) == "easy" != tiny.scorer.hardness("music", hard)
@@ -94,12 +86,8 @@ def test_collection_keeps_what_is_right_and_calls_a_question_simple_if_easy_or_a
             trajectories.append(episode.trajectory)
         return example, trajectories
 
-    sampled = [
-        played(GOLD, "right", "wrong"),
-        played(hard, "right", "wrong", "right"),
-        played(hard, "right", "unchecked"),
-        played(hard, "wrong"),
-    ]
+    kinds = ((GOLD, "right wrong"), (hard, "right wrong right"), (hard, "right unchecked"), (hard, "wrong"))
+    sampled = [played(gold, *answers.split()) for gold, answers in kinds]
     chosen = []
 
     def select(valid: list[Trajectory], simple: bool, *_: object) -> list[Trajectory]:
@@ -107,26 +95,21 @@ def test_collection_keeps_what_is_right_and_calls_a_question_simple_if_easy_or_a
         return valid[:1]
 
     monkeypatch.setattr(train_sft, "select_trajectories", select)
-    task = SimpleNamespace(
-        processes=Processes(0, 1), environment=environment, scorer=tiny.scorer, policy=None
-    )
-    task.sample = lambda numbered, *_: sampled
+    of = {"environment": environment, "scorer": tiny.scorer, "sample": lambda *_: sampled}
+    task = SimpleNamespace(processes=Processes(0, 1), policy=None, **of)
     config = train_sft.Args(model="m", data=("d",), out="o")
     reward = make_reward("", tiny.scorer, tiny.tokens.decode, 5)
     found = train_sft.collect(config, task, reward, warm_start.Progress([], []))
     right = [trajectories for _, trajectories in sampled]
     assert chosen == [(right[0][:1], True), (right[1][::2], False), (right[2][:1], True)]
     assert [(c.sampled, c.right, len(c.kept)) for c in found] == [(2, 1, 1), (3, 2, 1), (2, 2, 1), (1, 0, 0)]
-    assert found[1].rejected == {"wrong_ex": 1, "not_selected": 1} and found[2].rejected == {
-        "off_protocol": 1
-    }
+    assert [c.rejected for c in found[1:3]] == [{"wrong_ex": 1, "not_selected": 1}, {"off_protocol": 1}]
 
 
 # S2: bounds, clusters and the embeddings behind them
 
 
 OBSERVATION = Observation(EXEC_SQL, "SELECT 1", "ok", "[(1,)]")
-Embed = Callable[[list[Trajectory]], np.ndarray]
 
 
 def make(interactions: int, written: int) -> Trajectory:
@@ -145,7 +128,7 @@ def on_axes(trajectories: list[Trajectory]) -> np.ndarray:
     return np.array([np.eye(3)[token % 3] * token + 0.01 for token in written], np.float32)
 
 
-def chosen(valid: list[Trajectory], simple: bool, embed: Embed, seed: int = 0) -> list[tuple[int, int]]:
+def chosen(valid: list[Trajectory], simple: bool, embed: Callable, seed: int = 0) -> list[tuple[int, int]]:
     """(interactions, sampled token) of what is selected."""
     picked = warm_start.select_trajectories(valid, simple, embed, random.Random(seed))
     return [(t.interactions, t.ids[-1]) for t in picked]
@@ -170,7 +153,7 @@ def test_other_questions_keep_one_long_trajectory_of_each_cluster():
         assert sorted(token % 3 for _, token in picked) == [0, 1, 2]
         assert all(count >= 2 for count, _ in picked)
         seen.update(token for _, token in picked)
-    assert seen == set(range(10, 22))  # any of a warm_start.cluster may be drawn
+    assert seen == set(range(10, 22))  # any of a cluster may be drawn
     assert chosen(valid, False, on_axes, 5) == chosen(valid, False, on_axes, 5)
     assert chosen(valid[:5], False, never) == [(2, 10), (3, 11), (4, 12)]
 
@@ -230,15 +213,6 @@ def test_vectors_without_a_direction_are_refused():
             warm_start.cluster(np.array([[1.0], [bad]]), 2, random.Random(0))
 
 
-def small_model(tiny: Tiny, lora: bool = False) -> torch.nn.Module:
-    torch.manual_seed(1)
-    model = random_model("qwen3", vocab_size=len(tiny.tokens.tokenizer))
-    if lora:
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
-        model = get_peft_model(model, config)
-    return model.train()
-
-
 @pytest.fixture(scope="module")
 def played(tiny) -> list[Trajectory]:
     """Trajectories of 0 to 3 tool interactions, some of prompts of their own."""
@@ -254,8 +228,12 @@ def played(tiny) -> list[Trajectory]:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_policy_embedding_is_the_mean_of_what_it_wrote(tiny, played, lora):
-    policy = small_model(tiny, lora)
-    vectors = warm_start.embed_with_policy(policy, played)
+    torch.manual_seed(1)
+    policy = random_model("qwen3", vocab_size=len(tiny.tokens.tokenizer))
+    if lora:
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
+        policy = get_peft_model(policy, config)
+    vectors = warm_start.embed_with_policy(policy.train(), played)
     assert policy.training and vectors.dtype == np.float32
     policy.eval()
     for trajectory, vector in zip(played, vectors, strict=True):

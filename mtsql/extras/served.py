@@ -188,8 +188,6 @@ def _sampled(choice: dict[str, Any]) -> tuple[list[int], list[float], list[int]]
 def _message(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """A server's message as it is sent back, and as text, its thoughts first; raises one of UNREADABLE."""
     said = {"role": "assistant", "content": None} | {name: given[name] for name in FIELDS if given.get(name)}
-    if given.get("function_call"):  # of before there were several
-        said.setdefault("tool_calls", [{"function": given["function_call"]}])
     if "tool_calls" in said:
         said["tool_calls"] = [_plain_call(*numbered) for numbered in enumerate(said["tool_calls"])]
         # Servers leave the line break before a call in the text, and chat templates write another one.
@@ -202,10 +200,9 @@ def _message(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def message_text(message: dict, write_call: Callable[[dict], str] | None = None) -> str:
     """A chat message as text: thoughts, content, then its calls, as Qwen3's chat template writes them.
 
-    Calls are `tool_calls`, or the `function_call` of before there were several. Thoughts are a field of their
-    own, or pieces of the content, which may be a list; its texts are joined. `write_call` is `call_text` if
-    not given. Raises TypeError, KeyError or AttributeError for what is neither text nor calls, ValueError for
-    arguments that are not JSON.
+    Thoughts are a field of their own, or pieces of the content, which may be a list; its texts are joined.
+    `write_call` is `call_text` if not given. Raises TypeError, KeyError or AttributeError for what is neither
+    text nor calls, ValueError for arguments that are not JSON.
     """
     content = message.get("content") or []
     pieces = [{"text": content}] if isinstance(content, str) else content
@@ -213,8 +210,7 @@ def message_text(message: dict, write_call: Callable[[dict], str] | None = None)
     thoughts += [p.get("text") or p[p["type"]] for p in pieces if p.get("type") in THOUGHTS]
     thought = "\n".join(message_text({"content": part}) for part in thoughts if part).strip()
     texts = [piece["text"] for piece in pieces if piece.get("type") not in THOUGHTS]
-    calls = message.get("tool_calls") or filter(None, [message.get("function_call")])
-    texts += [(write_call or call_text)(call) for call in calls]
+    texts += [(write_call or call_text)(call) for call in message.get("tool_calls") or ()]
     return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + "\n".join(texts)
 
 
@@ -362,6 +358,8 @@ def check_policy(config: Served) -> None:
     """Raise UserError unless --model is given, or --address with what it needs."""
     if bool(config.model) == bool(config.address):
         raise UserError("give --model FOLDER, or --address URL with --api-model NAME")
+    if config.model and config.own_temperature:
+        raise UserError("--own-temperature is of a policy at --address, not of --model")
     if config.address and not (config.api_model and config.tokenizer):
         raise UserError("--address needs --api-model NAME and --tokenizer FOLDER")
 

@@ -1,7 +1,7 @@
 """Warm start from a teacher's trajectories (SQL-Trail, sections 3.2, 4.2 and A.6), for every recipe.
 
 A teacher's file holds one conversation a line, a JSON object as mtsql.report.records and other programs write
-it: `messages` with `role` and `content` (and perhaps `tool_calls`), `example_id` or `db_id` where known, and
+it: `messages` with `role` and `content` (and perhaps `tool_calls`), `example_id`, `db_id` where known, and
 `tool_set` if the conversation has other tools than the run. An assistant's message with `weight` 0 is played
 but not learned.
 Only the assistant's messages are used. They are played again in our own environment, so that prompt,

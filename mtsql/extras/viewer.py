@@ -75,7 +75,8 @@ def render(record: dict, colour: bool) -> str:
     lines = [RULE, paint(f"{record['example_id']}   {status}", BOLD), RULE]
     for segment, (trained, total) in zip(record["segments"], counts, strict=True):
         lines.append(paint(f"[{segment['role']}: {total} tokens, {trained} trained]", BOLD))
-        lines.append(paint(segment["text"], COLOURS[segment["role"]]))
+        learned = trained or segment["role"] != "model"
+        lines.append(paint(segment["text"], COLOURS[segment["role"]] if learned else ""))
     return "\n".join([*lines, paint(f"[answer] {record.get('answer_sql') or '-'}", BOLD)])
 
 
@@ -90,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if given.beside and not given.html:
         raise UserError("--beside needs --html OUT.html")
+    if given.html and given.index is not None:
+        raise UserError("--index is for the terminal; the page of --html has all trajectories")
     if given.html and given.html.suffix != ".html":
         raise UserError(f"--html {given.html} should end in .html")
     if given.html:

@@ -79,7 +79,8 @@ def compact_result(result: ExecutionResult | None, limit: int) -> str:
         return "?"
     if not result.ok:
         return f"error: {result.message}"[: 4 * limit]
-    cells = ["|".join("null" if v is None else one_line(str(v)) for v in row) for row in result.rows]
+    rows = result.rows[: limit + 1]  # each is a character at least, so that no further one is shown
+    cells = ["|".join("null" if v is None else one_line(str(v)) for v in row) for row in rows]
     return cut(" ; ".join(cells) or "empty", limit, " ...")
 
 

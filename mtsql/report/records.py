@@ -9,7 +9,6 @@ import json
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,6 @@ from mtsql.sql.text import as_executed, in_normal_form
 
 RESULT_CHARACTERS = 300
 ROLES = ("prompt", "model", "environment")
-# What `mtsql.extras.viewer` shows.
-OF_A_RECORD = itemgetter("example_id", "status")
-OF_A_SEGMENT = itemgetter("text", "loss_mask_sum", "ids")
 
 
 def question_record(trajectory: Trajectory, example: Example, scorer: Scorer, decode: Decode) -> dict:
@@ -70,10 +66,11 @@ def read_records(path: Path) -> Iterator[dict]:
     """The records of a JSONL file. Raises UserError for a missing file or a line that is no trajectory."""
     for number, record in load_json_lines(path):
         with loading(f"{path}, line {number}: not a trajectory"):
-            _ = OF_A_RECORD(record), float(0 if (reward := record.get("reward")) is None else reward + 0)
+            _ = record["example_id"], record["status"]  # which `mtsql.extras.viewer` shows
+            _ = float(0 if (reward := record.get("reward")) is None else reward + 0)
             for segment in record["segments"]:
-                text, trained, ids = OF_A_SEGMENT(segment)
-                _ = text + "".join(segment.get("tokens", ())), trained + len(ids)
+                _ = segment["text"] + "".join(segment.get("tokens", ()))
+                _ = segment["loss_mask_sum"] + len(segment["ids"])
                 ROLES.index(segment["role"])
         yield record
 

@@ -176,6 +176,10 @@ def training_groups(
         else:
             if len(chunks) < DATABASES[phase]:
                 chunks += by_database(asked, config.questions_per_database, rng)
+                if len(chunks) < DATABASES[phase]:
+                    raise UserError(
+                        "too few databases have so many questions; lower --questions-per-database"
+                    )
             groups = []
             for _ in range(DATABASES[phase]):
                 played = environments[0] if len(environments) == 1 else rng.choice(environments)

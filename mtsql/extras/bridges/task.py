@@ -19,10 +19,11 @@ from mtsql.agent.trajectory import Stop, Trajectory
 from mtsql.config import Rewarded, Sampled, option, read_options
 from mtsql.data.datasets import Example, examples
 from mtsql.errors import UserError
+from mtsql.learn.parallel import Processes
 from mtsql.model_folder import load_tokenizer
 from mtsql.recipes.rewards import RewardFunction, Rewards
-from mtsql.sql.score import Scorer, print_left_out, scorable
-from mtsql.task import draw_questions, load_split, make_sampling, reward_function, task_over
+from mtsql.sql.score import Scorer
+from mtsql.task import draw_questions, load_split, make_sampling, playable, reward_function, task_over
 
 # Writes one message to each sequence of ids: the sampled ids and their log-probabilities.
 Write = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]]]]
@@ -57,18 +58,8 @@ class Task:
     sampling: Sampling  # limits and stop strings of a message; the engine has its own temperature
 
     def playable(self) -> list[str]:
-        """Ids of the questions that can be scored and whose prompt is within its limit: rows of a dataset.
-
-        Raises UserError if there is none.
-        """
-        asked = scorable(self.in_play, self.scorer)
-        print_left_out(self.in_play, asked, "their gold SQL does not run")
-        fits = self.environment.fits(asked)
-        short = [example for example, fit in zip(asked, fits, strict=True) if fit]
-        print_left_out(asked, short, "their prompt is longer than --max-prompt-tokens")
-        if not short:
-            raise UserError("no question is left to play; raise --max-prompt-tokens, or give other --data")
-        return [example.id for example in short]
+        """Ids of the questions that become rows of a dataset. Raises UserError if there is none."""
+        return [e.id for e in playable(self.in_play, self.environment, self.scorer, Processes(0, 1))]
 
     def episode(self, example_id: str, seed: int) -> Episode:
         """A new episode of a question. Raises UserError for an id that the data does not have."""

@@ -208,7 +208,7 @@ def format_result(result: ExecutionResult) -> str:
     rule = ["-" * width for width in widths]
     table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, rule, *rows)]
     number, more = len(result.rows), len(result.rows) - len(rows)
-    count = "1 row" if number == 1 else f"{number}{' or more' if result.truncated else ''} rows"
+    count = f"{number}{' or more' if result.truncated else ''} row{'s' * (number != 1 or result.truncated)}"
     return "\n".join([*table, f"({count}{f', {more} not shown' if more else ''})"])
 
 

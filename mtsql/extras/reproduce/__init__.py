@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ class Part(NamedTuple):
 
     def listed(self) -> str:
         """Its command, and whether it is done."""
-        return f"{'done' if self.done.exists() else 'to do':<6} python {' '.join(self.command)}"
+        return f"{'done' if self.done.exists() else 'to do':<6} python {shlex.join(self.command)}"
 
 
 def refuse_other_options(part: Part) -> None:
@@ -49,7 +50,7 @@ def run_part(title: str, command: list[str], done: Path) -> None:
     Ctrl-C reaches the command as well, which saves what it has done before it ends; then this exits.
     SIGTERM is passed on, so that no command is left alone. Another process that needs the same waits.
     """
-    print(f"\n== {title}\n   python {' '.join(command)}", flush=True)
+    print(f"\n== {title}\n   python {shlex.join(command)}", flush=True)
     done.parent.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(done.parent.with_name(f".{done.parent.name}.part.lock")):
         if done.exists():

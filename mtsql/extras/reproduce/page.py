@@ -113,12 +113,15 @@ def write_page(suite: Suite, made_by: str, path: Path, base: str = "") -> Path:
             "accuracy": [accuracy_row(suite, arm, of_arm) for arm, of_arm in accuracy[dataset].items()],
             "differences": difference_rows(suite, by_arm),
             "parts": part_tables(by_arm),
-            "lacking": [arm for arm in suite.arms if dataset in suite.sets_of(arm) and arm not in by_arm],
         }
         for dataset, by_arm in of.items()
     }
     shown = {"suite": suite, "made_by": made_by, "sets": sets, "listed": listed, "stem": path.stem}
     shown["means"] = means_of_both(*(accuracy.get(dataset, {}) for dataset in ("sparc", "cosql")))
+    shown["lacking"] = {
+        asked: [a for a in suite.arms if asked in suite.sets_of(a) and a not in of.get(asked, {})]
+        for asked in suite.sets
+    }
     shown |= {"curves": figures["curves"], "notes": path.with_name(f"{path.stem}_notes.md").exists()}
     template = Path(__file__).with_name("page.md.jinja").read_text(encoding="utf-8")
     text = Template(template, trim_blocks=True, lstrip_blocks=True).render(shown)
@@ -196,13 +199,14 @@ def parts_of_summary(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def curve(training: Path) -> list[list[float]]:
-    """Step and EX in % of the run of GRPO in a folder; none of another."""
-    for path in (training / "dev.csv", training / "metrics.csv"):
+    """Steps done and EX in % of the run of GRPO in a folder; none of another."""
+    for name, done in (("dev.csv", 1), ("metrics.csv", 0)):  # the latter is of what a step begins with
+        path = training / name
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
                 rows = [row for row in csv.DictReader(file) if row.get("ex")]
             if rows:  # dev.csv is empty without --evaluate-every
-                return [[int(row["step"]) + 1, round(100 * float(row["ex"]), 2)] for row in rows]
+                return [[int(row["step"]) + done, round(100 * float(row["ex"]), 2)] for row in rows]
     return []
 
 
