@@ -10,8 +10,6 @@ the bandwidth that a large copy reaches in the same run. Hugging Face `generate`
 length for comparison (its prefill is timed apart and taken off). --json is written after each figure.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

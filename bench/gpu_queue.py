@@ -16,8 +16,6 @@ adapters in bfloat16. Jobs of RL need the policies that they start from under OU
 requirements.txt: older transformers compute the rotary embedding in TF32, unlike our decoder.
 """
 
-from __future__ import annotations
-
 import io
 import lzma
 import signal

@@ -12,8 +12,6 @@ Those of tests/hostile.py, which every test run tries, and here:
 - copied: every slow function in every place to which SQLite copies an aliased expression
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import tempfile

@@ -7,8 +7,6 @@ outputs between them, so all three sample the same number of tokens. The order o
 between the repetitions; the ratios are medians. How far (a) is from the floor on a GPU: bench/decode.py.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import statistics

@@ -1,7 +1,5 @@
 """How large is it? Lines of code (no blanks, comments, docstrings), files, options: python bench/size.py"""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -12,8 +12,6 @@ Wanted: speedup at least 2 (the slower of both steps), loss_memory_ratio at most
 tokens), shared_prompt_time_saved at least 0.8 of tokens_saved_share.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

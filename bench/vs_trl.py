@@ -8,8 +8,6 @@ whichever of --trl-micro-batches is fastest, no gradient checkpointing, float32 
 warm-up has rate 0. train_grpo.py has the micro-batch of --config.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -4,8 +4,6 @@ They run on the database that `make_database` writes. tests/test_hostile.py runs
 bench/hostile.py prints a table of what becomes of them.
 """
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import time

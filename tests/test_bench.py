@@ -3,8 +3,6 @@
 Not what needs a GPU or TRL: decode.py runs on the CPU, vs_trl.py without TRL's side.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -17,17 +15,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
-from conftest import TOY as TOY_CONFIG
+from conftest import ROOT, TOY, run
 from safetensors.torch import load, save_file
 
-from evaluate import Args as EvaluateArgs
 from mtsql.config import read_options
-from train_grpo import Args as GrpoArgs
-from train_sft import Args as SftArgs
+from mtsql.extras.ablate import ARGS
 
 BENCH = ROOT / "bench"
-SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py"))
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"vocab_size": 128, "head_dim": 16}
 
@@ -66,8 +60,7 @@ def real(work, tmp_path) -> Path:
 
 def test_all_scripts_are_tried_here():
     tried = Path(__file__).read_text()
-    untried = [name for name in SCRIPTS if f"test_{name}(" not in tried]
-    assert untried == []
+    assert [path for path in BENCH.glob("*.py") if f"test_{path.stem}(" not in tried] == []
 
 
 def test_decode(tmp_path):
@@ -80,23 +73,20 @@ def test_decode(tmp_path):
 
 def test_gpu_queue(script, monkeypatch, capsys, real, work, tmp_path):
     queue = script("gpu_queue")
-    classes = {"train_sft.py": SftArgs, "train_grpo.py": GrpoArgs, "evaluate.py": EvaluateArgs}
     for words in (words for commands in queue.JOBS.values() for words in commands.values()):
-        if words[0] in classes:
+        if words[0] in ARGS:
             given = [word.format(data="d", out="o") for word in words[1:]]
-            assert read_options(classes[words[0]], "", [*given, "--out", "o"]).wording in ("compact", "paper")
+            assert read_options(ARGS[words[0]], "", [*given, "--out", "o"]).wording in ("compact", "paper")
     small = ["--model", str(work / "imitation"), "--targets", "gold", "--rounds", "1", "--questions", "2"]
-    mix = ["--data", "{data}/real/train_mix.json", "--tables", "{data}/sparc/tables.json"]
-    mix += ["--databases", "{data}/database", "--resume"]
-    command = ["train_sft.py", *TOY_CONFIG, *small, "--tools", "none", *mix]
+    mix = "--data {data}/real/train_mix.json --tables {data}/sparc/tables.json --databases {data}/database"
+    command = ["train_sft.py", *TOY, *small, "--tools", "none", *mix.split(), "--resume"]
     monkeypatch.setattr(queue, "JOBS", {"one": {"arm": command}})
     with pytest.raises(SystemExit) as ended:
         start(queue, monkeypatch, "run", "one", "--data", real, "--out", tmp_path / "out")
     assert ended.value.code == 0, (tmp_path / "out" / "arm.log").read_text()
     assert "{'arm': 0}" in capsys.readouterr().out
     assert (tmp_path / "out" / "arm" / "policy" / "config.json").is_file()
-    adapter = {"lora_A": torch.ones(2, 3)}
-    save_file(adapter, tmp_path / "out" / "arm" / "policy" / "adapter_model.safetensors")
+    save_file({"lora_A": torch.ones(2, 3)}, tmp_path / "out" / "arm" / "policy" / "adapter_model.safetensors")
     start(queue, monkeypatch, "collect", tmp_path / "out", tmp_path / "back")
     packed = b"".join(part.read_bytes() for part in sorted((tmp_path / "back").iterdir()))
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r:xz") as tar:
@@ -128,9 +118,7 @@ def test_rollout(script, monkeypatch, tmp_path):
 def test_size(script, monkeypatch, capsys, tmp_path):
     size = script("size")
     file = tmp_path / "small.py"
-    file.write_text(
-        '"""Text."""\n\n# why\ndef f(a, *, b):\n    """Text\n    of two."""\n    return """a\n\nb"""\n'
-    )
+    file.write_text('"""Text."""\n\n#\ndef f(a, *, b):\n    """Text\n    of 2."""\n    return """a\n\nb"""\n')
     assert (size.code_lines(file), size.most_parameters(file)) == (4, 2)
     monkeypatch.setattr(size, "LOADED", size.LOADED.replace("train_grpo, ", ""))  # nor torch with it
     start(size, monkeypatch)
@@ -162,9 +150,7 @@ def test_vs_trl(script, monkeypatch, capsys, work, tmp_path):
     with pytest.raises(SystemExit):
         start(bench, monkeypatch, *asked, "--trl-micro-batches", 3)
     assert "--trl-micro-batches should divide 4" in capsys.readouterr().err
-    chosen = bench.argparse.Namespace(
-        config=TOY_CONFIG[1], model=work / "imitation", data=[work / "benchmark"], turn_tokens=20, prompts=2,
-        samples=2,
-    )  # fmt: skip
+    sizes = {"config": TOY[1], "turn_tokens": 20, "prompts": 2, "samples": 2}
+    chosen = bench.argparse.Namespace(model=work / "imitation", data=[work / "benchmark"], **sizes)
     seconds, _ = bench.train_here(chosen, 1, tmp_path / "here", 0)
     assert len(seconds) == 1 and seconds[0] > 0

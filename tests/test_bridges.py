@@ -1,7 +1,5 @@
 """The same episodes under other engines: their ids, loss masks, rewards and gradients are ours."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

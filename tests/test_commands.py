@@ -1,7 +1,5 @@
 """The command mtsql: what it lists, one GRPO step explained, grids of trainings."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,23 +33,21 @@ def test_help_says_what_a_command_does_without_importing_torch(name):
     assert done.stdout.endswith("False\n") and len(done.stdout) > 200, done.stdout + done.stderr
 
 
-STEP = ["--steps", explain.DRAWS, "--prompts-per-step", 1, "--samples-per-prompt", 6]
-STEP += ["--temperature", 1.5, "--seed", 4]
+STEP = f"--steps {explain.DRAWS} --prompts-per-step 1 --samples-per-prompt 6 --temperature 1.5 --seed 4"
 
 
 @pytest.fixture(scope="module")
 def explained(work, tmp_path_factory):
     """Options, and the step that they make."""
-    given = [*data_of(work), "--out", tmp_path_factory.mktemp("e"), *STEP]
+    given = [*data_of(work), "--out", tmp_path_factory.mktemp("e"), *STEP.split()]
     config = read_options(GrpoArgs, None, list(map(str, given)))
     task = begin_task(config, "train")
-    asked = training_questions(config, task)
-    return config, explain.one_step(config, task, asked), task
+    return config, explain.one_step(config, task, training_questions(config, task)), task
 
 
 def test_the_step_explained_is_the_step_that_is_trained(explained, work, tmp_path):
     _, step, _ = explained
-    run("train_grpo.py", *data_of(work), "--out", tmp_path, *STEP)
+    run("train_grpo.py", *data_of(work), "--out", tmp_path, *STEP.split())
     trained = next(r for r in rows_of(tmp_path / "metrics.csv") if float(r["informative_groups"]))
     for name in ("gradient_norm", "entropy", "learning_rate", "logprob_gap"):
         assert step.statistics[name] == pytest.approx(float(trained[name]), rel=1e-4, abs=1e-6), name
@@ -95,9 +91,8 @@ def test_text_and_page_show_each_number(explained):
 def test_explaining_what_cannot_be_is_one_sentence(explained, work):
     config, _, task = explained
     calm = replace(config, temperature=1e-4)
-    asked = training_questions(config, task)
     with pytest.raises(UserError, match="earn the same, so the step does nothing"):
-        explain.one_step(calm, task, asked[:1])
+        explain.one_step(calm, task, training_questions(config, task)[:1])
     said = run("-m", "mtsql.extras.explain", *data_of(work), "--question", "none/0", expect=2)
     assert "--question none/0 is not in the data" in said
 
@@ -128,12 +123,10 @@ def test_a_grid_is_commands_that_its_scripts_read(tmp_path):
     cells = ablate.cells_of(["divide_by=group,nonsense"])
     with pytest.raises(SystemExit):  # before anything runs
         ablate.parts_of_grid(chosen, ablate.suite_of(chosen, rest, cells), cells)
-    with pytest.raises(UserError, match="--vary steps should be an option, =, and different values"):
-        ablate.cells_of(["steps"])
-    with pytest.raises(UserError, match="different values"):
-        ablate.cells_of(["steps=3,3"])
-    with pytest.raises(UserError, match="a grid has one --data"):
-        ablate.cells_of(["data=sparc,cosql"])
+    wrong = {"steps=3,3": "different values", "data=sparc,cosql": "a grid has one --data"}
+    for vary, said in (wrong | {"steps": "--vary steps should be an option, =, and different"}).items():
+        with pytest.raises(UserError, match=said):
+            ablate.cells_of([vary])
     cells = ablate.cells_of(["model=models/toy/seed0,models/toy/seed1"])  # what each made is evaluated
     *_, evaluation = ablate.parts_of_grid(chosen, ablate.suite_of(chosen, rest, cells), cells)
     asked = read_options(EvaluateArgs, None, evaluation.command[1:])
@@ -176,9 +169,8 @@ def test_a_grid_is_made_into_a_page(work, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(ablate, "run_part", lambda _, command, done: done.exists() or run(*command))
     out = tmp_path / "o"
-    given = [*data_of(work), "--vary", "divide_by=group,none", "--out", out, "--steps", 1]
-    given += ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--dialogues", 2]
-    given = [str(word) for word in given]
+    given = "--vary divide_by=group,none --steps 1 --prompts-per-step 2 --samples-per-prompt 2 --dialogues 2"
+    given = [*map(str, data_of(work)), "--out", str(out), *given.split()]
     ablate.main(*ablate.read_arguments([*given, "--dry-run"]))
     shown = capsys.readouterr().out
     assert shown.count("to do  python train_grpo.py") == 2 and shown.count("to do  python evaluate.py") == 3

@@ -1,7 +1,5 @@
 """Configuration and input errors: one sentence, exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,36 +33,35 @@ def test_command_line_overrides_file_and_defaults(tmp_path):
     assert (config.seed, config.tools, config.epochs, config.rows) == (4, "none", 2.0, 256)
 
 
-@pytest.mark.parametrize(
-    ("toml", "argv", "message"),
-    [
-        ("", ["--rows", "0"], "--rows: should be at least 1, not 0"),
-        ("", ["--epochs", "nan"], "--epochs: should be at least 0.01 and finite, not nan"),
-        ("", ["--learning-rate=-1e-4"], "--learning-rate: should be at least 0 and finite, not -0.0001"),
-        ("", ["--temperature=0"], "--temperature: should be at least 0.01 and finite, not 0.0"),
-        ("[common]\nsql_timeout = inf", [], "c.toml: [common]: error: argument --sql-timeout: should be"),
-        ("[sft]\nrows = 0", [], "[sft]: error: argument --rows: should be at least 1, not 0"),
-        ("[common]\nsplit = 'dev'", [], "[common] has an unknown field 'split'"),
-        ("", ["--recipe", "sql_trail"], "--tools both needs a memory, which only"),
-        ("", ["--sead", "1"], "unrecognized arguments: --sead"),
-        ("", ["--see", "1"], "unrecognized arguments: --see"),
-        ("", ["--tools", "all"], "argument --tools: invalid choice: 'all'"),
-        ("[sft]\nepoch = 1", [], "[sft] has an unknown field 'epoch'"),
-        ("[stf]\nepochs = 1", [], "unknown table [stf]"),
-        ("[sft]\nepochs = 'x'", [], "c.toml: [sft]: error: argument --epochs: invalid float value: 'x'"),
-        ("[sft]\nepochs = true", [], "c.toml: [sft]: error: argument --epochs: expected one argument"),
-        ("[common]\nerror_hints = 'yes'", [], "--no-error-hints: ignored explicit argument 'yes'"),
-        ("[common]\ntools = ['both', 'none']", [], "[common]: error: unrecognized arguments: none"),
-        ("[sft\n", [], "not valid TOML"),
-        ("common = 3", [], "common should be one table, [common]"),
-        ("[[common]]\nrows = 3", [], "common should be one table, [common]"),
-        ("# caf\udce9", [], "c.toml is not valid TOML"),  # a byte that is not UTF-8
-        ("", ["--config", "nowhere.toml"], "nowhere.toml: No such file"),
-        ("", ["--config", "n" * 300], "File name too long"),
-        ("", ["--config", "configs"], "configs: Is a directory"),
-        ("", ["--out", ""], "give --out"),  # a variable of the shell that is not set
-    ],
-)
+WRONG = [
+    ("", ["--rows", "0"], "--rows: should be at least 1, not 0"),
+    ("", ["--epochs", "nan"], "--epochs: should be at least 0.01 and finite, not nan"),
+    ("", ["--learning-rate=-1e-4"], "--learning-rate: should be at least 0 and finite, not -0.0001"),
+    ("", ["--temperature=0"], "--temperature: should be at least 0.01 and finite, not 0.0"),
+    ("[common]\nsql_timeout = inf", [], "c.toml: [common]: error: argument --sql-timeout: should be"),
+    ("[common]\nsplit = 'dev'", [], "[common] has an unknown field 'split'"),
+    ("", ["--recipe", "sql_trail"], "--tools both needs a memory, which only"),
+    ("", ["--sead", "1"], "unrecognized arguments: --sead"),
+    ("", ["--see", "1"], "unrecognized arguments: --see"),
+    ("", ["--tools", "all"], "argument --tools: invalid choice: 'all'"),
+    ("[sft]\nepoch = 1", [], "[sft] has an unknown field 'epoch'"),
+    ("[stf]\nepochs = 1", [], "unknown table [stf]"),
+    ("[sft]\nepochs = 'x'", [], "c.toml: [sft]: error: argument --epochs: invalid float value: 'x'"),
+    ("[sft]\nepochs = true", [], "c.toml: [sft]: error: argument --epochs: expected one argument"),
+    ("[common]\nerror_hints = 'yes'", [], "--no-error-hints: ignored explicit argument 'yes'"),
+    ("[common]\ntools = ['both', 'none']", [], "[common]: error: unrecognized arguments: none"),
+    ("[sft\n", [], "not valid TOML"),
+    ("common = 3", [], "common should be one table, [common]"),
+    ("[[common]]\nrows = 3", [], "common should be one table, [common]"),
+    ("# caf\udce9", [], "c.toml is not valid TOML"),  # a byte that is not UTF-8
+    ("", ["--config", "nowhere.toml"], "nowhere.toml: No such file"),
+    ("", ["--config", "n" * 300], "File name too long"),
+    ("", ["--config", "configs"], "configs: Is a directory"),
+    ("", ["--out", ""], "give --out"),  # a variable of the shell that is not set
+]
+
+
+@pytest.mark.parametrize(("toml", "argv", "message"), WRONG)
 def test_wrong_options_are_one_sentence_and_exit_code_2(tmp_path, capsys, toml, argv, message):
     path = tmp_path / "c.toml"
     path.write_bytes(toml.encode("utf-8", "surrogateescape"))
@@ -96,9 +93,7 @@ def test_shipped_configs_are_valid(path, cls):
 def test_of_several_files_the_later_overrides():
     paper, ours = "configs/sql_trail.toml", "configs/recipes.toml"
     for files in (["--config", paper, ours], ["--config", paper, "--config", ours]):
-        config = read_options(
-            GrpoArgs, "", [*files, "--data", "d", "--out", "o", "--model", "m", "--data", "e"]
-        )
+        config = read_options(GrpoArgs, "", [*files, *"--data d --out o --model m --data e".split()])
         assert (config.recipe, config.clip_high, config.prompts_per_step) == ("sql_trail", 0.28, 24)
         assert config.data == ("d", "e")
 
@@ -139,14 +134,10 @@ def test_only_our_own_errors_become_a_sentence(capsys):
 
 
 def test_a_closed_pipe_that_is_not_the_readers_is_a_defect():
-    with pytest.raises(BrokenPipeError):
-        user_errors(os.write, _closed_pipe(), b"x")
-
-
-def _closed_pipe():
     reads, writes = os.pipe()
     os.close(reads)
-    return writes
+    with pytest.raises(BrokenPipeError):
+        user_errors(os.write, writes, b"x")
 
 
 def test_data_that_is_not_there_is_named(tiny, tmp_path):
@@ -155,7 +146,5 @@ def test_data_that_is_not_there_is_named(tiny, tmp_path):
         load_dataset([(tmp_path / "absent.json", tables, databases)])
     with pytest.raises(UserError, match="of a database named in"):
         load_dataset([(tmp_path / "absent.json", tables, tmp_path)])
-    with pytest.raises(UserError, match="has no dev split"):
-        find_split(str(tmp_path), "dev")
     with pytest.raises(OSError, match="File name too long"):  # which a command says in a sentence
         find_split("x" * 300, "dev")

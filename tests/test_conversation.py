@@ -1,7 +1,5 @@
 """A dialogue over one's own database: in the terminal, and as a page in a browser."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import json
@@ -154,6 +152,9 @@ def test_commands_and_tables(tiny, tmp_path):
     assert lines[0].split() == ["n", "text", "blob", "none", "bad"]
     assert lines[2].split() == ["0", "x" * 37 + "...", "2", "bytes", "NULL", "a\\x1b[2J"]
     assert lines[-1] == "(30 or more rows, 10 not shown)" and len(lines) == 23
+    one = ExecutionResult("rows", ("n",), ((1,),))
+    assert chat.format_result(one).endswith("(1 row)")
+    assert chat.format_result(replace(one, truncated=True)).endswith("(1 or more rows)")
     assert (
         chat.format_result(ExecutionResult("error", message="no such table: x"))
         == "it fails: no such table: x"

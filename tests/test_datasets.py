@@ -1,7 +1,5 @@
 """Datasets: official layouts of single questions (Spider, its variants, BIRD, SynSQL), real ones, the mix."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -11,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import GOLD, QUESTION, SAMPLE, SHARED, TABLES, Tiny, environment_of, make_database
+from conftest import GOLD, QUESTION, SAMPLE, TABLES, Tiny, environment_of, make_database
 
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment
@@ -344,10 +342,7 @@ def test_toy_singles_are_the_first_turns_of_the_toy_dialogues(tmp_path):
     assert [by_turn[:1] for by_turn in whole] == firsts and any(firsts)
 
 
-# Real questions: played at random by each recipe with the real tokenizer, and well by ours; the training mix
-
-
-REAL = SHARED / "data"
+# Real questions, played well by our agent; the training mix
 
 
 def test_a_good_agent_earns_all_that_there_is_and_is_exported(tiny):

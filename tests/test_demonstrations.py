@@ -1,7 +1,5 @@
 """Demonstrations: what is played and learned, that repairs need the observation; a probe of what is used."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

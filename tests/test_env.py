@@ -1,7 +1,5 @@
 """The MDP: Equation 1, the tools, every way to end, and what counts as what."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import GOLD, answer_to, make_episode, say
 
@@ -16,21 +14,15 @@ WIDE = Limits(max_prompt_tokens=20_000, max_response_tokens=40_000, max_tool_tok
 A = ActionType
 
 
-@pytest.mark.parametrize(
-    ("previous", "passed", "expected"),
-    [
-        (None, None, A.PROPOSE),
-        (A.PROPOSE, None, A.EXECUTE),
-        (A.SELF_CORRECT, None, A.EXECUTE),
-        (A.EXECUTE, None, A.E_VERIFY),
-        (A.E_VERIFY, True, A.M_VERIFY),
-        (A.E_VERIFY, False, A.SELF_CORRECT),
-        (A.E_VERIFY, None, A.SELF_CORRECT),  # a missing verdict is not a pass
-        (A.M_VERIFY, False, A.SELF_CORRECT),
-        (A.M_VERIFY, None, A.SELF_CORRECT),
-        (A.M_VERIFY, True, A.FINALIZE),
-    ],
-)
+EQUATION_1 = [  # a missing verdict is not a pass
+    (None, None, A.PROPOSE), (A.PROPOSE, None, A.EXECUTE), (A.SELF_CORRECT, None, A.EXECUTE),
+    (A.EXECUTE, None, A.E_VERIFY),
+    (A.E_VERIFY, True, A.M_VERIFY), (A.E_VERIFY, False, A.SELF_CORRECT), (A.E_VERIFY, None, A.SELF_CORRECT),
+    (A.M_VERIFY, True, A.FINALIZE), (A.M_VERIFY, False, A.SELF_CORRECT), (A.M_VERIFY, None, A.SELF_CORRECT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("previous", "passed", "expected"), EQUATION_1)
 def test_equation_1(previous, passed, expected):
     assert next_action(previous and Action(previous, 0, None, passed), BOTH, True) is expected
 
@@ -55,10 +47,8 @@ def test_a_whole_episode_follows_the_protocol(tiny):
     assert not say(episode, verdict(MEMORY_RETRIEVE, True) + final_answer(GOLD))
     t = episode.trajectory
     assert (t.status, t.answer_sql, t.off_protocol) == (Status.ANSWERED, GOLD, 0)
-    assert [a.type for a in t.actions] == [
-        A.PROPOSE, A.EXECUTE, A.E_VERIFY, A.M_VERIFY,
-        A.SELF_CORRECT, A.EXECUTE, A.E_VERIFY, A.M_VERIFY, A.FINALIZE,
-    ]  # fmt: skip
+    checks = [A.EXECUTE, A.E_VERIFY, A.M_VERIFY]
+    assert [a.type for a in t.actions] == [A.PROPOSE, *checks, A.SELF_CORRECT, *checks, A.FINALIZE]
     assert "SELECT count(*) FROM singer" in t.observations[1].text
     assert [s.role for s in t.segments] == ["prompt", *["model", "environment"] * 4, "model"]
     for segment in t.segments:
@@ -98,27 +88,26 @@ def test_the_same_query_in_another_layout_is_no_new_candidate(tiny):
     assert corrected.trajectory.off_protocol == 0
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        ("SELECT a FROM t", "select  A\nfrom T ;", True),
-        ("SELECT a FROM t", "SELECT a FROM t;;\n; -- end", True),
-        ("SELECT a>=1", "SELECT a >= 1", True),
-        ("SELECT a>=1", "SELECT a> =1", False),  # which does not run
-        ("SELECT a<>-1", "SELECT a <> - 1", True),
-        ("SELECT 'a'", "SELECT 'A'", False),
-        ("SELECT 'a b'", "SELECT 'a  b'", False),
-        ("SELECT '--'", "SELECT ''", False),
-        ('SELECT "A" FROM t', 'SELECT "a" FROM t', False),
-        ("SELECT [A b]", "SELECT [A  b]", False),
-        ("SELECT 'it''s A'", "SELECT 'it''s a'", False),
-        ("SELECT 1; SELECT 2", "SELECT 1", False),
-        ("SELECT É", "SELECT é", False),  # SQLite folds ASCII only
-        ("SELECT -- 'a\n1", "SELECT 1", True),
-        ("'" * 99_999, "'" * 99_998, False),
-        ("/* " * 50_000, "", True),
-    ],
-)
+QUERIES = [
+    ("SELECT a FROM t", "select  A\nfrom T ;", True),
+    ("SELECT a FROM t", "SELECT a FROM t;;\n; -- end", True),
+    ("SELECT a>=1", "SELECT a >= 1", True),
+    ("SELECT a>=1", "SELECT a> =1", False),  # which does not run
+    ("SELECT a<>-1", "SELECT a <> - 1", True),
+    ("SELECT 'a b'", "SELECT 'a  b'", False),
+    ("SELECT '--'", "SELECT ''", False),
+    ('SELECT "A" FROM t', 'SELECT "a" FROM t', False),
+    ("SELECT [A b]", "SELECT [A  b]", False),
+    ("SELECT 'it''s A'", "SELECT 'it''s a'", False),
+    ("SELECT 1; SELECT 2", "SELECT 1", False),
+    ("SELECT É", "SELECT é", False),  # SQLite folds ASCII only
+    ("SELECT -- 'a\n1", "SELECT 1", True),
+    ("'" * 99_999, "'" * 99_998, False),
+    ("/* " * 50_000, "", True),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "same"), QUERIES)
 def test_same_query(a, b, same):
     assert same_query(a, b) is same_query(b, a) is same
     assert same_query(a, a) and same_query(b, b)
@@ -133,8 +122,7 @@ def test_prompts_and_observations_name_the_tools_that_there_are(tiny, tools, his
     for tool in episode.tools:
         say(episode, tool_call(tool, GOLD))
         said.append(episode.trajectory.observations[-1].text)
-    missing = {EXEC_SQL: "exec_verify", MEMORY_RETRIEVE: "memory_verify"}
-    for name, tag in missing.items():
+    for name, tag in ((EXEC_SQL, "exec_verify"), (MEMORY_RETRIEVE, "memory_verify")):
         if name not in episode.tools:
             assert not any(name in text or tag in text for text in said)
     assert ("memory_retrieve" in said[0]) is (MEMORY_RETRIEVE in episode.tools)

@@ -1,13 +1,11 @@
 """Wrong SQL: the kinds of error of a prediction, by rules; hints of the names that there are."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from time import process_time
 
 import pytest
-from conftest import GOLD, environment_of, make_database, make_episode, say
+from conftest import GOLD, make_database, make_episode, say
 from hostile import STATEMENTS
 
 from mtsql.data.schema import Schema
@@ -40,7 +38,6 @@ PAIRS = [  # gold, prediction, kinds
     # one slip in a condition
     (where("age > 30"), where("age >= 30"), "constraint"),
     (where("age > 3 AND id < 9"), where("age > 3 OR id < 9"), "constraint"),
-    (where("country = 'Rome'"), where("name = 'Rome'"), "schema_linking"),
     (f"{NAMES} ORDER BY age LIMIT 3", f"{NAMES} ORDER BY age LIMIT 1", "constraint"),
     # a lost condition takes its joins, its grouping and its sub-query along
     (JOINED, NAMES, "constraint"),
@@ -62,7 +59,6 @@ PAIRS = [  # gold, prediction, kinds
     (where("age = (SELECT max(age) FROM singer)"), f"{NAMES} ORDER BY age DESC LIMIT 1", "aggregation"),
     # joins
     (CONCERTS, NAMES, "join_path"),
-    (JOINED, JOINED.replace("T1.label_id", "T1.id"), "join_path"),
     (JOINED, JOINED.replace("JOIN", "LEFT JOIN"), "join_path"),
     (JOINED, JOINED.replace("label_id = ", "label_id != "), "join_path"),
     # two slips
@@ -76,7 +72,6 @@ PAIRS = [  # gold, prediction, kinds
     (where("age = 1"), f"WITH x AS ({AGES}) SELECT name FROM x WHERE x.age = 2", "constraint"),
     ("SELECT * FROM singer WHERE age = 1", "SELECT T1.* FROM singer AS T1 WHERE T1.age = 2", "constraint"),
     # neither rule applies
-    (JOINED, JOINED, "other"),
     ("SELECT age + id FROM singer", "SELECT age - id FROM singer", "other"),
 ]
 
@@ -135,99 +130,77 @@ def schema(tmp_path_factory) -> Schema:
     return read_schema(make_database(tmp_path_factory.mktemp("hints") / "music.sqlite", script))
 
 
-@pytest.mark.parametrize(
-    ("sql", "hint"),
-    [
-        ("SELECT title FROM album", "album has id, singer_id, year"),
-        ("SELECT T1.name FROM album AS T1", "name is in Singer; album has id, singer_id, year"),
-        ("SELECT nmae FROM singer", "Singer has id, Name, \"Home Town\""),
-        ("SELECT b.name FROM singer a JOIN album b ON a.id = b.singer_id",
-         "name is in Singer: a.name; album has id, singer_id, year"),
-        ("SELECT c.name FROM album", "name is in Singer"),
-        ("SELECT title FROM singer JOIN album ON singer.id = singer_id",
-         "Singer has id, Name, \"Home Town\"; album has id, singer_id, year"),
-        ("SELECT year FROM singer WHERE id IN (SELECT singer_id FROM albums)", "tables: Singer, album"),
-        ("SELECT id FROM singer JOIN album b ON singer.id = singer_id",
-         "id is in album: b.id; id is in Singer: singer.id"),
-        ("SELECT count(* FROM singer", ""),
-        ("SELECT max(count(*)) FROM singer", ""),
-        ("SELECT name FROM singer", ""),
-    ],
-)  # fmt: skip
+def hint_of(schema: Schema, sql: str) -> str:
+    return error_hint(Executor().execute(schema.path, sql).message, sql, schema)
+
+
+SINGER, ALBUM = 'Singer has id, Name, "Home Town"', "album has id, singer_id, year"
+HINTS = {
+    "SELECT title FROM album": ALBUM,
+    "SELECT T1.name FROM album AS T1": f"name is in Singer; {ALBUM}",
+    "SELECT nmae FROM singer": SINGER,
+    "SELECT b.name FROM singer a JOIN album b ON a.id = b.singer_id": f"name is in Singer: a.name; {ALBUM}",
+    "SELECT c.name FROM album": "name is in Singer",
+    "SELECT title FROM singer JOIN album ON singer.id = singer_id": f"{SINGER}; {ALBUM}",
+    "SELECT year FROM singer WHERE id IN (SELECT singer_id FROM albums)": "tables: Singer, album",
+    "SELECT id FROM singer, album b": "id is in album: b.id; id is in Singer: singer.id",
+    **dict.fromkeys(("SELECT count(* FROM singer", "SELECT max(count(*)) FROM singer", NAMES), ""),
+}
+
+
+@pytest.mark.parametrize(("sql", "hint"), HINTS.items())
 def test_a_hint_names_what_there_is(schema, sql, hint):
-    result = Executor().execute(schema.path, sql)
-    assert error_hint(result.message, sql, schema) == hint
+    assert hint_of(schema, sql) == hint
 
 
 def test_a_hint_says_how_a_query_gets_at_a_column(tmp_path):
     """By an alias, by joins over foreign keys either way, by none where no key leads; nearest first."""
-    script = """
-        create table label (id primary key, name, city);
+    script = """create table label (id primary key, name, city);
         create table Singer (id primary key, name, label_id references label(id));
         create table album (id primary key, singer references Singer(id), title);
-        create table "Hit List" (album_id references album(id), rank);
-        create table town (city, size);
-    """
+        create table "Hit List" (album_id references album(id), rank); create table town (city, size);"""
     schema = read_schema(make_database(tmp_path / "music.sqlite", script))
 
     def hint(sql: str) -> str:
-        message = Executor().execute(schema.path, sql).message
-        return error_hint(message, sql, schema).partition("; Singer has")[0].partition("; album has")[0]
+        return hint_of(schema, sql).partition("; Singer has")[0].partition("; album has")[0]
 
-    assert (
-        hint("SELECT a.title FROM Singer AS a JOIN album AS B ON a.id = B.singer")
-        == "title is in album: B.title"
-    )
+    joined = "SELECT a.title FROM Singer AS a JOIN album AS B ON a.id = B.singer"
+    assert hint(joined) == "title is in album: B.title"
     assert hint("SELECT title FROM Singer") == "title is in album: JOIN album ON album.singer = Singer.id"
     two = 'JOIN album ON album.singer = t1.id JOIN "Hit List" ON "Hit List".album_id = album.id'
     assert hint("SELECT t1.RANK FROM Singer AS t1") == f'RANK is in "Hit List": {two}'
-    assert hint("SELECT name FROM album") == (
-        "name is in Singer: JOIN Singer ON Singer.id = album.singer; "
-        "name is in label: JOIN Singer ON Singer.id = album.singer JOIN label ON label.id = Singer.label_id"
-    )
+    join, label = "JOIN Singer ON Singer.id = album.singer", "JOIN label ON label.id = Singer.label_id"
+    assert hint("SELECT name FROM album") == f"name is in Singer: {join}; name is in label: {join} {label}"
     assert hint("SELECT size FROM Singer") == "size is in town"
-    assert hint("SELECT city FROM Singer") == (
-        "city is in label: JOIN label ON label.id = Singer.label_id; city is in town"
-    )
+    assert hint("SELECT city FROM Singer") == f"city is in label: {label}; city is in town"
 
 
 def test_a_hint_is_about_the_part_of_the_query_that_fails(tmp_path):
     """A name of another SELECT cannot be used there, one of a SELECT around it can."""
-    script = """
-        create table Singer (id primary key, name);
-        create table album (id primary key, singer references Singer(id), title);
-        create table town (size);
-    """
+    script = """create table Singer (id primary key, name);
+        create table album (id primary key, singer references Singer(id), title); create table town (size);"""
     schema = read_schema(make_database(tmp_path / "music.sqlite", script))
-
-    def hint(sql: str) -> str:
-        message = Executor().execute(schema.path, sql).message
-        return error_hint(message, sql, schema)
-
     has = "album has id, singer, title"
     joined = f"name is in Singer: JOIN Singer ON Singer.id = album.singer; {has}"
-    assert hint("SELECT name FROM Singer EXCEPT SELECT name FROM album") == joined
-    assert hint("SELECT title FROM album WHERE name IN (SELECT name FROM Singer)") == joined
+    assert hint_of(schema, "SELECT name FROM Singer EXCEPT SELECT name FROM album") == joined
+    assert hint_of(schema, "SELECT title FROM album WHERE name IN (SELECT name FROM Singer)") == joined
     parts = "SELECT t1.size FROM album AS t1 EXCEPT SELECT t1.size FROM town AS t1"
-    assert hint(parts) == f"size is in town; {has}"
+    assert hint_of(schema, parts) == f"size is in town; {has}"
     within = "SELECT name FROM Singer AS a WHERE id IN (SELECT B.name FROM album AS b)"
-    assert hint(within) == f"name is in Singer: a.name; {has}"
+    assert hint_of(schema, within) == f"name is in Singer: a.name; {has}"
     shadowed = "SELECT title FROM album AS a WHERE id IN (SELECT a.size FROM Singer AS a)"
-    assert hint(shadowed) == "size is in town; Singer has id, name"
+    assert hint_of(schema, shadowed) == "size is in town; Singer has id, name"
     both = "SELECT size FROM town WHERE size IN (SELECT id FROM Singer JOIN album AS b)"
-    assert hint(both) == "id is in album: b.id; id is in Singer: Singer.id"
-    assert hint("SELECT t.title FROM (SELECT id FROM album) AS t") == "title is in album"
-    assert hint("SELECT name FROM Singer ORDER BY title") == (
-        "title is in album: JOIN album ON album.singer = Singer.id; Singer has id, name"
-    )
+    assert hint_of(schema, both) == "id is in album: b.id; id is in Singer: Singer.id"
+    assert hint_of(schema, "SELECT t.title FROM (SELECT id FROM album) AS t") == "title is in album"
+    title = "title is in album: JOIN album ON album.singer = Singer.id"
+    assert hint_of(schema, "SELECT name FROM Singer ORDER BY title") == f"{title}; Singer has id, name"
 
 
 def test_a_hint_in_a_wide_schema_takes_no_square_time(schema):
     """3,000 tables in a ring of foreign keys, all with the column that is missed."""
     one = replace(schema.tables[0], columns=(("a", ""),))
-    made = [
-        replace(one, name=f"t{i}", foreign_keys=(("a", f"t{(i + 1) % 3_000}", "a"),)) for i in range(3_000)
-    ]
+    made = [replace(one, name=f"t{i}", foreign_keys=(("a", f"t{(i + 1) % 3000}", "a"),)) for i in range(3000)]
     begun = process_time()
     said = error_hint("no such column: t0.a", "SELECT b FROM t9", replace(schema, tables=tuple(made)))
     assert said.startswith("a is in t9: t9.a; a is in t8: JOIN t8 ON t8.a = t9.a; a is in t10: JOIN t10")
@@ -259,12 +232,10 @@ def test_a_long_name_takes_no_square_time(schema, piece):
 
 
 def test_the_agent_sees_hints_only_where_they_are_asked_for(tiny):
-    example = make_episode(tiny).example
     call = '<tool_call>\n{"name": "exec_sql", "arguments": {"code": "SELECT nme FROM singer"}}\n</tool_call>'
     shown = []
     for asked in (False, True):
-        environment = environment_of(tiny, error_hints=asked)
-        (episode,) = environment.episodes(example, [0])
+        episode = make_episode(tiny, error_hints=asked)
         assert say(episode, call)
         shown.append(episode.trajectory.observations[0])
     assert [seen.outcome for seen in shown] == ["error", "error"]

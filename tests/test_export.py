@@ -1,12 +1,10 @@
 """Trajectories as chat messages give back what the model saw and wrote; other programs get the same ids."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
 import pytest
-from conftest import GOLD, Tiny, environment_of, make_episode, say, write_lines
+from conftest import GOLD, Tiny, environment_of, json_lines, make_episode, refusal, say, write_lines
 
 from mtsql.agent.env import Environment, Episode, Limits
 from mtsql.agent.tokens import ChatTokens
@@ -59,8 +57,7 @@ def test_rendering_gives_back_the_text(either, compact, thought):
 
 def test_tool_messages_are_what_the_model_saw(either):
     """An observation that was cut to the limit on tool tokens stands in the record as it was cut."""
-    limits = Limits(max_tool_tokens=12)
-    episode = make_episode(either, limits=limits, result_characters=10_000)
+    episode = make_episode(either, limits=Limits(max_tool_tokens=12), result_characters=10_000)
     say(episode, tool_call(EXEC_SQL, "SELECT name, country FROM singer UNION ALL SELECT 'a', 'b'"))
     content = record_of(episode)["messages"][-1]["content"]
     assert " ... " in content and either.tokens.count(content) <= 12
@@ -103,11 +100,10 @@ def exported(tiny: Tiny, tmp_path, capsys):
         if not expect:
             main(arguments)
             assert "conversations in" in capsys.readouterr().out
-            return [json.loads(line) for line in (tmp_path / out).read_text().splitlines()]
-        with pytest.raises(SystemExit) as stop:
-            user_errors(main, arguments)
-        assert stop.value.code == expect and not (tmp_path / "out.jsonl").exists()
-        return capsys.readouterr().err
+            return json_lines(tmp_path / out)
+        said = refusal(capsys, user_errors, main, arguments)
+        assert not (tmp_path / "out.jsonl").exists()
+        return said
 
     return played, export, tmp_path
 
@@ -116,9 +112,8 @@ def test_ids_and_labels_are_ours_to_the_last_token(exported):
     played, export, _ = exported
     rows = export("trajectories.jsonl")
     for row, trajectory in zip(rows, played, strict=True):
-        assert row["input_ids"] == trajectory.ids
         expected = [i if m else -100 for i, m in zip(trajectory.ids, trajectory.loss_mask, strict=True)]
-        assert row["labels"] == expected
+        assert row == {"input_ids": trajectory.ids, "labels": expected}
     assert rows[0]["labels"] != rows[1]["labels"]
 
 

@@ -1,7 +1,5 @@
 """Every block of Python in docs/how_to.md runs as it stands, and does what the page says."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Schemas read from any SQLite file: what is found, what is refused, what is left out of a long prompt."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """The layers of the code: who may import whom (pyproject.toml), and where commands stand."""
 
-from __future__ import annotations
-
 import ast
 
 from conftest import ROOT
@@ -20,5 +18,4 @@ def test_the_core_holds_no_commands():
     for package in PACKAGES:
         for path in (ROOT / "mtsql" / package).glob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            mains = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
-            assert not mains, path
+            assert not [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"], path

@@ -1,7 +1,5 @@
 """The normal form of SQL: how it reads, and that no verdict depends on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from time import process_time
 

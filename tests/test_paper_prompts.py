@@ -4,8 +4,6 @@ Only Markdown, quotes and white space, which the papers' listings break at will,
 differs is listed where it is compared, and told in the docstring of the recipe.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -15,12 +13,12 @@ from mtsql.agent.tokens import ChatTokens
 from mtsql.agent.tools import MemoryEntry, make_tools, recall
 from mtsql.data.datasets import Example, HistoryTurn
 from mtsql.data.schema import load_schemas
-from mtsql.recipes import load_recipe
+from mtsql.recipes import RECIPES, load_recipe
 from mtsql.recipes.mtsql_r1 import result_text
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.sql.execute import ExecutionResult, Executor
 
-OTHERS = ("skyrl_sql", "sql_trail", "mtir_sql")  # recipes with one message of the user and one tool
+OTHERS = RECIPES[1:]  # with one message of the user and one tool
 EARLIER = HistoryTurn("How many singers are there?", "SELECT count(*) FROM singer")
 
 
@@ -111,16 +109,13 @@ def test_prompt_without_the_tool_and_for_a_model_that_thinks_by_itself(tiny, nam
     assert "</observation>\n<solution>" in text or "[Tool calls for validation]" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "last", "alone"),
-    [
-        ("mtsql_r1", "tools: exec_sql memory_retrieve", "tools: none"),
-        ("skyrl_sql", "tags: sql solution", "tags: solution"),
-        ("sql_trail", "tags: sql solution", "tags: solution"),
-        ("mtir_sql", "calls: sql", "calls: none"),
-    ],
-)
-def test_compact_prompt(tiny, name, last, alone):
+LAST = {"mtsql_r1": ("tools: exec_sql memory_retrieve", "tools: none")}
+LAST["mtir_sql"] = "calls: sql", "calls: none"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compact_prompt(tiny, name):
+    last, alone = LAST.get(name, ("tags: sql solution", "tags: solution"))
     text, schemas = prompt_of(tiny, name, "both", (EARLIER,), "Use names.", compact=True)
     lines = ["1. " + EARLIER.question, EARLIER.sql, "Use names.", f"now: {QUESTION}", last]
     assert schemas is None and text == "\n".join([tiny.schema.text(compact=True), *lines])
@@ -150,15 +145,11 @@ def test_qwen3s_template_writes_the_tool_of_mtir_sql(tiny, qwen3):
 
 R1 = load_recipe("mtsql_r1").make_recipe(PromptOptions())
 CARS_QUESTION = "What about the number of car makers in the country USA?"
-SQL = (
-    "SELECT COUNT(*) FROM car_makers JOIN countries ON car_makers.Country = countries.CountryId "
-    "WHERE countries.CountryName = 'usa';"
-)
-CONTINENTS = HistoryTurn(
-    "Can you list the number of car makers on each continent?",
-    "SELECT T1.Continent , count ( * ) FROM CONTINENTS AS T1 JOIN COUNTRIES AS T2 ON T1.ContId = "
-    "T2.continent JOIN car_makers AS T3 ON T2.CountryId = T3.Country GROUP BY T1.Continent",
-)
+SQL = "SELECT COUNT(*) FROM car_makers JOIN countries ON car_makers.Country = countries.CountryId "
+SQL += "WHERE countries.CountryName = 'usa';"
+BEFORE = "SELECT T1.Continent , count ( * ) FROM CONTINENTS AS T1 JOIN COUNTRIES AS T2 ON T1.ContId = "
+BEFORE += "T2.continent JOIN car_makers AS T3 ON T2.CountryId = T3.Country GROUP BY T1.Continent"
+CONTINENTS = HistoryTurn("Can you list the number of car makers on each continent?", BEFORE)
 EXAMPLE = Example("0/1", "0", "car_1", 1, CARS_QUESTION, SQL, (CONTINENTS,))
 
 
@@ -183,9 +174,8 @@ def test_prompt_of_d1(paper, cars):
     listings = even(between(paper, "## B.0.1", "## Tool-Related Hyperparameters"))
     for schema in schemas:
         function = schema["function"]
-        described = [function["description"], function["parameters"]["properties"]["code"]["description"]]
         assert f'name:"{function["name"]}"' in listings
-        for text in described:
+        for text in (function["description"], function["parameters"]["properties"]["code"]["description"]):
             assert even(f'description: "{text}"') in listings
 
 

@@ -1,7 +1,5 @@
 """The memory plan against hand-computed numbers, and against real models on the CPU."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 
@@ -32,10 +30,8 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8)}
 def tiny(tmp_path_factory) -> GrpoArgs:
     folder = tmp_path_factory.mktemp("tiny")
     Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=True)).save_pretrained(folder)
-    return GrpoArgs(
-        data=(), out="", model=str(folder), lora_rank=4, micro_batch_positions=600, samples_per_prompt=4,
-        rows=4, max_prompt_tokens=100, max_response_tokens=120,
-    )  # fmt: skip
+    sizes = dict(lora_rank=4, micro_batch_positions=600, samples_per_prompt=4, rows=4, max_prompt_tokens=100)
+    return GrpoArgs(data=(), out="", model=str(folder), max_response_tokens=120, **sizes)
 
 
 def real_model(config: GrpoArgs) -> torch.nn.Module:
@@ -118,11 +114,10 @@ def test_the_largest_micro_batch_positions_are_the_largest_that_fit(tiny):
     assert 5000 - 1024 < planner.largest_positions(model, tiny, room) <= 5000
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "stage"),
-    [("qwen3_1.7b_lora", "1.7B", "grpo"), ("qwen3_4b_qlora", "4B", "grpo"),
-     ("qwen3_4b_qlora", "4B", "sft"), ("real_qwen3", "1.7B", "grpo")],
-)  # fmt: skip
+FITS = "qwen3_1.7b_lora 1.7B grpo", "qwen3_4b_qlora 4B grpo", "qwen3_4b_qlora 4B sft", "real_qwen3 1.7B grpo"
+
+
+@pytest.mark.parametrize(("name", "size", "stage"), map(str.split, FITS))
 def test_shipped_settings_fit_24_gib(name, size, stage, tmp_path):
     shape = dict(zip(NAMES, PUBLISHED[size], strict=True)) | {"vocab_size": 151936, "head_dim": 128}
     Qwen3Config(**shape, tie_word_embeddings=True).save_pretrained(tmp_path)

@@ -1,10 +1,7 @@
 """Folders of policies, adapters and tokenizers: saved, loaded, merged, shipped; and the KL reference."""
 
-from __future__ import annotations
-
 import io
 import json
-import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,9 +44,8 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
     torch.testing.assert_close(weights(again), weights(lora), rtol=0, atol=0)
     for loaded in (lora, again):
         for name, parameter in loaded.named_parameters():
-            is_adapter = ".lora_" in name
-            assert parameter.requires_grad == is_adapter
-            assert parameter.dtype == (torch.float32 if is_adapter else torch.bfloat16)
+            expected = (True, torch.float32) if ".lora_" in name else (False, torch.bfloat16)
+            assert (parameter.requires_grad, parameter.dtype) == expected
     with pytest.raises(ValueError, match="LoRA adapter already"):
         load_policy(adapter, lora_rank=2)
     path = adapter / "adapter_config.json"
@@ -63,15 +59,13 @@ def test_policy_folders_round_trip(tmp_path, tokenizer):
 
 
 def test_a_policy_that_cannot_be_written_leaves_the_old_one(tmp_path, tokenizer):
-    save_policy(make_decoder("qwen3"), tokenizer, tmp_path / "policy")
-    before = sorted(p.name for p in (tmp_path / "policy").iterdir())
+    folder, failing = tmp_path / "policy", SimpleNamespace(save_pretrained=lambda _: 1 / 0)
+    save_policy(make_decoder("qwen3"), tokenizer, folder)
+    before = sorted(p.name for p in folder.iterdir())
     with pytest.raises(ZeroDivisionError):
-        failing = SimpleNamespace(save_pretrained=lambda folder: 1 / 0)
-        save_policy(make_decoder("llama"), failing, tmp_path / "policy")
-    assert sorted(p.name for p in (tmp_path / "policy").iterdir()) == before
-    torch.testing.assert_close(
-        weights(load_policy(tmp_path / "policy")), weights(make_decoder("qwen3")), rtol=0, atol=0
-    )
+        save_policy(make_decoder("llama"), failing, folder)
+    assert sorted(p.name for p in folder.iterdir()) == before
+    torch.testing.assert_close(weights(load_policy(folder)), weights(make_decoder("qwen3")), rtol=0, atol=0)
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
@@ -90,16 +84,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
 
 
 OWN_CODE = b"open('%s', 'w')\nclass Config: pass\nclass ModelForCausalLM: pass\n"
-
-
-class Opens:
-    """A pickle that leaves a file when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
+PICKLE = b"cbuiltins\nopen\n(V%s\nVw\ntR."  # leaves a file when it is read
 
 
 def test_what_a_library_cannot_load_is_one_sentence_and_runs_no_code(base, tmp_path, monkeypatch):
@@ -117,7 +102,7 @@ def test_what_a_library_cannot_load_is_one_sentence_and_runs_no_code(base, tmp_p
         "config.json is only a pointer": {"config.json": pointer},
         "incomplete metadata": {"model.safetensors": whole[:5000]},
         "lack model.norm.weight": {"model.safetensors": save(lacking, {"format": "pt"})},
-        "UnpicklingError": {"model.safetensors": None, "pytorch_model.bin": pickle.dumps(Opens(ran))},
+        "UnpicklingError": {"model.safetensors": None, "pytorch_model.bin": PICKLE % bytes(ran)},
         "no model could be loaded": {"config.json": json.dumps(config | {"vocab_size": 3}).encode()},
         "custom code": {"config.json": json.dumps(config | code).encode(), "own.py": OWN_CODE % bytes(ran)},
         "RecursionError": {"config.json": b"[" * 100_000},
@@ -147,8 +132,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_is_refused(base):
     tokens, config = SimpleNamespace(tokenizer=load_tokenizer(base)), Agent(model=str(base))
     assert chosen_policy(config, tokens) is not None
     tokens.tokenizer.add_tokens(["<new>"])
-    said = f"has {VOCABULARY + 1} ids, and its model embeddings for {VOCABULARY}"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"{VOCABULARY + 1} ids, and its model embeddings for {VOCABULARY}"):
         chosen_policy(config, tokens)
 
 
@@ -156,12 +140,8 @@ def test_bfloat16_on_a_processor_without_it_is_said_to_be_slow(base, monkeypatch
     tokens = SimpleNamespace(tokenizer=load_tokenizer(base))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     there = torch.cpu.get_capabilities() | {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}
-    for of_cpu, dtype, said in (
-        ({}, "bfloat16", True),
-        ({}, "float32", False),
-        ({"amx_bf16": True}, "bfloat16", False),
-        ({"architecture": "aarch64"}, "bfloat16", False),
-    ):
+    cases = [({}, "bfloat16", True), ({}, "float32", False), ({"amx_bf16": True}, "bfloat16", False)]
+    for of_cpu, dtype, said in [*cases, ({"architecture": "aarch64"}, "bfloat16", False)]:
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda now=there | of_cpu: now)
         chosen_policy(Agent(model=str(base), dtype=dtype), tokens)
         assert ("--dtype float32" in capsys.readouterr().out) is said
@@ -185,8 +165,7 @@ def test_an_adapter_of_another_base_is_one_sentence(base, tmp_path, tokenizer):
 
 def test_the_policy_at_the_start_is_its_reference(base, tmp_path, tokenizer):
     """After a LoRA warm start the reference is the warm-started model, not its base."""
-    warm = with_random(load_policy(base, lora_rank=2), "lora_")
-    save_policy(warm, tokenizer, tmp_path / "warm")
+    save_policy(with_random(load_policy(base, lora_rank=2), "lora_"), tokenizer, tmp_path / "warm")
     batch = shared_prompt_batch(make_groups())
     for folder in (tmp_path / "warm", base):
         policy = load_policy(folder)
@@ -203,8 +182,7 @@ def test_the_policy_at_the_start_is_its_reference(base, tmp_path, tokenizer):
         assert torch.equal(got, start) and not torch.allclose(got, moved)
         assert [name for name, p in policy.named_parameters() if p.requires_grad] == trainable
         save_policy(policy, tokenizer, tmp_path / "saved")
-        saved = weights(load_policy(tmp_path / "saved"))
-        torch.testing.assert_close(weights(policy), saved, rtol=0, atol=0)
+        torch.testing.assert_close(weights(policy), weights(load_policy(tmp_path / "saved")), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("quantise", ["none", "nf4"])
@@ -230,9 +208,7 @@ def test_an_adapter_on_a_base_that_was_saved_in_nf4_is_not_merged(base, tmp_path
         merge(tmp_path / "adapter", tmp_path / "merged", "float32")
 
 
-def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside_it(
-    base, tmp_path, tokenizer, monkeypatch
-):
+def test_a_shipped_adapter_is_half_as_large_and_finds_its_base_beside(base, tmp_path, tokenizer, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the base's path is looked up from here, too, where nothing is
     policy = with_random(load_policy(base, lora_rank=4), "lora_B", 0.1).eval()
     save_policy(policy, tokenizer, tmp_path / "policy")

@@ -1,7 +1,5 @@
 """The pretrained model's folder: the pinned weights or one sentence; the shipped adapter beside it."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Evaluation numbers, the metrics log and figures; votes over sampled runs."""
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
 from statistics import fmean

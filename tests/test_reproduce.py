@@ -1,7 +1,5 @@
 """The suites: their commands are valid and in order, and are not run twice; a page is made of rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The three scripts end to end on a small benchmark, and their error messages."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -15,31 +13,16 @@ from conftest import ROOT, SAMPLE, TOY, data_of, json_lines, refusal, rows_of, r
 import evaluate
 import train_grpo
 import train_sft
-from evaluate import Args as EvaluateArgs
-from mtsql.agent.tokens import ChatTokens
 from mtsql.config import read_options, user_errors
 from mtsql.data.datasets import Example, examples
 from mtsql.data.sandbox import run_sql
 from mtsql.errors import UserError
 from mtsql.learn.curriculum import read_counts
 from mtsql.learn.parallel import Processes
-from mtsql.model_folder import load_tokenizer
 from mtsql.recipes import RECIPES
 from mtsql.sql import execute
-from mtsql.sql.score import Scorer
-from mtsql.task import (
-    DEV_DIALOGUES,
-    Task,
-    begin_questions,
-    dev_task,
-    load_split,
-    make_environment,
-    training_questions,
-)
+from mtsql.task import DEV_DIALOGUES, Task, begin_questions, dev_task, load_split, training_questions
 from train_grpo import Args as GrpoArgs
-from train_sft import Args as SftArgs
-
-CONFIGS = {train_sft: SftArgs, train_grpo: GrpoArgs, evaluate: EvaluateArgs}
 
 
 def options_of(work: Path, **options: object) -> GrpoArgs:
@@ -50,10 +33,8 @@ def options_of(work: Path, **options: object) -> GrpoArgs:
 def test_recipe_end_to_end(work, tmp_path):
     sft, grpo, answers = (tmp_path / name for name in ("sft", "grpo", "evaluation"))
     # Without tools the model knows some answers by heart; that makes the collection short.
-    out = run(
-        "train_sft.py", *data_of(work), "--out", sft, "--questions", 20, "--samples-per-question", 4,
-        "--rounds", 2, "--epochs", 1, "--learning-rate", 1e-4, "--tools", "none",
-    )  # fmt: skip
+    options = "--questions 20 --samples-per-question 4 --rounds 2 --epochs 1 --learning-rate 1e-4"
+    out = run("train_sft.py", *data_of(work), "--out", sft, *options.split(), "--tools", "none")
     assert "have trajectories (round 2)" in out
     assert (sft / "policies" / "round_1" / "config.json").is_file()
     rounds = json.loads((sft / "coverage.json").read_text())
@@ -67,12 +48,9 @@ def test_recipe_end_to_end(work, tmp_path):
     rates = [float(row["learning_rate"]) for row in rows_of(sft / "metrics.csv")]
     assert max(rates) > 1e-4 / 2  # of a few steps the first is no warm-up alone
 
-    data = ["--data", work / "benchmark"]
-    run(
-        "train_grpo.py", *TOY, *data, "--model", sft / "policy", "--out", grpo, "--steps", 2,
-        "--prompts-per-step", 4, "--samples-per-prompt", 4, "--evaluate-every", 2,
-        "--rewards", "process", "--beta", 0.01,
-    )  # fmt: skip
+    data = [*TOY, "--data", work / "benchmark"]
+    options = "--steps 2 --prompts-per-step 4 --samples-per-prompt 4 --evaluate-every 2 --rewards process"
+    run("train_grpo.py", *data, "--model", sft / "policy", "--out", grpo, *options.split(), "--beta", 0.01)
     rows = rows_of(grpo / "metrics.csv")
     assert [row["step"] for row in rows] == ["0", "1"]
     for row in rows:
@@ -81,10 +59,8 @@ def test_recipe_end_to_end(work, tmp_path):
         assert float(row["clip_fraction"]) == 0  # one update a batch: the ratio is exactly 1
     assert {"run.json", "trajectories.jsonl", "dev.csv"} <= {p.name for p in grpo.iterdir()}
 
-    out = run(
-        "evaluate.py", *TOY, *data, "--model", grpo / "policy", "--out", answers, "--split", "test",
-        "--history", "predicted",
-    )  # fmt: skip
+    asked = ["--model", grpo / "policy", "--out", answers, "--split", "test", "--history", "predicted"]
+    out = run("evaluate.py", *data, *asked)
     assert "EX %" in out
     records = json_lines(answers / "predictions.jsonl")
     assert len(records) == json.loads((answers / "summary.json").read_text())["questions"]
@@ -136,11 +112,9 @@ def test_curriculum_is_counted_and_followed_level_by_level(work, tmp_path):
     wrong = sorted((c for c in counts if c.right < 4), key=lambda c: -c.right)
     assert len(wrong) >= 4
     size = len(wrong) // 2
-    run(
-        "train_grpo.py", *data, "--out", levels, "--curriculum", counted / "counts.jsonl",
-        "--level-size", size, "--steps", 4, "--prompts-per-step", 2, "--samples-per-prompt", 2,
-        "--rewards", "process", "--dtype", "bfloat16",
-    )  # fmt: skip
+    data += ["--out", levels, "--curriculum", counted / "counts.jsonl", "--level-size", size]
+    few = "--steps 4 --prompts-per-step 2 --samples-per-prompt 2 --rewards process --dtype bfloat16"
+    run("train_grpo.py", *data, *few.split())
     rows = rows_of(levels / "metrics.csv")
     weights = [float(row["tis_weight"]) for row in rows if float(row["informative_groups"])]
     assert weights == pytest.approx([1.0] * len(weights), abs=0.1)  # over the tokens that were trained on
@@ -163,14 +137,12 @@ def test_curriculum_is_counted_and_followed_level_by_level(work, tmp_path):
 def test_questions_are_drawn_by_the_seed_and_left_out_by_all_processes(work, capsys, monkeypatch):
     """A gold SQL near the time limit may be in time in one process alone; a prompt may be too long."""
     config = options_of(work)
-    dataset, tokens = load_split(config, "train"), ChatTokens(load_tokenizer(work / "imitation"))
-    asked = examples(dataset.dialogues)
+    asked = examples(load_split(config, "train").dialogues)
     ids = [example.id for example in asked]
 
     def task_of(config: GrpoArgs, processes: object) -> SimpleNamespace:
-        environment = make_environment(config, dataset, tokens, "both")
-        scorer = Scorer(environment.schemas, environment.executor)
-        return SimpleNamespace(dataset=dataset, environment=environment, scorer=scorer, processes=processes)
+        made = begin_questions(config, "train", str(work / "imitation"))
+        return SimpleNamespace(**made | {"processes": processes})
 
     def kept(config: GrpoArgs, everywhere: Callable) -> list[str]:
         processes = SimpleNamespace(all_gather=everywhere, share=list, gather=list, is_main=False)
@@ -219,7 +191,7 @@ def test_every_other_paper_is_evaluated_by_its_file(work, tmp_path, monkeypatch,
     monkeypatch.chdir(ROOT)
     options = [*data_of(work), "--config", f"configs/{name}.toml", "--wording", "compact", "--split", "dev"]
     options += ["--dialogues", 4, "--max-turn-tokens", 12, "--out", tmp_path / "out"]
-    evaluate.main(read_options(EvaluateArgs, "", list(map(str, options))))
+    evaluate.main(read_options(evaluate.Args, "", list(map(str, options))))
     records = json_lines(tmp_path / "out" / "predictions.jsonl")
     assert {r["dialogue_id"] for r in records} == {f"{i:05d}" for i in range(4)}
     assert all(r["sampled_tokens"] for r in records) and f": {name}, " in capsys.readouterr().out
@@ -231,22 +203,20 @@ def test_errors_are_one_sentence_and_exit_code_2(work, tmp_path, monkeypatch, ca
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text("{}")
     one_split = ["--data", work / "benchmark" / "train.json", "--databases", work / "benchmark" / "database"]
-    held_out = "--held-out and --for-rl should be above 0 where they are asked for, and leave"
     no_module = "--rewards no.such cannot be imported (No module named 'no')"
     thoughts = ["--recipe", "skyrl_sql", "--tools", "none", "--wording", "paper"]
     for script, options, sentence in (
         (evaluate, ["--model", tmp_path / "nowhere"], "is not a folder"),
         (evaluate, ["--out", tmp_path / "other"], "holds a run already"),
         (evaluate, ["--data", tmp_path], "has no dev split"),
-        (evaluate, ["--split", "held_out"], held_out),
+        (evaluate, ["--split", "held_out"], "--held-out and --for-rl should be above 0 where they are asked"),
         (train_grpo, [*one_split, "--evaluate-every", 1], "train.json has one split; give --held-out"),
         (train_grpo, ["--rewards", "no.such"], no_module),
-        (train_grpo, ["--held-out", 1000], held_out),
         (train_grpo, ["--curriculum", tmp_path / "none"], "none: No such file"),
         (train_sft, ["--targets", "gold", "--rounds", 2], "--targets gold needs --rounds 1: another"),
         (train_sft, ["--targets", "gold", "--recipe", "skyrl_sql", "--tools", "no_memory"], "--tools none"),
         (train_sft, ["--targets", "gold", *thoughts], "no thoughts: --wording compact"),
     ):
-        config = read_options(CONFIGS[script], "", [str(word) for word in (*data_of(work), *out, *options)])
+        config = read_options(script.Args, "", [str(word) for word in (*data_of(work), *out, *options)])
         assert sentence in refusal(capsys, user_errors, script.main, config)
     assert not (tmp_path / "out").exists()

@@ -449,6 +449,7 @@ def test_predicted_history_goes_on_with_the_answers_that_were_kept(tiny, tmp_pat
             assert [e.id for e, _ in answered] == ids
         assert all(t.answer_sql.count("SELECT") == 1 + e.turn_index for e, t in alone)
     batches.clear()
+    assert answer_until(math.inf, seeds=()) == [] and not batches  # nothing is asked, nothing is made
     answer_until(math.inf, history="gold")
     assert batches == [[name for name in ids for _ in (3, 4)]]  # at once, those with one prompt together
     with pytest.raises(UserError, match="differs in temperature;"):
@@ -494,3 +495,5 @@ def test_a_policy_at_an_address_is_evaluated(work, serve, tmp_path):
         check_policy(EvaluateArgs(data=(), out=""))
     with pytest.raises(UserError, match="needs --api-model"):
         check_policy(EvaluateArgs(data=(), out="", address="http://127.0.0.1:9"))
+    with pytest.raises(UserError, match="not of --model"):
+        check_policy(EvaluateArgs(data=(), out="", model="m", own_temperature=True))

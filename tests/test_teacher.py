@@ -1,19 +1,17 @@
 """A teacher's trajectories are played again: what is kept of them, and what never enters."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
 
 import pytest
-from conftest import GOLD, QUESTION, TOY, Tiny, environment_of, run
+from conftest import EXAMPLE, GOLD, QUESTION, TOY, Tiny, environment_of, json_lines, run, write_lines
 
-from mtsql.agent.env import Environment, Limits
+from mtsql.agent.env import Limits
 from mtsql.agent.tools import EXEC_SQL, MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Stop, Trajectory
-from mtsql.data.datasets import Example, examples, load_dataset
+from mtsql.data.datasets import examples, load_dataset
 from mtsql.extras.served import message_text
 from mtsql.extras.teacher import message_of, read_teacher, taught
 from mtsql.learn.warm_start import Collected
@@ -22,13 +20,11 @@ from mtsql.recipes.mtsql_r1 import MtsqlR1, final_answer, tool_call, verdict
 from mtsql.recipes.mtsql_r1_rewards import make_reward
 from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record
-from mtsql.sql.score import Scorer
 
 CALL = "Draft it.\n" + tool_call(EXEC_SQL, GOLD)
 CHECKED = verdict(EXEC_SQL, True) + "\n"
 MADE_UP = "<tool_response>\nthe teacher made this up\n</tool_response>\n"
-NAMED = {"example_id": "00000/1"}
-ASKED = Example("00000/1", "00000", "music", 1, QUESTION, GOLD, ())
+NAMED = {"example_id": EXAMPLE.id}
 
 
 class StoppingRecipe(MtsqlR1):
@@ -41,19 +37,16 @@ def line_of(*messages: str | dict, **names: str) -> dict:
     """A line of a source, with an observation that nobody's database gave behind each message."""
     told = [{"role": "user", "content": f"Please help. {QUESTION}"}]
     for message in messages:
-        told.append({"role": "assistant", "content": message} if isinstance(message, str) else message)
-        told.append({"role": "tool", "content": MADE_UP})
+        given = {"content": message} if isinstance(message, str) else message
+        told += [{"role": "assistant", **given}, {"role": "tool", "content": MADE_UP}]
     return {"messages": told, **names}
 
 
-def found_in(
-    tiny: Tiny, folder: Path, *lines: dict | str, environment: Environment | None = None
-) -> list[Collected]:
-    path, scorer = folder / "teacher.jsonl", Scorer({"music": tiny.schema}, tiny.executor)
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    reward = make_reward("", scorer, tiny.tokens.decode, 5)
+def found_in(tiny: Tiny, folder: Path, *lines: object, environment=None) -> list[Collected]:
+    path = write_lines(folder / "teacher.jsonl", lines)
+    reward = make_reward("", tiny.scorer, tiny.tokens.decode, 5)
     environment = environment or environment_of(tiny)
-    return [taught(line, {ASKED.id: ASKED}, environment, reward) for line in read_teacher(path)]
+    return [taught(line, {EXAMPLE.id: EXAMPLE}, environment, reward) for line in read_teacher(path)]
 
 
 def trajectory_in(*given, **how) -> Trajectory:
@@ -73,17 +66,15 @@ def test_only_the_teachers_words_are_learned_and_observations_are_ours(tiny, tmp
 
 
 def test_a_message_of_weight_0_is_played_but_not_learned(tiny, tmp_path):
-    mistake = {"role": "assistant", "content": "Draft it.\n" + tool_call(EXEC_SQL, "SELECT nme FROM singer")}
-    repaired = verdict(EXEC_SQL, False) + "\n" + tool_call(EXEC_SQL, GOLD)
-    lines = [
-        line_of(mistake | how, repaired, CHECKED + final_answer(GOLD), **NAMED) for how in ({}, {"weight": 0})
-    ]
+    mistake = {"content": "Draft it.\n" + tool_call(EXEC_SQL, "SELECT nme FROM singer")}
+    right = [verdict(EXEC_SQL, False) + "\n" + tool_call(EXEC_SQL, GOLD), CHECKED + final_answer(GOLD)]
+    lines = [line_of(mistake | how, *right, **NAMED) for how in ({}, {"weight": 0})]
     plain, marked = (trajectory_in(tiny, tmp_path, line) for line in lines)
     assert marked.ids == plain.ids and len(marked.observations) == 2
     first = plain.segments[1]
     assert marked.segments[1] == replace(first, loss_mask=(0,) * len(first.ids))
     assert marked.segments[2:] == plain.segments[2:] and sum(marked.loss_mask) > 0
-    again = trajectory_in(tiny, tmp_path, chat_record(marked, ASKED, environment_of(tiny)))
+    again = trajectory_in(tiny, tmp_path, chat_record(marked, EXAMPLE, environment_of(tiny)))
     assert again.segments == marked.segments
 
 
@@ -128,42 +119,32 @@ def test_what_is_dropped_is_counted_with_its_reason(tiny, tmp_path):
     right, name = (CALL, CHECKED + final_answer(GOLD)), NAMED
     wrong = (tool_call(EXEC_SQL, "SELECT 1"), CHECKED + final_answer("SELECT 1"))
     given = [{"name": EXEC_SQL, "arguments": code} for code in ({"code": GOLD}, json.dumps({"code": GOLD}))]
-    calls = [{"role": "assistant", "tool_calls": [call]} for call in (given[0], {"function": given[1]})]
-    pieces = {"role": "assistant", "content": [{"type": "text", "text": right[1]}]}
+    calls = [{"tool_calls": [call]} for call in (given[0], {"function": given[1]})]
+    pieces = {"content": [{"type": "text", "text": right[1]}]}
     lines = {
         None: [line_of(*right, "Anything else?", **name), *(line_of(call, pieces, **name) for call in calls)],
-        "wrong_ex": [line_of(*wrong, **name)],
-        "off_protocol": [
-            line_of(CALL, final_answer(GOLD), **name),  # without a verdict
-            line_of(final_answer(GOLD), **name),  # without a call
-        ],
-        "no_action": [
-            line_of("I cannot do that.", **name),
-            line_of("<|im_end|>\n<|im_start|>user\nNow this: " + CALL, right[1], **name),
-            line_of(CALL, **name),
-        ],
+        "wrong_ex": [line_of(*wrong, **name)], "out_of_interactions": [line_of(*[CALL] * 5, **name)],
         "malformed_call": [line_of("<tool_call>{</tool_call>", **name)],
-        "out_of_interactions": [line_of(*[CALL] * 5, **name)],
+        # Without a verdict, without a call.
+        "off_protocol": [line_of(CALL, final_answer(GOLD), **name), line_of(final_answer(GOLD), **name)],
+        "no_action": [
+            line_of("I cannot do that.", **name), line_of(CALL, **name),
+            line_of("<|im_end|>\n<|im_start|>user\nNow this: " + CALL, right[1], **name),
+        ],
         "out_of_tokens": [line_of("Hm. " * 500 + CALL, right[1], **name)],
         "unknown_question": [
             {"messages": [{"role": "user", "content": "Who?"}, *line_of(*right)["messages"]]},
             line_of(*right, db_id="music"),
-            line_of(*right, example_id="00000/1", db_id="concerts"),  # of another file
+            line_of(*right, **name, db_id="concerts"),  # of another file
             line_of(*right, example_id="00000/2", db_id="music"),  # not in play
         ],
         "unreadable": [
-            "no JSON",
-            "[]",
-            '{"messages": 3}',
-            '{"messages": [{"role": "user", "content": "Without an answer."}]}',
-            json.dumps(line_of({"role": "assistant", "content": 3})),
-            json.dumps(line_of({"role": "assistant", "tool_calls": [{"name": EXEC_SQL, "arguments": "{"}]})),
-            json.dumps(line_of("\ud800", **name)),
+            "no object", [], {"messages": 3}, line_of({"content": 3}), line_of("\ud800", **name),
+            {"messages": [{"role": "user", "content": "Without an answer."}]},
+            line_of({"tool_calls": [{"name": EXEC_SQL, "arguments": "{"}]}),
             line_of(*right, **name, tool_set="all"),
         ],
-        "nothing_learned": [
-            line_of(*({"role": "assistant", "content": text, "weight": 0} for text in right), **name)
-        ],
+        "nothing_learned": [line_of(*({"content": text, "weight": 0} for text in right), **name)],
     }  # fmt: skip
     environment = environment_of(tiny, limits=Limits(max_turn_tokens=300, max_interactions=3))
     for reason, group in lines.items():
@@ -177,21 +158,17 @@ def test_calls_and_thoughts_that_stand_apart_are_part_of_the_text(tmp_path):
     call = {"name": EXEC_SQL, "arguments": json.dumps({"code": GOLD})}
     pieces = [{"type": "thinking", "thinking": "Done."}, {"type": "text", "text": final_answer(GOLD)}]
     calls = {"tool_calls": [{"id": "1", "type": "function", "function": call}]}
-    said = {"role": "assistant", "content": None, "reasoning_content": "Draft.", **calls}
-    line = line_of(said, {"role": "assistant", "content": pieces})
-    (tmp_path / "line.jsonl").write_text(json.dumps(line))
-    (read,) = read_teacher(tmp_path / "line.jsonl")
+    said = {"content": None, "reasoning_content": "Draft.", **calls}
+    (read,) = read_teacher(write_lines(tmp_path / "line.jsonl", [line_of(said, {"content": pieces})]))
     for thought in ({"thinking": "Done."}, {"content": [{"type": "reasoning", "text": "Done."}]}):
-        said = {"role": "assistant", **thought}
-        assert message_text(said).rstrip() == "<think>\nDone.\n</think>"
+        assert message_text({"role": "assistant", **thought}).rstrip() == "<think>\nDone.\n</think>"
     both = ("Draft.", tool_call(EXEC_SQL, GOLD)), ("Done.", final_answer(GOLD))
     assert read.messages == [(f"<think>\n{thought}\n</think>\n\n{text}", True) for thought, text in both]
 
 
 def test_train_sft_learns_from_a_teachers_file(work, tmp_path):
     data = work / "benchmark"
-    dataset = load_dataset([(data / "train.json", data / "tables.json", data / "database")])
-    asked = examples(dataset.dialogues)
+    asked = examples(load_dataset([(data / "train.json", data / "tables.json", data / "database")]).dialogues)
     lines = [line_of("I give up.", example_id=asked[4].id, db_id=asked[4].db_id)]
     for question in asked[:4]:
         memory = tool_call(MEMORY_RETRIEVE, question.gold_sql)
@@ -199,14 +176,11 @@ def test_train_sft_learns_from_a_teachers_file(work, tmp_path):
         said = [tool_call(EXEC_SQL, question.gold_sql), *checked]
         said[-1] += final_answer(question.gold_sql)
         lines.append(line_of(*said, example_id=question.id, db_id=question.db_id))
-    teacher, out = tmp_path / "teacher.jsonl", tmp_path / "out"
-    teacher.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    base = ["train_sft.py", *TOY, "--data", data, "--model", "models/toy/seed0"]
-    base += ["--questions", 0, "--epochs", 1]
-    taught = [*base, "--targets"]
+    teacher, out = write_lines(tmp_path / "teacher.jsonl", lines), tmp_path / "out"
+    taught = ["train_sft.py", *TOY, "--data", data, "--model", "models/toy/seed0"]
+    taught += ["--questions", 0, "--epochs", 1, "--targets"]
     printed = run(*taught, teacher, "--out", out)
-    kept = [json.loads(line) for line in (out / "trajectories.jsonl").open()]
-    assert {t["example_id"] for t in kept} == {q.id for q in asked[:4]}
+    assert {t["example_id"] for t in json_lines(out / "trajectories.jsonl")} == {q.id for q in asked[:4]}
     (coverage,) = json.loads((out / "coverage.json").read_text())
     assert (coverage["sampled"], coverage["right"], coverage["trajectories"]) == (5, 4, 4)
     assert "rollouts not kept: no_action 1\n" in printed and (out / "policy").is_dir()

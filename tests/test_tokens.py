@@ -1,7 +1,5 @@
 """Prompts, observations and decoding: token in, token out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,26 +19,19 @@ from mtsql.recipes.prompt_options import PromptOptions
 from mtsql.report.records import chat_record
 
 CALL = '<tool_call>\n{"name": "exec_sql", "arguments": {"code": "SELECT 1"}}\n</tool_call>'
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SMOLLM2 = (  # knows no tools, and has a system message of its own
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are SmolLM.<|im_end|>\n{% endif %}" + CHATML
-)
-QWEN25 = (  # knows tools, in words of its own
-    "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}"
-    "{% else %}You are Qwen.{% endif %}"
-    "{% if tools %}\n\n# Functions{% for t in tools %}\n{{ t | tojson }}{% endfor %}{% endif %}<|im_end|>\n"
-    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# Knows no tools, and has a system message of its own.
+SMOLLM2 = "{% if messages[0].role != 'system' %}<|im_start|>system\nHi.<|im_end|>\n{% endif %}" + CHATML
+# Knows tools, in words of its own.
+QWEN25 = "<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' else 'Hi.' }}"
+QWEN25 += "{% if tools %}\n\n# Functions{% for t in tools %}\n{{ t | tojson }}{% endfor %}{% endif %}"
+QWEN25 += "<|im_end|>\n" + CHATML.replace("messages", "messages if m.role != 'system'")
 LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-LLAMA = (  # knows no tools
-    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
+# Knows no tools.
+LLAMA = "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+LLAMA += "{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
+LLAMA += "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 QWEN3_TEMPLATE = (ROOT / "mtsql" / "toy" / "tiny_chat_template.jinja").read_text()
 SCHEMAS = [tool.schema for tool in make_tools("both").values()]
 NO_TOOL_ROLE = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}{% endfor %}"
@@ -50,9 +41,7 @@ DROPS_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'syst
 with_and_without_system_message = pytest.mark.parametrize("first", [0, 1], ids=["system", "no system"])
 
 
-def character_tokenizer(
-    template: str | None, tags: tuple[str, ...] = ("<tool_call>", "    ")
-) -> PreTrainedTokenizerFast:
+def character_tokenizer(template: str | None, tags=("<tool_call>", "    ")) -> PreTrainedTokenizerFast:
     """One token a character, a control token, one of `tags`; eos is not the template's end of turn."""
     characters = {chr(code): i for i, code in enumerate([10, *range(32, 127)])}
     core = Tokenizer(models.WordLevel(characters, unk_token=" "))
@@ -66,8 +55,7 @@ def character_tokenizer(
 
 
 def conversation(question: str = "How many?") -> list[dict]:
-    system = {"role": "system", "content": "Schema: singer(id, name)"}
-    return [system, {"role": "user", "content": question}]
+    return [{"role": "system", "content": "Schema: singer(id, name)"}, {"role": "user", "content": question}]
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: object) -> list[int]:
@@ -257,6 +245,5 @@ def test_a_template_that_fails_or_does_not_end_is_one_sentence(monkeypatch):
     loops = "{% for a in range(4000) %}{% for b in range(4000) %}{% endfor %}{% endfor %}"
     pieces = CHATML.replace("m.content", "m.content[0].text")  # drops a text
     for template in (loops, "{% if %}", "{{ raise_exception('no') }}", "{{ messages[9].role }}", pieces):
-        tokenizer = character_tokenizer(template)
         with pytest.raises(UserError, match=r"^the chat template of .* does not take the messages \([^\n]*$"):
-            ChatTokens(tokenizer)
+            ChatTokens(character_tokenizer(template))

@@ -1,7 +1,5 @@
 """The embedded benchmark, the models in models/toy, and how such a model begins."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The viewer of trajectories: in the terminal, and as a page."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -25,11 +23,8 @@ def decode(ids):
 
 
 def record_of(decode=decode, reward=None):
-    segments = [
-        Segment.given("prompt", [1, 2]),
-        Segment.sampled([3, 4, 5], [-0.1, -0.2, -0.3]),
-        Segment.given("environment", [6]),
-    ]
+    segments = [Segment.given("prompt", [1, 2]), Segment.sampled([3, 4, 5], [-0.1, -0.2, -0.3])]
+    segments.append(Segment.given("environment", [6]))
     trajectory = Trajectory("7/1", 3, segments, status=Status.ANSWERED, answer_sql="SELECT 1")
     return trajectory_record(trajectory, decode) | {"reward": reward}
 
@@ -48,6 +43,9 @@ def test_the_loss_mask_in_colour_and_without():
     coloured = render(record_of(reward=0.5), colour=True)
     for code, text in ((DIM, "<1> <2>"), (GREEN, "<3> <4> <5>"), (YELLOW, "<6>")):
         assert f"{code}{text}{RESET}" in coloured
+    record = record_of(reward=0.5)
+    record["segments"][1]["loss_mask_sum"] = 0  # a demonstration's mistake
+    assert GREEN not in render(record, colour=True)
     plain = render(record_of(reward=0.5), colour=False)
     assert "\033" not in plain
     assert "7/1   status answered   reward 0.500   3 of 6 tokens trained" in plain
@@ -87,18 +85,15 @@ def test_errors_are_one_sentence(records, tmp_path, capsys):
     assert said("--html", records) == f"error: --html {records} should end in .html\n"
     assert "File exists" in said("--html", records / "page.html")
     assert "--beside needs --html" in said("--beside", records)
+    assert "--index is for the terminal" in said("--index", 0, "--html", records.with_suffix(".html"))
     row = records.read_text().splitlines()[0]
     whole = json.loads(row)
-    for broken in (
-        {"a": 1},
-        {"segments": []},
-        *(whole | {"reward": reward} for reward in ("high", "0.5", [], 10**400)),
-        *(whole | {"segments": [whole["segments"][1] | {name: 7}]} for name in ("text", "ids", "tokens")),
-        whole | {"segments": [whole["segments"][0] | {"loss_mask_sum": "1"}]},
-        whole | {"segments": [whole["segments"][0] | {"role": "nobody"}]},
-        whole | {"segments": [{"role": "model", "text": "x"}]},
-    ):
-        write_lines(records, [broken])
+    first, second, _ = whole["segments"]
+    odd = [{"role": "model", "text": "x"}, first | {"loss_mask_sum": "1"}, first | {"role": "nobody"}]
+    odd += [second | {name: 7} for name in ("text", "ids", "tokens")]
+    broken = [{"a": 1}, {"segments": []}, *(whole | {"segments": [segment]} for segment in odd)]
+    for record in [*broken, *(whole | {"reward": reward} for reward in ("high", "0.5", [], 10**400))]:
+        write_lines(records, [record])
         assert said().startswith(f"error: {records}, line 1: not a trajectory (")
     for noise in ("[" * 100_000, "9" * 5_000, row.replace("0.25", "1" + "0" * 5_000 + '"')):
         records.write_text(noise + "\n")
@@ -145,8 +140,5 @@ def test_it_runs_as_a_module_and_into_a_closed_pipe(records):
     for errors in ("strict", "surrogateescape"):  # the second is Python's own in the locale C
         how = {"env": os.environ | {"PYTHONIOENCODING": f"ascii:{errors}"}, "timeout": 60}
         done = subprocess.run(command, capture_output=True, text=True, **how)
-        assert (
-            (done.stderr, done.returncode) == ("", 1)
-            and "7/1" in done.stdout
-            and r"gr\xf6\xdfe \U0001f600" in done.stdout
-        )
+        assert (done.stderr, done.returncode) == ("", 1)
+        assert "7/1" in done.stdout and r"gr\xf6\xdfe \U0001f600" in done.stdout
