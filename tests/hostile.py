@@ -4,13 +4,14 @@ They run on the database that `make_database` writes. tests/test_hostile.py runs
 bench/hostile.py prints a table of what becomes of them.
 """
 
-import os
 import sqlite3
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from mtsql.sql.execute import Executor
 
@@ -22,23 +23,22 @@ BOUNDED = frozenset({"rows", "empty", "error", "timeout"})  # any of these, with
 DENIED = REFUSED | ERROR
 
 
-def make_database(path: Path) -> None:
+def make_database(path: Path) -> Path:
     """A database of 3 singers, 2,000 numbers, 500 texts, a view and a trigger."""
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        """
-        CREATE TABLE singer (singer_id INTEGER PRIMARY KEY, name TEXT, country TEXT, age INTEGER);
-        INSERT INTO singer VALUES (1, 'Ann', 'France', 30), (2, 'Bob', 'France', 25), (3, 'Cy', NULL, 30);
-        CREATE TABLE number (n INTEGER);
-        CREATE TABLE words (w TEXT);
-        CREATE VIEW pairs AS SELECT a.n AS x, b.n AS y FROM number a, number b;
-        CREATE TRIGGER guard AFTER DELETE ON singer BEGIN DELETE FROM number; END;
-        """
-    )
-    connection.executemany("INSERT INTO number VALUES (?)", [(i,) for i in range(2_000)])
-    connection.executemany("INSERT INTO words VALUES (?)", [("ab" * (i % 50),) for i in range(500)])
-    connection.commit()
-    connection.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(
+            """
+            CREATE TABLE singer (singer_id INTEGER PRIMARY KEY, name TEXT, country TEXT, age INTEGER);
+            INSERT INTO singer VALUES (1, 'Ann', 'France', 30), (2, 'Bob', 'France', 25), (3, 'Cy', NULL, 30);
+            CREATE TABLE number (n INTEGER);
+            INSERT INTO number WITH r(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM r) SELECT n FROM r LIMIT 2000;
+            CREATE TABLE words (w TEXT);
+            INSERT INTO words SELECT replace(hex(zeroblob(n % 50)), '00', 'ab') FROM number LIMIT 500;
+            CREATE VIEW pairs AS SELECT a.n AS x, b.n AS y FROM number a, number b;
+            CREATE TRIGGER guard AFTER DELETE ON singer BEGIN DELETE FROM number; END;
+            """
+        )
+    return path
 
 
 ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT {} FROM r"
@@ -65,15 +65,11 @@ PLACES = (  # SQLite puts the expression in the place of each a, and nothing int
 
 def copied(slow: str, place: str) -> str:
     """A statement that holds one slow call, and makes it hundreds of times in one row."""
-    text = (
-        f"SELECT substr({LONG}, 1, 60000) || n AS s, substr({LONG}, 1, 30000) || 'b' AS q FROM number LIMIT 3"
-    )
+    text = f"SELECT substr({LONG}, 1, 60000) || n s, substr({LONG}, 1, 30000) || 'b' q FROM number LIMIT 3"
     terms = [f"a + {i}" for i in range(900)]
     levels = f"WITH t AS MATERIALIZED ({text}), c AS (SELECT {slow} AS a FROM t)"
     if "{levels}" in place:
-        levels += "".join(
-            f", {n} AS (SELECT {'+'.join('a' * 8)} AS a FROM {o})" for o, n in ("cd", "de", "ef")
-        )
+        levels += "".join(f", {n} AS (SELECT {'+'.join('a' * 8)} a FROM {o})" for o, n in ("cd", "de", "ef"))
     written = place.format(
         all=", ".join(terms), levels="+".join("a" * 8), f="f" if "{levels}" in place else "c",
         any=" < 0 OR ".join(terms[:400]) + " < 0", nulls=", ".join(f"nullif(a, a + {i} - {i})" for i in range(45)),
@@ -85,11 +81,9 @@ def wide_results() -> list[str]:
     """Rows and names of columns that are larger than a result may be."""
     long, many = "x" * 10_000, ", ".join(["*"] * 1_990)
     cells = (f"substr({LONG}, 1, 69999)", f"char(128512) || substr({LONG}, 1, 69000)", "zeroblob(70000)")
-    found = [
-        f"WITH t AS (SELECT 1 AS {long}) SELECT {many} FROM t",
-        f"WITH t(é{long}) AS (VALUES (1)) SELECT {many} FROM t",
-    ]
-    return found + [f"WITH t AS MATERIALIZED (SELECT {cell} AS c) SELECT {many} FROM t" for cell in cells]
+    tables = [f"t AS (SELECT 1 AS {long})", f"t(é{long}) AS (VALUES (1))"]
+    tables += [f"t AS MATERIALIZED (SELECT {cell} AS c)" for cell in cells]
+    return [f"WITH {table} SELECT {many} FROM t" for table in tables]
 
 
 def _statements() -> list[tuple[str, str, frozenset[str]]]:
@@ -249,14 +243,9 @@ class Outcome:
 
 
 def resident_bytes() -> int:
-    """The memory of this process and its children that is in use (Linux)."""
-    pages, own = 0, str(os.getpid())
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            if own in (folder.name, parent):
-                pages += int((folder / "statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """The memory of this process and its children that is in use."""
+    own = psutil.Process()
+    return sum(process.memory_info().rss for process in (own, *own.children()))
 
 
 def run_all(

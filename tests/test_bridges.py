@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, free_port, json_lines, run_in_two
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from mtsql.agent.rollout import Sampling, rollout, trajectory_seed
 from mtsql.agent.trajectory import Status
@@ -67,10 +67,13 @@ def played(task, policy):
     return rollout(policy, task.tokens, episodes, sampling)
 
 
-@pytest.fixture(scope="module")
-def expected(played):
-    """Enough of them."""
-    return played[:8]
+@pytest.fixture
+def trl():
+    """The bridge to TRL."""
+    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
+    from mtsql.extras.bridges import trl
+
+    return trl
 
 
 @torch.no_grad()
@@ -89,9 +92,9 @@ def write_all(task, policy, prompts):
     return [ids for ids, _ in messages], [logprobs for _, logprobs in messages]
 
 
-def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(task, policy, expected):
+def test_an_engine_that_writes_message_by_message_plays_the_same_trajectories(task, policy, played):
+    expected, asked = played[:8], []
     episodes = [task.episode(t.example_id, 0) for t in expected]
-    asked = []
 
     def write(prompts):
         asked.append(len(prompts))
@@ -140,55 +143,42 @@ def test_a_message_ends_with_a_stop_string_wherever_its_last_token_holds_it(task
         assert episode.trajectory.status is status
 
 
-def test_trl_with_vllm_writes_message_by_message(line, task, policy, expected):
+def test_trl_with_vllm_writes_message_by_message(trl, line, task, policy, played):
     """vLLM itself needs a GPU; here stands a loop over the model with the answers of TRL's VLLMGeneration."""
-    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    from mtsql.extras.bridges.trl import make_rollout
-
     assert task.message_options() == {"stop_token_ids": list(task.tokens.end_of_turn_ids)}
 
     def generate(prompts, images, num_generations):
         written, logprobs = write_all(task, policy, prompts)
         return prompts, written, [[[value] for value in values] for values in logprobs], None
 
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(process_index=0), use_vllm=True,
-        vllm_generation=SimpleNamespace(generate=generate),
-    )  # fmt: skip
-    fields = make_rollout(task, read_line(line))([t.example_id for t in expected], trainer)
+    trainer = SimpleNamespace(use_vllm=True, vllm_generation=SimpleNamespace(generate=generate))
+    trainer.state, trainer.accelerator = SimpleNamespace(global_step=0), SimpleNamespace(process_index=0)
+    expected = played[:8]
+    fields = trl.make_rollout(task, read_line(line))([t.example_id for t in expected], trainer)
     assert fields["reward"] == [task.rewards(t).total for t in expected]
     ids = zip(fields["prompt_ids"], fields["completion_ids"], fields["env_mask"], strict=True)
     assert list(ids) == [completion(t)[:3] for t in expected]
 
 
-def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(line, model, tmp_path):
-    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    from mtsql.extras.bridges.trl import check_vllm, make_trainer
-
+def test_trl_options_that_are_wrong_or_would_wait_forever_are_one_sentence(trl, line, model, tmp_path):
     config = read_line(line)
     with pytest.raises(UserError, match=r"behind --: .*--max_stepz"):
-        make_trainer(config, ["--max_stepz", "3"])
+        trl.make_trainer(config, ["--max_stepz", "3"])
     (tmp_path / "adapter").mkdir()
-    adapter = json.dumps({"base_model_name_or_path": model})
-    (tmp_path / "adapter" / "adapter_config.json").write_text(adapter)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model}))
     with pytest.raises(UserError, match="leave out --use_peft"):
-        make_trainer(replace(config, model=str(tmp_path / "adapter")), ["--use_peft", "true"])
+        trl.make_trainer(replace(config, model=str(tmp_path / "adapter")), ["--use_peft", "true"])
     fine = {"use_vllm": True, "world_size": 2, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 1}
     fine |= {"vllm_enable_sleep_mode": False}
-    check_vllm(SimpleNamespace(**fine))
+    trl.check_vllm(SimpleNamespace(**fine))
     for bad in ({"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}, {"vllm_enable_sleep_mode": True}):
-        check_vllm(SimpleNamespace(**fine | bad | {"world_size": 1}))
+        trl.check_vllm(SimpleNamespace(**fine | bad | {"world_size": 1}))
         with pytest.raises(UserError, match="wait forever"):
-            check_vllm(SimpleNamespace(**fine | bad))
+            trl.check_vllm(SimpleNamespace(**fine | bad))
 
 
-def test_trl_has_our_ids_loss_masks_and_gradient(line, model, task):
-    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
-    from transformers import TrainerCallback
-
-    from mtsql.extras.bridges.trl import make_trainer
-
-    trainer = make_trainer(
+def test_trl_has_our_ids_loss_masks_and_gradient(trl, line, model, task):
+    trainer = trl.make_trainer(
         read_line(line),
         "--max_steps 1 --per_device_train_batch_size 48 --num_generations 6 --max_grad_norm 0 "
         "--learning_rate 0 --gradient_checkpointing False".split(),
@@ -231,12 +221,11 @@ def test_trl_has_our_ids_loss_masks_and_gradient(line, model, task):
     assert (ours - theirs).norm() <= 1e-4 * ours.norm()
 
 
+@pytest.mark.usefixtures("trl")
 def test_trl_trains_in_two_processes(line, model, tmp_path):
-    pytest.importorskip("trl", reason="requirements-bridges.txt is not installed")
     own = ["--max_steps", 3, "--per_device_train_batch_size", 8, "--num_generations", 4]
-    trl = ["-m", "mtsql.extras.bridges.trl", *line.split(), "--out", tmp_path / "out"]
-    out = run_in_two(*trl, "--", *own)
-    assert out.count("'rewards/ex/mean'") == 3
+    command = ["-m", "mtsql.extras.bridges.trl", *line.split(), "--out", tmp_path / "out"]
+    assert run_in_two(*command, "--", *own).count("'rewards/ex/mean'") == 3
     before, after = (load_policy(folder).parameters() for folder in (model, tmp_path / "out" / "policy"))
     assert not all(map(torch.equal, before, after))
 
@@ -258,7 +247,7 @@ def stub_verl(monkeypatch):
     monkeypatch.delitem(sys.modules, "mtsql.extras.bridges.verl", raising=False)
 
 
-def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, expected, monkeypatch):
+def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, played, monkeypatch):
     if find_spec("verl") is None:
         stub_verl(monkeypatch)
     from mtsql.extras.bridges.verl import MtsqlAgentLoop
@@ -279,7 +268,7 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, expected, 
         place = {"example_id": trajectory.example_id, "split": "train"}
         return await loop.run({"temperature": 0.0}, extra_info=place)
 
-    for trajectory in expected:
+    for trajectory in played[:8]:
         output = asyncio.run(play(trajectory))
         ids, response, loss_mask, _ = completion(trajectory)
         assert (output.prompt_ids, output.response_ids, output.response_mask) == (ids, response, loss_mask)
@@ -287,19 +276,18 @@ def test_verl_gets_our_ids_loss_masks_and_rewards(line, task, policy, expected, 
         assert output.extra_fields["reward_extra_info"]["ex"] == task.rewards(trajectory).ex
 
 
-def test_skyrl_gets_our_ids_and_rewards(line, task, expected):
+def test_skyrl_gets_our_ids_and_rewards(line, task, played):
     skyrl_gym = pytest.importorskip("skyrl_gym", reason="requirements-bridges.txt is not installed")
     if "mtsql" not in skyrl_gym.envs.registration.registry:
         skyrl_gym.register("mtsql", "mtsql.extras.bridges.skyrl:MtsqlEnv")
     from omegaconf import OmegaConf
 
     tokenizer = task.tokens.tokenizer
-    for trajectory in expected:
+    for trajectory in played[:8]:
         extras = {"example_id": trajectory.example_id, "split": "train"}
         env = skyrl_gym.make("mtsql", env_config=OmegaConf.create({"options": line}), extras=extras)
         messages, _ = env.init([])
-        said = [task.tokens.decode(s.ids) for s in trajectory.segments if s.role == "model"]
-        for text in said:
+        for text in [task.tokens.decode(s.ids) for s in trajectory.segments if s.role == "model"]:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             assert ids == trajectory.ids[: len(ids)]
             step = env.step(text)

@@ -97,10 +97,7 @@ def test_a_question_that_does_not_fit_is_refused_and_forgotten(tiny):
 
 def test_a_file_that_is_gone_is_one_sentence(tiny, tmp_path):
     conversation = make_conversation(tiny, FIRST)
-    copy = tmp_path / "copy.sqlite"
-    copy.write_bytes(tiny.schema.path.read_bytes())
-    conversation.schema = read_schema(copy)
-    copy.unlink()
+    conversation.schema = replace(conversation.schema, path=tmp_path / "gone.sqlite")
     with pytest.raises(UserError, match="is gone"):
         conversation.ask("How many singers are there?", lambda _: None)
     assert conversation.answers == []
@@ -144,21 +141,17 @@ def test_commands_and_tables(tiny, tmp_path):
     for wrong in (":what", ":save", f":save {tmp_path}", f":save {tmp_path / 'my.sqlite'}"):
         with pytest.raises(UserError):
             chat.run_command(conversation, wrong)
+    names = ("n", "text", "blob", "none", "bad")
     rows = tuple((n, "x" * 90, b"12", None, "a\033[2J") for n in range(30))
-    table = chat.format_result(
-        ExecutionResult("rows", ("n", "text", "blob", "none", "bad"), rows, truncated=True)
-    )
-    lines = table.splitlines()
-    assert lines[0].split() == ["n", "text", "blob", "none", "bad"]
+    lines = chat.format_result(ExecutionResult("rows", names, rows, truncated=True)).splitlines()
+    assert tuple(lines[0].split()) == names
     assert lines[2].split() == ["0", "x" * 37 + "...", "2", "bytes", "NULL", "a\\x1b[2J"]
     assert lines[-1] == "(30 or more rows, 10 not shown)" and len(lines) == 23
     one = ExecutionResult("rows", ("n",), ((1,),))
     assert chat.format_result(one).endswith("(1 row)")
     assert chat.format_result(replace(one, truncated=True)).endswith("(1 or more rows)")
-    assert (
-        chat.format_result(ExecutionResult("error", message="no such table: x"))
-        == "it fails: no such table: x"
-    )
+    failed = ExecutionResult("error", message="no such table: x")
+    assert chat.format_result(failed) == "it fails: no such table: x"
 
 
 @pytest.fixture
@@ -280,15 +273,11 @@ def test_after_the_base_is_fetched_the_dialogue_begins(tmp_path, tiny, work, mon
     fetched = []
     shutil.copytree(work / "imitation", tmp_path / chat.SHIPPED)  # a model that needs no base
     monkeypatch.setattr("mtsql.pretrained.main", lambda *asked: fetched.append(asked))
-    options = chat.chat_options(
-        ["--database", str(tiny.schema.path), "--config", str(ROOT / chat.ITS_CONFIG)]
-    )
+    given = ["--database", str(tiny.schema.path), "--config", str(ROOT / chat.ITS_CONFIG)]
     monkeypatch.chdir(tmp_path)
     type_in(monkeypatch, b"y\n:schema\n:quit\n")
-    chat.main(replace(options, model=chat.SHIPPED))
-    assert fetched == [
-        (chat.ITS_BASE, (tmp_path / chat.SHIPPED).with_name(chat.ITS_BASE).relative_to(tmp_path))
-    ]
+    chat.main(replace(chat.chat_options(given), model=chat.SHIPPED))
+    assert fetched == [(chat.ITS_BASE, (ROOT / chat.SHIPPED).with_name(chat.ITS_BASE).relative_to(ROOT))]
     assert "create table singer" in capsys.readouterr().out
 
 

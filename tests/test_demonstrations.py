@@ -9,23 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    GOLD,
-    SAMPLE,
-    data_of,
-    environment_of,
-    json_lines,
-    make_episode,
-    refusal,
-    run,
-    write_lines,
-)
+from conftest import GOLD, SAMPLE, data_of, environment_of, json_lines, make_episode, run, write_lines
 
 from evaluate import Args as EvaluateArgs
 from mtsql.agent.env import Environment, Limits, outcome_of
 from mtsql.agent.tools import EXEC_SQL, make_tools
-from mtsql.agent.trajectory import ActionType, Status, Trajectory
-from mtsql.config import read_options, user_errors
+from mtsql.agent.trajectory import Status, Trajectory
+from mtsql.config import read_options
 from mtsql.data.datasets import Dialogue, Example, examples, load_dataset
 from mtsql.errors import UserError
 from mtsql.extras.demonstrations import COMPARED, KINDS, OWN_KINDS, Mistake, Question, gold_trajectories, play
@@ -57,11 +47,8 @@ def mistakes_of(real, kind: str) -> list[tuple]:
 
 
 def actions(trajectory: Trajectory) -> list[str]:
-    shown = {ActionType.E_VERIFY, ActionType.M_VERIFY}
-    return [
-        f"{a.type} {'pass' if a.passed else 'no_pass'}" if a.type in shown else str(a.type)
-        for a in trajectory.actions
-    ]
+    verdicts = {None: "", True: " pass", False: " no_pass"}
+    return [f"{action.type}{verdicts[action.passed]}" for action in trajectory.actions]
 
 
 def learned(trajectory: Trajectory) -> list[set[int]]:
@@ -70,8 +57,7 @@ def learned(trajectory: Trajectory) -> list[set[int]]:
 
 
 def test_gold_sql_passes_both_checks(tiny):
-    example = make_episode(tiny, history=True).example
-    shown = play(environment_of(tiny), example)
+    shown = play(environment_of(tiny), make_episode(tiny, history=True).example)
     assert actions(shown) == ["propose", "execute", "e_verify pass", "m_verify pass", "finalize"]
     assert shown.off_protocol == 0 and shown.answer_sql == GOLD and learned(shown) == [{1}] * 3
     alone = play(environment_of(tiny), make_episode(tiny).example)  # no memory to ask
@@ -105,13 +91,11 @@ def test_a_repair_begins_with_what_was_missing(real):
     for kind in ("wrong table", "lost join", "stale column"):
         for example, mistake in mistakes_of(real, kind):
             question = Question(environment, example)
-            needed = question.needed(mistake.wrong)
+            needed, named = question.needed(mistake.wrong), set(PIECE.findall(question.gold))
             repair = environment.tokens.decode(play(environment, example, [mistake]).segments[3].ids)
             assert repair.startswith(f"{verdict(EXEC_SQL, False)}\n{needed}")
             for column, table in re.findall(r"(\w+) is in (\w+)", needed):
-                assert column in question.columns[table] and {column, table} <= set(
-                    PIECE.findall(question.gold)
-                )
+                assert column in question.columns[table] and {column, table} <= named
             hint = error_hint(question.execute(mistake.wrong).message, mistake.wrong, question.schema)
             if needed.startswith("FROM "):  # how the gold SQL joins
                 assert needed in question.gold and needed not in mistake.wrong
@@ -177,9 +161,8 @@ def test_the_right_form_of_a_value_is_looked_up(real):
         trajectory = play(real[0], example, [mistake])
         seen = trajectory.observations[1].text
         values = {value for _, _, value in COMPARED.findall(trajectory.answer_sql) if value in seen}
-        assert any(f"'{value}'" not in mistake.wrong for value in values) and mistake.look.startswith(
-            "SELECT DISTINCT"
-        )
+        assert any(f"'{value}'" not in mistake.wrong for value in values)
+        assert mistake.look.startswith("SELECT DISTINCT")
 
 
 def test_the_shares_are_kept_and_every_draw_is_the_questions_own(real):
@@ -225,10 +208,8 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
         for sql in ("SELECT absent FROM nowhere", "SELECT 1", None)
     ]
     wrong = write_lines(tmp_path / "predictions.jsonl", lines)
-    out = run(
-        "-m", "mtsql.extras.probe", *data_of(work), "--held-out", 1, "--error-hints", "--questions", 3,
-        "--failures", wrong, "--out", tmp_path / "probe",
-    )  # fmt: skip
+    options = ["--held-out", 1, "--error-hints", "--questions", 3, "--failures", wrong]
+    out = run("-m", "mtsql.extras.probe", *data_of(work), *options, "--out", tmp_path / "probe")
     means = json.loads((tmp_path / "probe" / "probe.json").read_text())
     rows = json_lines(tmp_path / "probe" / "probe.jsonl")
     assert "gold_seen" in out and {"own", "stale column", "stale table"} <= set(means)
@@ -242,20 +223,19 @@ def test_the_probe_reads_what_the_policy_says_after_an_error(work, tmp_path):
 
 
 @pytest.mark.parametrize("options", ["--tools no_execution", "--recipe sql_trail --tools no_memory"])
-def test_a_protocol_without_verdicts_on_results_is_not_probed(work, tmp_path, capsys, options):
+def test_a_protocol_without_verdicts_on_results_is_not_probed(work, tmp_path, options):
     line = [*data_of(work), *options.split(), "--held-out", "1", "--out", tmp_path / "probe"]
-    config = read_options(Args, None, list(map(str, line)))
-    assert "a probe needs --recipe mtsql_r1" in refusal(capsys, user_errors, main, config)
+    with pytest.raises(UserError, match="a probe needs --recipe mtsql_r1"):
+        main(read_options(Args, None, list(map(str, line))))
 
 
 @pytest.mark.parametrize("line", ["[1]", "{", "{}", '{"example_id": [], "predicted": "x"}'])
 def test_failures_from_another_file_are_one_sentence(tmp_path, line):
     config = Args(model="m", data=("d",), out="", failures=str(tmp_path / "predictions.jsonl"))
-    run_ = SimpleNamespace(dataset=SimpleNamespace(dialogues=()))
+    asked = Example("7/0", "7", "d", 0, "How many?", "SELECT 1")
+    run_ = SimpleNamespace(dataset=SimpleNamespace(dialogues=(Dialogue("7", "d", (asked,)),)))
     with pytest.raises(UserError, match=r"predictions\.jsonl: No such file"):
         list(own_failures(config, run_))
-    asked = Example("7/0", "7", "d", 0, "How many?", "SELECT 1")
-    run_.dataset.dialogues = (Dialogue("7", "d", (asked,)),)
     row = {"example_id": "7/0", "predicted": "SELECT", "gold": "SELECT 2"}
     write_lines(tmp_path / "predictions.jsonl", [row])
     with pytest.raises(UserError, match=r"predictions\.jsonl, line 1: another question"):
@@ -297,9 +277,7 @@ def test_its_probabilities_are_of_the_token_where_repair_and_copy_part(work):
         assert abs(expected[copy[place]].item() - found[f"copy_{name}"]) < 1e-4
     assert judged_failure(task, example, Mistake(example.gold_sql, shown)) is None  # it does not fail
     for ids, words in zip(before.values(), said_first(task, list(before.values())), strict=True):
-        given = torch.tensor([ids])  # (1, T)
-        greedy = policy.generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=60
-        )
-        expected, call, _ = text(greedy[0, len(ids) :].tolist()).partition("<tool_call>")
+        seen = torch.tensor([ids])  # (1, T)
+        out = policy.generate(seen, attention_mask=torch.ones_like(seen), do_sample=False, max_new_tokens=60)
+        expected, call, _ = text(out[0, len(ids) :].tolist()).partition("<tool_call>")
         assert words == (expected if call else "")

@@ -155,8 +155,7 @@ def test_process_rewards_from_the_second_level(monkeypatch, step, total):
 
 def test_edits_choose_questions_and_set_the_optimizer(tiny, monkeypatch):
     empty = replace(EXAMPLE, gold_sql="SELECT name FROM singer WHERE age > 99")
-    scorable = edited(6, "mtsql/sql/score.py", monkeypatch).scorable
-    assert scorable([EXAMPLE, empty], tiny.scorer) == [EXAMPLE]
+    assert edited(6, "mtsql/sql/score.py", monkeypatch).scorable([EXAMPLE, empty], tiny.scorer) == [EXAMPLE]
     optimizer = edited(7, "mtsql/learn/model.py", monkeypatch)
     made = optimizer.make_optimizer(torch.nn.Linear(1, 1), 0.1).defaults
     assert (made["betas"], made["weight_decay"]) == ((0.9, 0.95), 0.01)
@@ -181,8 +180,7 @@ def test_a_tool(tiny, monkeypatch, compact):
     source = source.replace(tools, f"\n{BLOCKS['A tool'][0]}\n{tools}    COLUMN_VALUES,\n")
     chosen = module_of("tools", source, monkeypatch).make_tools("both")
     assert set(chosen) == {*make_tools("both"), "column_values"}
-    environment = replace(environment_of(tiny, compact=compact), tools=chosen)
-    (episode,) = environment.episodes(EXAMPLE, [0])
+    (episode,) = replace(environment_of(tiny, compact=compact), tools=chosen).episodes(EXAMPLE, [0])
     assert "column_values" in tiny.tokens.decode(episode.trajectory.ids)
     assert say(episode, tool_call("column_values", "singer.country"))
     assert say(episode, tool_call("column_values", "singer.continent"))
@@ -278,8 +276,7 @@ def test_tables_json_of_databases_of_ones_own(tmp_path):
     (tmp_path / "tables.json").write_text(json.dumps(entries))
     schemas, linked = load_schemas(tmp_path / "tables.json", folder), 0
     for path in files:
-        known = read_schema(path)
-        for own, other in zip(schemas[path.stem].tables, known.tables, strict=True):
+        for own, other in zip(schemas[path.stem].tables, read_schema(path).tables, strict=True):
             assert (own.name, own.columns, own.example_row) == (other.name, other.columns, other.example_row)
             assert set(own.primary_keys) == set(other.primary_keys)
             folded = [{tuple(map(str.lower, key)) for key in t.foreign_keys} for t in (own, other)]

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -41,9 +41,7 @@ def test_thousands_of_tables_are_read_in_time(tmp_path):
 
 
 def test_tables_keys_views_and_example_rows_are_found(tmp_path):
-    path = make_database(
-        tmp_path / "shop.sqlite",
-        """create table "order items" (id integer primary key, "Unit Price" numeric(8, 2), day date,
+    script = """create table "order items" (id integer primary key, "Unit Price" numeric(8, 2), day date,
             customer int references customer, foreign key (customer) references missing(absent),
             foreign key (day, id) references customer);
         create table customer (code int, name varchar(20), photo blob, total as (code * 2),
@@ -52,12 +50,10 @@ def test_tables_keys_views_and_example_rows_are_found(tmp_path):
         create view broken as select a from nowhere;
         create virtual table notes using fts5(body);
         insert into customer (code, name) values (7, 'Anna'), (8, 'Bruno');
-        insert into notes values ('hello');""",
-    )
-    schema = read_schema(path)
-    found = {table.name: table for table in schema.tables}
-    assert list(found) == ["order items", "customer", "notes", "rich"]
-    items = found["order items"]
+        insert into notes values ('hello');"""
+    tables = read_schema(make_database(tmp_path / "shop.sqlite", script)).tables
+    assert [table.name for table in tables] == ["order items", "customer", "notes", "rich"]
+    items, customer, notes, rich = tables
     kinds = {"id": "number", "Unit Price": "number", "day": "time", "customer": "number"}
     assert dict(items.columns) == kinds
     assert items.primary_keys == ("id",) and items.example_row is None
@@ -65,11 +61,9 @@ def test_tables_keys_views_and_example_rows_are_found(tmp_path):
         ("customer", "customer", "name"), ("customer", "missing", "absent"),
         ("day", "customer", "name"), ("id", "customer", "code"),
     }  # fmt: skip
-    customer = found["customer"]
     assert customer.columns[3][0] == "total"
     assert customer.primary_keys == ("name", "code") and customer.example_row == (7, "Anna", None, 14)
-    assert found["rich"].example_row == ("Anna",)
-    assert found["notes"].example_row == ("hello",)
+    assert (notes.example_row, rich.example_row) == (("hello",), ("Anna",))
 
 
 ENDLESS = "with recursive r(x) as (select 1 union all select x + 1 from r) select count(*) as c from r"
@@ -100,20 +94,16 @@ def test_a_hostile_schema_is_read_within_its_time(tmp_path, monkeypatch, script)
     assert (table.name, table.columns, table.example_row) == ("t", (("a", "text"),), (3,))
     assert SqlSchema.from_database(path).tables["t"] == ("a",)
     assert Executor(timeout_seconds=0.5).execute(path, "select a from t").rows == ((3,),)
-    known = by_tables_json(path, ["t", "w0"], [[-1, "*"], [0, "a"], [1, "c"]])
-    assert known.tables[0].example_row == (3,)
+    assert by_tables_json(path, ["t", "w0"], [[-1, "*"], [0, "a"], [1, "c"]]).tables[0].example_row == (3,)
     assert time.monotonic() - start < 4
 
 
 def test_letters_beyond_ascii_tell_names_apart_and_views_and_generated_columns_are_seen(tmp_path):
-    path = make_database(
-        tmp_path / "n.sqlite",
-        """create view Old as select "Ä" as Age from Ämter; create view broken as select a from nowhere;
+    script = """create view Old as select "Ä" as Age from Ämter; create view broken as select a from nowhere;
         create table Ämter ("Ä" integer primary key, "ä" int, Twice as (ä * 2), Half as (ä / 2) stored);
-        create table ämter (ID int);""",
-    )
+        create table ämter (ID int);"""
     columns = {"Ämter": ("Ä", "ä", "twice", "half"), "ämter": ("id",), "old": ("age",)}
-    schema = SqlSchema.from_database(path)
+    schema = SqlSchema.from_database(make_database(tmp_path / "n.sqlite", script))
     assert list(schema.tables.items()) == list(columns.items())
     count = "SELECT count(*) FROM "
     for keep_limit in (False, True):
@@ -128,10 +118,9 @@ def test_letters_beyond_ascii_tell_names_apart_and_views_and_generated_columns_a
 
 def test_names_are_shown_as_sql_has_to_write_them_and_cells_on_one_line(tmp_path):
     """From the file and from tables.json; what the prompt shows runs."""
-    tables = {'sold "items"': ('a "b"', "unit price", "order", "größe", "key"), "Ämter": ("id",)}
-    tables["ämter"] = ("no",)
-    quoted = {'"sold ""items"""': ('"a ""b"""', '"unit price"', '"order"', "größe", "key"), "Ämter": ("id",)}
-    quoted["ämter"] = ("no",)
+    other = {"Ämter": ("id",), "ämter": ("no",)}
+    tables = {'sold "items"': ('a "b"', "unit price", "order", "größe", "key")} | other
+    quoted = {'"sold ""items"""': ('"a ""b"""', '"unit price"', '"order"', "größe", "key")} | other
     script = ""
     for name, columns in quoted.items():
         values = ", ".join(["'one' || char(10) || 'two' || char(9, 8232) || 'three'"] * len(columns))
@@ -154,17 +143,13 @@ def test_a_keyword_is_in_quotes_where_sqlite_needs_them(word):
         connection.execute(f'create table "{word}" ("{word}", other)')
         connection.execute(f'insert into "{word}" values (77, 0)')
         for name, runs in ((written(word), True), (word, word not in RESERVED)):
-            try:
-                sql = f"select {name} from {name} where {name} > 0 and {name}.{name} = 77 order by {name}"
-                found = connection.execute(sql).fetchall() == [(77,)]
-            except sqlite3.OperationalError:
-                found = False
-            assert found is runs
+            sql = f"select {name} from {name} where {name} > 0 and {name}.{name} = 77 order by {name}"
+            with nullcontext() if runs else pytest.raises(sqlite3.OperationalError):
+                assert connection.execute(sql).fetchall() == [(77,)]
 
 
 def test_a_column_that_the_file_lacks_is_no_text_in_the_example_row(tmp_path):
-    script = "create table singer (id int); insert into singer values (1);"
-    path = make_database(tmp_path / "music.sqlite", script)
+    path = make_database(tmp_path / "music.sqlite", "create table singer (id); insert into singer values (1)")
     (singer,) = by_tables_json(path, ["singer"], [[-1, "*"], [0, "id"], [0, "nope"]]).tables
     assert singer.example_row is None
 

@@ -133,7 +133,7 @@ def test_presets(tiny):
         "formula": 1 + proposal,  # no verdict is no pass: E 0, and M 1 - 1
     }
     assert {preset: paid(tiny, episode, preset).total for preset in totals} == pytest.approx(totals)
-    spaced = play(tiny, answer(GOLD.replace(" ", "\n ") + ";"))
+    spaced = play(tiny, answer(GOLD.replace(" ", "\n ") + " ;"))
     assert paid(tiny, spaced, "paper").em == 1
 
 

@@ -6,9 +6,8 @@ import time
 import pytest
 from conftest import make_database
 
-from mtsql.extras.prediction_files import official_prediction
 from mtsql.sql.grammar import SqlParseError, SqlSchema, foreign_key_map, parse_sql
-from mtsql.sql.match import exact_set_match, partial_match, string_match
+from mtsql.sql.match import exact_set_match, partial_match
 from mtsql.sql.score import clause_f1
 
 TABLES = {
@@ -31,33 +30,22 @@ def schema(tmp_path_factory):
     return SqlSchema.from_database(make_database(tmp_path_factory.mktemp("sql") / "concerts.sqlite", script))
 
 
-def test_foreign_keys_to_one_key_share_its_first_column():
+def test_foreign_keys_to_one_key_share_its_first_column_and_classes_are_not_merged_later():
     assert KEYS["__concert.host_id__"] == KEYS["__concert.singer_id__"] == "__singer.singer_id__"
     assert KEYS["__stadium.stadium_id__"] == "__concert.stadium_id__"
-
-
-def test_foreign_key_classes_are_not_merged_later():
-    entry = ENTRY | {"foreign_keys": [[1, 6], [5, 7], [6, 7]]}
-    keys = foreign_key_map(entry)
+    keys = foreign_key_map(ENTRY | {"foreign_keys": [[1, 6], [5, 7], [6, 7]]})
     assert keys["__concert.host_id__"] == "__concert.concert_id__"  # the later class wins
 
 
 DOUBLED = ", ".join(f"a{i} + a{i} AS a{i + 1}" for i in range(40))
 REFUSED = {
-    "no space around =": "SELECT name FROM singer WHERE age=1",
     "no space after !=": "SELECT name FROM singer WHERE age !=1",
     "<>": "SELECT name FROM singer WHERE age <> 1",
-    "alias without AS": "SELECT s.name FROM singer s",
-    "SELECT alias": "SELECT name AS n FROM singer",
-    "LEFT JOIN": "SELECT T1.name FROM singer AS T1 LEFT JOIN concert AS T2 ON T1.singer_id = T2.singer_id",
     "IS NULL": "SELECT name FROM singer WHERE age IS NULL",
     "brackets": "SELECT name FROM singer WHERE (age > 1 OR age < 3) AND country = 'x'",
     "column over a sub-query": "SELECT name FROM (SELECT name FROM singer)",
-    "value list": "SELECT name FROM singer WHERE age IN (1, 2)",
     "function": "SELECT upper(name) FROM singer",
-    "CASE": "SELECT CASE WHEN age > 1 THEN 1 ELSE 2 END FROM singer",
     "WITH": "WITH x AS (SELECT name FROM singer) SELECT name FROM x",
-    "unknown column": "SELECT shoe FROM singer",
     "unknown table": "SELECT name FROM band",
     "words": "I do not know",
     "unbalanced quote": "SELECT name FROM singer WHERE name = 'Ann",
@@ -66,7 +54,7 @@ REFUSED = {
     "early end": "SELECT name FROM singer WHERE age >",
     "deep": "SELECT name FROM singer WHERE age = " + "(SELECT age FROM singer WHERE age = " * 500,
     "long chain": " UNION ".join([NAMES] * 600),
-    "private-use character": "SELECT name FROM singer WHERE name = \ue000 AND 'x",
+    "private-use character": "SELECT name FROM singer WHERE name = \ue000",
     "doubling names": "SELECT x+x AS x FROM (" * 30 + "SELECT age AS x FROM singer" + ")" * 30,
     "doubling aliases": f"SELECT 1 AS a0, {DOUBLED} FROM singer ORDER BY a40",
     "open brackets": "SELECT " + "[" * 90_000,
@@ -94,16 +82,14 @@ def test_the_official_grammar_accepts(schema):
 JOIN = "SELECT T1.name FROM singer AS T1 JOIN concert AS T2 ON T1.singer_id = T2.singer_id"
 NESTED = "SELECT name FROM singer WHERE age > (SELECT avg(age) FROM singer WHERE {})"
 SIBLING = "SELECT name FROM singer WHERE singer_id IN (SELECT {} FROM concert)"
+BY_NAME = COUNT + "singer GROUP BY name HAVING {} > 1"
 
 
 @pytest.mark.parametrize(
     ("gold", "pred"),
     [
-        (NAMES + " LIMIT 3", NAMES + " LIMIT 5"),
         (NAMES + " WHERE age = singer_id", NAMES + " WHERE age = country"),
-        (JOIN, JOIN.replace("ON T1.singer_id", "ON T1.age")),
-        (JOIN, JOIN.replace("T2.singer_id", "T2.host_id")),
-        ("SELECT DISTINCT name FROM singer", NAMES),
+        (JOIN, JOIN.replace("T1.singer_id = T2.singer_id", "T1.age = T2.host_id")),
         ("SELECT count(DISTINCT age) FROM singer", "SELECT count(age) FROM singer"),
         (f"{NAMES} WHERE age = 1 AND age = 2 OR age = 3", f"{NAMES} WHERE age = 1 OR age = 2 AND age = 3"),
         (NESTED.format("age > 1 LIMIT 1"), NESTED.format("age > 1 LIMIT 9")),
@@ -127,13 +113,9 @@ def test_exact_set_match_is_true(schema, gold, pred):
         (SIBLING.format("singer_id"), SIBLING.format("host_id")),
         (NESTED.format("age > 1 AND name = 'a'"), NESTED.format("name = 'a' AND age > 1")),
         (COUNT + f"({NAMES} WHERE age > 1)", COUNT + f"({NAMES} WHERE age > 2)"),
-        (NAMES + " LIMIT 3", NAMES),
         (NAMES + " WHERE name NOT LIKE 'F%'", NAMES + " WHERE name LIKE 'F%'"),
         (NAMES + " WHERE age BETWEEN 1 AND 2", NAMES + " WHERE age = 1"),
-        (
-            COUNT + "singer GROUP BY name HAVING count(*) > 1",
-            COUNT + "singer GROUP BY name HAVING max(age) > 1",
-        ),
+        (BY_NAME.format("count(*)"), BY_NAME.format("max(age)")),
         (NAMES + " UNION SELECT name FROM stadium", NAMES + " EXCEPT SELECT name FROM stadium"),
         (NAMES, None),
     ],
@@ -143,16 +125,9 @@ def test_exact_set_match_is_false(schema, gold, pred):
 
 
 def test_an_unparseable_gold_query_is_an_error(schema):
-    for judge in (exact_set_match, partial_match):
+    for judge, *keys in ((exact_set_match, KEYS), (clause_f1,)):
         with pytest.raises(SqlParseError):
-            judge("SELECT", None, schema, KEYS)
-    with pytest.raises(SqlParseError):
-        clause_f1("SELECT", None, schema)
-
-
-def test_partial_f1_of_a_missing_prediction_is_that_of_an_empty_query(schema):
-    found = partial_match(NAMES, None, schema, KEYS)
-    assert [name for name, part in found.items() if not part.f1] == ["select", "select(no AGG)"]
+            judge("SELECT", None, schema, *keys)
 
 
 def test_a_condition_without_a_connector_is_counted_among_the_connectors(schema):
@@ -163,29 +138,17 @@ def test_a_condition_without_a_connector_is_counted_among_the_connectors(schema)
     assert partial_match(NAMES, NAMES, schema, KEYS)["and/or"] == (1.0, 1, 1)
 
 
-def test_string_match():
-    assert string_match("SELECT  name\nFROM singer ;", "SELECT name FROM singer")
-    assert not string_match("SELECT name FROM singer", "select name FROM singer")
-    assert not string_match("SELECT name FROM singer", None)
-
-
-def test_official_prediction_replaces_value_in_names_too():
-    assert official_prediction("SELECT market_value FROM t") == "SELECT market_1 FROM t"
-
-
 BY_COUNT = "SELECT country FROM singer GROUP BY country ORDER BY count(*) DESC"
 WITH = "WITH x AS (SELECT {} FROM singer) SELECT count(*) FROM x"
 EXISTS = "SELECT upper(name) FROM singer WHERE EXISTS (SELECT 1 FROM concert LIMIT 1)"
 ALL = "SELECT name FROM singer UNION ALL SELECT name FROM stadium ORDER BY name LIMIT 2"
+USING = "SELECT s.* FROM singer s JOIN concert USING (singer_id)"
 
 
 @pytest.mark.parametrize(
     ("gold", "pred", "score"),
     [
-        *(
-            (sql, sql, 1.0)
-            for sql in (JOIN, EXISTS, ALL, "SELECT s.* FROM singer s JOIN concert USING (singer_id)")
-        ),
+        *((sql, sql, 1.0) for sql in (EXISTS, ALL)),
         # aliases, spelling and the side of = do not matter
         (JOIN, "select s.Name from Singer s inner join concert c on c.singer_id=s.singer_id", 1.0),
         (NAMES, "SELECT singer.name AS n FROM singer", 1.0),
@@ -193,10 +156,8 @@ ALL = "SELECT name FROM singer UNION ALL SELECT name FROM stadium ORDER BY name 
         # values count: WHERE 1/2
         (NAMES + " WHERE age > 1 AND name = 'a'", NAMES + " WHERE name = 'b' AND age > 1", 2.5 / 3),
         (BY_COUNT, "SELECT country FROM singer", 2 / 4),  # GROUP and ORDER are missing
-        (BY_COUNT, BY_COUNT.replace("country FROM", "country, count(*) FROM"), (2 / 3 + 3) / 4),
         # SELECT 2/3 and JOIN 2/3: the second half of the set operation is missing
         (NAMES + " EXCEPT SELECT name FROM stadium", NAMES, 2 / 3),
-        (NAMES + " WHERE name = 'a'", NAMES + ' WHERE name = "a"', 1),
         (NAMES, "SELECT name FORM singer WHERE", 0.0),
         (NAMES, "DROP TABLE singer", 0.0),
         (NAMES, None, 0.0),
@@ -210,7 +171,6 @@ def test_clause_f1(schema, gold, pred, score):
 
 NAMED, OLDEST = "(SELECT name AS n FROM singer)", "SELECT max(age) FROM singer"
 LATER = "SELECT name FROM singer AS s WHERE age > (SELECT year FROM concert WHERE s.age = year)"
-JOINED = "SELECT name FROM singer JOIN concert USING "
 TOTAL = "SELECT total FROM v WHERE country = 'France'"
 
 
@@ -218,10 +178,9 @@ TOTAL = "SELECT total FROM v WHERE country = 'France'"
     ("one", "other"),
     [
         ("SELECT max(age) AS n FROM singer ORDER BY n", OLDEST + " ORDER BY max(singer.age)"),
-        (f"SELECT t.n FROM {NAMED} AS t", f"SELECT name FROM ({NAMES})"),
-        (f"SELECT n FROM (SELECT n FROM {NAMED})", f"SELECT name FROM (SELECT name FROM ({NAMES}))"),
+        (f"SELECT t.n FROM (SELECT n FROM {NAMED}) AS t", f"SELECT name FROM (SELECT name FROM ({NAMES}))"),
         (LATER, LATER.replace(" AS s", "").replace("s.age", "singer.age")),
-        (NAMES, "/* x */ ( -- y\n SELECT name FROM singer)"),
+        (NAMES, f"; /* x */ ( -- y\n {NAMES})"),
         (NAMES + " WHERE age = 1", 'SELECT `name` FROM [singer] WHERE "singer"."age" = 1'),
         (C + "SELECT x FROM c ORDER BY x", C + 'SELECT d.x FROM c AS d ORDER BY "d"."X"'),
         (C + "SELECT x FROM c", 'WITH c("x") AS (SELECT singer_id FROM singer) SELECT c.[x] FROM c'),
@@ -232,8 +191,7 @@ TOTAL = "SELECT total FROM v WHERE country = 'France'"
         ("SELECT * FROM singer", 'SELECT "S".* FROM singer AS s'),
         ("SELECT value FROM json_each('[1]')", "SELECT \"value\" FROM json_each('[1]')"),
         ("SELECT type FROM sqlite_master", 'SELECT "type" FROM sqlite_master'),
-        (JOINED + "(singer_id)", JOINED + '("Singer_ID")'),
-        (NAMES, f"; {NAMES}"),
+        (USING, 'SELECT S.* FROM singer AS s JOIN concert USING ("Singer_ID")'),
     ],
 )
 def test_clause_f1_sees_through_names(schema, one, other):

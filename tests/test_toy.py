@@ -140,16 +140,13 @@ def make_benchmark(folder, **splits):
 
 def evaluate(model, data, split, out):
     """The summary of greedy answers without tools."""
-    run(
-        "evaluate.py", *TOY, "--data", data, "--split", split, "--model", model, "--tools", "none",
-        "--sampled-runs", 0, "--out", out,
-    )  # fmt: skip
+    asked = ["--data", data, "--split", split, "--tools", "none", "--sampled-runs", 0]
+    run("evaluate.py", *TOY, *asked, "--model", model, "--out", out)
     return json.loads((out / "summary.json").read_text())
 
 
 def test_models_that_are_made_anew_learn_as_the_shipped_ones_did():
-    files = ("toy.toml", "toy_suite.toml")
-    settings = [from_toml(ROOT / "configs" / file, ImitationConfig) for file in files]
+    settings = [from_toml(ROOT / f"configs/{name}.toml", ImitationConfig) for name in ("toy", "toy_suite")]
     assert settings[0] == settings[1] and SHIPPED
     for name in SHIPPED:
         made = json.loads((ROOT / MODELS / name / "run.json").read_text())["config"]
@@ -172,10 +169,9 @@ def test_fine_tuning_teaches_what_it_shows(tmp_path):
     Greedy answers repeat bit by bit, so that training without an effect gains nothing at all.
     """
     themes = make_benchmark(tmp_path / "data", train={"unseen": (4, 2)})
-    options = ["--targets", "gold", "--tools", "none", "--questions", 0, "--epochs", 8]
-    options += ["--learning-rate", 1e-3]
+    given = ["--targets", "gold", "--tools", "none", "--questions", 0, "--epochs", 8, "--learning-rate", 1e-3]
     model = ROOT / MODELS / "seed0"
-    run("train_sft.py", *TOY, "--data", themes, "--model", model, *options, "--out", tmp_path / "sft")
+    run("train_sft.py", *TOY, "--data", themes, "--model", model, *given, "--out", tmp_path / "sft")
     before = evaluate(model, themes, "train", tmp_path / "before")
     after = evaluate(tmp_path / "sft" / "policy", themes, "train", tmp_path / "after")
     for metric in ("ex", "em"):
@@ -260,9 +256,7 @@ def mistake(kind: str, value: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("most", [2, 4])  # interactions; after the first two the agent can only answer
-@pytest.mark.parametrize(
-    ("kind", "value", "seen"), [("value_form", "France", 1), ("stale_value", "italy", 2)]
-)
+@pytest.mark.parametrize("kind, value, seen", [("value_form", "France", 1), ("stale_value", "italy", 2)])
 def test_repair_lesson_teaches_the_repair_and_nothing_else(tiny, kind, value, seen, most):
     environment = environment_of(tiny, limits=Limits(max_interactions=most))
     example = make_episode(tiny, history=True).example
