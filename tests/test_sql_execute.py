@@ -127,6 +127,7 @@ def test_cached_results_respect_the_limit_asked_for(executor, database):
         ([(1,), (2,)], [(2,), (1,)], True, False),
         ([(1,), (1,), (2,)], [(1,), (2,), (2,)], False, False),
         ([(3,)], [(3.0,)], False, True),
+        ([(1, 10)], [(1.0, 10)], False, False),  # "1.0" sorts behind "10", so says the official check
         ([(3,)], [("3",)], False, False),
         ([(1,)], [(1, 1)], False, False),
         ([(1, 2), (2, 1)], [(1, 1), (2, 2)], False, False),
