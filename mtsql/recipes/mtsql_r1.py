@@ -117,11 +117,12 @@ def final_answer(sql: str) -> str:
 def result_text(result: ExecutionResult, limit: int) -> str:
     """Rows as the paper shows them, or the error, within `limit` characters."""
     introduced = "The sql results example is: " * result.ok
-    return f"{introduced}{_rows_text(result)}"[:limit]
+    return f"{introduced}{_rows_text(result, limit)}"[:limit]
 
 
-def _rows_text(result: ExecutionResult) -> str:
-    return str([tuple(row) for row in result.rows]) if result.ok else f"Error: {result.message}"
+def _rows_text(result: ExecutionResult, limit: int) -> str:
+    shown = [tuple(row) for row in result.rows[:limit]]  # each has four characters at least
+    return (str(shown) if result.ok else f"Error: {result.message}")[:limit]
 
 
 def _flat_elements(elements: dict) -> dict:
@@ -201,7 +202,7 @@ class MtsqlR1(Recipe):
         turns = []
         for entry in memory:
             elements = entry.elements and _flat_elements(entry.elements)
-            seen = entry.result and _rows_text(entry.result)[: limit // 4]
+            seen = entry.result and _rows_text(entry.result, limit // 4)
             turns.append(vars(entry) | {"elements": elements, "result": seen})
         said = {"question": question, "sql": sql, "result": result and result_text(result, limit)}
         return render("mtsql_r1_memory_retrieve", turns=turns, limit=limit // 4, **said)

@@ -79,7 +79,7 @@ def compact_result(result: ExecutionResult | None, limit: int) -> str:
         return "?"
     if not result.ok:
         return f"error: {result.message}"[: 4 * limit]
-    rows = result.rows[: limit + 1]  # each is a character at least, so that no further one is shown
+    rows = result.rows[: limit + 1]  # each adds three characters at least
     cells = ["|".join("null" if v is None else one_line(str(v)) for v in row) for row in rows]
     return cut(" ; ".join(cells) or "empty", limit, " ...")
 
