@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import select
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -261,7 +262,8 @@ def save_config(config: Any, folder: Path) -> None:
         **git_state(),
         "python": platform.python_version(),
         "hardware": hardware(),
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": {name: importlib.metadata.version(name) for name in names}
+        | {"sqlite": sqlite3.sqlite_version},
     }
     write_atomically(folder / "run.json", json.dumps(content, indent=1))
 

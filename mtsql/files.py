@@ -154,6 +154,7 @@ def folder_atomically(folder: Path) -> Iterator[Path]:
     the next one that writes the folder brings back. Raises UserError if the disk is full, and if `folder`
     stands below a file or may not be written.
     """
+    folder = Path(os.path.realpath(folder))  # what a link leads to
     with temporary_sibling(folder) as temporary:
         with file_errors(folder):
             recover_folder(folder)
@@ -197,8 +198,9 @@ def temporary_sibling(path: Path) -> Iterator[Path]:
     with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{escape(path.name)}.[0-9]*.tmp"):
-        process = int(left.name.split(".")[-2])
-        if process == os.getpid() or not psutil.pid_exists(process):  # in a container ids come again
+        process = left.name.split(".")[-2]
+        gone = process.isdecimal() and not psutil.pid_exists(int(process))
+        if gone or process == str(os.getpid()):  # in a container ids come again
             _remove(left)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -20,6 +20,7 @@ from mtsql.agent.tools import make_tools
 from mtsql.agent.trajectory import Trajectory, trajectory_record
 from mtsql.config import Agent, Common, Data, Sampled, Training
 from mtsql.data.datasets import (
+    FURTHER_NAMES,
     Dataset,
     Dialogue,
     Example,
@@ -27,7 +28,6 @@ from mtsql.data.datasets import (
     example_after,
     examples,
     load_dataset,
-    split_names,
 )  # fmt: skip
 from mtsql.errors import UserError
 from mtsql.files import hold_folder, json_lines, write_atomically
@@ -217,9 +217,11 @@ def find_split(data: str, split: str) -> Path:
 
     Raises UserError if there is no such file.
     """
-    root, names = Path(data), split_names(split)
+    root = Path(data)
     if root.is_file():
         return root
+    names = f"{split}.json cosql_{split}.json sql_state_tracking/cosql_{split}.json {split}/{split}.json"
+    names = (*names.split(), *FURTHER_NAMES.get(split, ()))
     for name in names:
         if (root / name).is_file():
             return root / name

@@ -70,14 +70,17 @@ def test_links_and_devices_are_written_to_and_not_replaced(tmp_path):
 
 
 def test_folders_are_replaced_whole_and_recovered(tmp_path):
-    folder = tmp_path / "run"
+    (tmp_path / "disk").mkdir()
+    folder, link = tmp_path / "disk" / "run", tmp_path / "run"
+    link.symlink_to(folder)
+    (tmp_path / "disk" / ".run.1x.tmp").touch()  # nobody's
     for name in ("one", "two"):
-        with folder_atomically(folder) as temporary:
+        with folder_atomically(link) as temporary:
             (temporary / name).write_text(name)
-    assert [p.name for p in folder.iterdir()] == ["two"]
-    folder.rename(tmp_path / ".run.old")  # as if killed between the two renames
+    assert [p.name for p in link.iterdir()] == ["two"] and link.is_symlink()
+    folder.rename(folder.with_name(".run.old"))  # as if killed between the two renames
     files.recover_folder(folder)
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert {p.name for p in folder.parent.iterdir()} == {"run", ".run.1x.tmp"}
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from conftest import ROOT, make_database
 
+from mtsql.data import sql_worker
 from mtsql.errors import UserError
 from mtsql.sql.execute import Executor, execution_match, results_equal
 from mtsql.sql.grammar import SqlSchema
@@ -57,6 +58,13 @@ def test_cache_follows_the_file_and_its_write_ahead_log(executor, database):
         connection.execute("CREATE TABLE late (a)")
         connection.commit()
         assert "late" in SqlSchema.from_database(database).tables
+
+
+def test_a_table_function_that_this_sqlite_lacks_is_no_reason_not_to_open(database, monkeypatch):
+    monkeypatch.setattr(sql_worker, "PREPARED_TABLES", {"pragma_of_another_version"})
+    opened = sql_worker.Connection(f"{database.as_uri()}?mode=ro", 1.0)
+    assert "rows" in opened.run("SELECT 1", 1, 9_000)
+    opened.sqlite.close()
 
 
 def test_full_text_tables_can_be_read(executor, database):

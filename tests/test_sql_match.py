@@ -160,7 +160,7 @@ USING = "SELECT s.* FROM singer s JOIN concert USING (singer_id)"
         (NAMES + " EXCEPT SELECT name FROM stadium", NAMES, 2 / 3),
         (NAMES, "SELECT name FORM singer WHERE", 0.0),
         (NAMES, "DROP TABLE singer", 0.0),
-        (NAMES, None, 0.0),
+        (NAMES + " WHERE age > 3", NAMES + " WHERE age > 3 -- older", 1.0),
         (NAMES + " LIMIT 1", NAMES + " LIMIT 1 OFFSET 3", (1 + 1 + 2 / 3) / 3),
         (WITH.format("age"), WITH.format("name"), (1 / 2 + 1) / 2),
     ],

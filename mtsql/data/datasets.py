@@ -15,8 +15,8 @@ from typing import NamedTuple
 from mtsql.data.schema import Schema, load_schemas, read_json
 from mtsql.errors import UserError, loading
 
-# Where official folders keep a split beside `split_names`' first four: Spider and Spider-Syn, SynSQL;
-# BIRD's dev, BIRD mini-dev, Spider-DK, Spider-Realistic.
+# Where official folders keep a split beside the first four of `mtsql.task.find_split`: Spider and Spider-Syn,
+# SynSQL; BIRD's dev, BIRD mini-dev, Spider-DK, Spider-Realistic.
 FURTHER_NAMES = {
     "train": ("train_spider.json", "data.json"),
     "dev": ("dev_20240627/dev.json", "mini_dev_sqlite.json", "Spider-DK.json", "spider-realistic.json"),
@@ -84,12 +84,6 @@ class Dataset:
     dialogues: tuple[Dialogue, ...]
     schemas: dict[str, Schema]
     missing: Counter[str] = field(default_factory=Counter)  # dialogues without a database, by source
-
-
-def split_names(split: str) -> tuple[str, ...]:
-    """The files that may hold a split in the official layouts, in the order in which they are tried."""
-    names = f"{split}.json cosql_{split}.json sql_state_tracking/cosql_{split}.json {split}/{split}.json"
-    return (*names.split(), *FURTHER_NAMES.get(split, ()))
 
 
 def beside(data: Path, *names: str) -> Path:

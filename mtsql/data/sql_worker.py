@@ -60,18 +60,18 @@ class Connection:
     def __init__(self, uri: str, seconds: float) -> None:
         self.room = sys.maxsize  # bytes that the texts of the next row may take
         wait = min(LOCKED_SECONDS, seconds / 2)
-        self.sqlite = sqlite3.connect(uri, wait, uri=True, isolation_level=None, cached_statements=0)
+        self.sqlite = sqlite3.connect(uri, timeout=wait, uri=True, isolation_level=None, cached_statements=0)
         self.sqlite.text_factory = self._text
         self.sqlite.executescript(SETTINGS)
         for limit, most in CONNECTION_LIMITS.items():
             self.sqlite.setlimit(limit, most)
         # The first use of a virtual table or table-valued function looks like a write to the authorizer.
         named = self.sqlite.execute("SELECT name, sql LIKE 'CREATE VIRTUAL%' FROM sqlite_master").fetchall()
-        for name in PREPARED_TABLES - {str(name).lower() for name, _ in named}:
-            self.sqlite.execute(f"EXPLAIN SELECT 1 FROM {name}")
-        for name in (name for name, virtual in named if virtual):
-            with suppress(sqlite3.OperationalError):  # of an extension that is not there
-                self.sqlite.execute(f"PRAGMA table_info({quoted(name)})")
+        known = PREPARED_TABLES - {str(name).lower() for name, _ in named}
+        uses = [f"EXPLAIN SELECT 1 FROM {name}" for name in known]
+        for use in uses + [f"PRAGMA table_info({quoted(name)})" for name, virtual in named if virtual]:
+            with suppress(sqlite3.OperationalError):  # of an extension, or newer than this SQLite
+                self.sqlite.execute(use)
         (mode,) = self.sqlite.execute("PRAGMA journal_mode").fetchone()
         self.kept = KEPT_CONNECTIONS * (mode != "wal")  # where it would be in the way of who writes
         self.sqlite.set_authorizer(self._authorize)

@@ -30,7 +30,7 @@ class Scorer:
     """Scores predictions over the databases of one dataset."""
 
     def __init__(self, schemas: dict[str, Schema], executor: Executor, kind: str = "official") -> None:
-        """Reads the databases' files; raises UserError if one is missing or no database.
+        """Reads the databases' files; raises FileNotFoundError if one is missing, UserError if it is none.
 
         The `kind` of EX is "official", "keep_distinct" or "bird": see `execution_match`.
         """
@@ -122,7 +122,7 @@ def print_left_out(asked: Sequence[Example], kept: Sequence[Example], why: str) 
             print(f"left out {count - left[source]} of {count} questions{of}: {why}")
 
 
-def clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
+def clause_f1(gold_sql: str, pred_sql: str, schema: SqlSchema) -> float:
     """Mean over SELECT, WHERE, JOIN, GROUP, ORDER of the F1 of their elements.
 
     A clause that both queries lack does not count. Elements are compared with aliases
@@ -132,8 +132,6 @@ def clause_f1(gold_sql: str, pred_sql: str | None, schema: SqlSchema) -> float:
     0.0 if the prediction cannot be read. Raises SqlParseError if the gold query cannot.
     """
     gold = _elements(gold_sql, schema)
-    if pred_sql is None:
-        return 0.0
     try:
         pred = _elements(pred_sql, schema)
     except SqlParseError:

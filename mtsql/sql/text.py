@@ -25,6 +25,7 @@ KEYWORDS = RESERVED | set(
     "asc by cross desc end full glob inner left like natural offset outer right with".split()
 )
 FUNCTIONS = frozenset("avg count max min sum".split())
+ROW_IDS = ("rowid", "oid", "_rowid_")  # columns that every table has
 ALIAS = re.compile(r"t\d+", re.IGNORECASE)
 WORD = re.compile(NAME)
 QUOTES = "'\"`["
@@ -118,7 +119,7 @@ def normal_form(sql: str, schema: Schema) -> str:
         return sql
     mentioned = {folded(piece).strip('"') for piece in pieces}
     tables = sorted(schema.tables, key=lambda table: folded(table.name) in mentioned)  # whose names come last
-    names = {name: name for name in ("rowid", "oid", "_rowid_")}
+    names = dict(zip(ROW_IDS, ROW_IDS, strict=True))
     names |= {folded(column): column for table in tables for column, _ in table.columns}
     names |= {folded(table.name): table.name for table in tables}
     words = [piece for piece in pieces if not is_blank(piece)]

@@ -12,10 +12,9 @@ from sqlglot.dialects.sqlite import SQLite
 
 from mtsql.data.schema import folded
 from mtsql.sql.grammar import MAX_CHARACTERS, TOO_LONG, SqlParseError, SqlSchema
-from mtsql.sql.text import first_statement, join_operators
+from mtsql.sql.text import ROW_IDS, first_statement, is_blank, join_operators
 
 MAX_COPIED_NODES = 10_000
-ROW_IDS = ("rowid", "oid", "_rowid_")  # columns that every table has
 MAX_STEPS = 5_000  # of sqlglot from token to token, many times what a gold query takes
 
 Meanings: TypeAlias = Mapping[str, exp.Expression]  # a column's name -> what it stands for
@@ -23,7 +22,7 @@ Named: TypeAlias = Mapping[str, list[str]]  # the queries of WITH that can be re
 
 
 def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
-    """The first statement of `sql` with every alias replaced by what it stands for.
+    """The first statement of `sql` with every alias replaced by what it stands for, but names of WITH.
 
     Columns carry their real table, identifiers are as `folded` has them, a word in double quotes that is no
     column is a text, as in SQLite. Another name that the schema does not explain stays as it is.
@@ -37,10 +36,10 @@ def canonical_tree(sql: str, schema: SqlSchema) -> exp.Query:
 
 
 def query_tree(sql: str) -> exp.Query:
-    """The first statement of `sql` as it is written; SqlParseError if sqlglot cannot read it as a query."""
+    """The first statement of `sql` without comments; SqlParseError if sqlglot cannot read it as a query."""
     if len(sql) > MAX_CHARACTERS:
         raise SqlParseError(TOO_LONG)
-    text = "".join(first_statement(join_operators(sql)))
+    text = "".join(" " if is_blank(piece) else piece for piece in first_statement(join_operators(sql)))
     with unreadable_if_it_fails():
         tree = _BoundedParser(dialect=SQLite()).parse(sqlglot.tokenize(text, read="sqlite"), text)[0]
         if not isinstance(tree, exp.Query):
