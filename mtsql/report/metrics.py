@@ -151,7 +151,7 @@ def format_summary(summary: dict) -> str:
         "",
         f"{'':<22}{'questions':>10}{'EX %':>9}{'EM %':>9}",
         scored("all questions", ex["mean"], em["mean"]),
-        *(scored(f"  95 %, dialogues, {end}", ex[end], em[end]) for end in ("low", "high")),
+        *(scored(f"  95 % dialogues, {end}", ex[end], em[end]) for end in ("low", "high")),
         *groups("by_turn", "turn ", summary["questions_by_turn"]),
         *groups("by_hardness", "", summary["questions_by_hardness"]),
         *groups("by_difficulty"),
