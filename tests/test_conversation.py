@@ -69,6 +69,31 @@ def test_each_step_is_shown_and_the_memory_holds_the_agents_own_answers(tiny):
     assert conversation.undo() == QUESTION and [t.sql for t in conversation.history] == [COUNT]
 
 
+def test_several_answers_vote_and_the_winner_alone_is_shown(tiny):
+    wrong = [verdict(EXEC_SQL, True) + final_answer("SELECT 7")]
+    alike = [verdict(EXEC_SQL, True) + final_answer("SELECT 3")]
+    broken = [verdict(EXEC_SQL, True) + final_answer("SELECT nme FROM singer")]
+    for answers, note, sql in [
+        ([wrong, FIRST, broken, broken, alike], "2 of 5 answers agree", COUNT),
+        ([["I do not know."], broken, broken], "no answer runs", "SELECT nme FROM singer"),
+    ]:
+        conversation, shown, seeds = make_conversation(tiny, *answers), [], set()
+        play_one, conversation.votes = conversation.play, len(answers)
+
+        def play(episodes, play_one=play_one, seeds=seeds):
+            seeds.update(episode.trajectory.seed for episode in episodes)
+            for episode in episodes:
+                play_one([episode])
+
+        conversation.play = play
+        answer = conversation.ask("How many singers are there?", shown.append)
+        assert answer.sql == sql and len(seeds) == len(answers) and note in shown[0].text
+        said = [event.text for event in shown if event.kind in ("propose", "finalize")]
+        assert said[-1] in ("", sql) and not any("7" in text for text in said)
+        assert [event.kind for event in shown].count("finalize") == 1
+        assert len(conversation.answers) == 1
+
+
 def test_what_the_agent_says_stands_beside_its_verdict(tiny, capsys):
     judged, call = verdict(EXEC_SQL, False), tool_call(EXEC_SQL, COUNT)
     messages = [FIRST[0], f"{judged}\nname is in singer\n{call}", FIRST[-1]]

@@ -205,7 +205,7 @@ def vote(tmp_path_factory):
     """The index that wins among candidates over t(x, y): (1, 'a'), (2, 'b'), (2, NULL)."""
     script = "create table t (x, y); insert into t values (1, 'a'), (2, 'b'), (2, null);"
     path = make_database(tmp_path_factory.mktemp("vote") / "t.sqlite", script)
-    return lambda *candidates, kind="official": majority_vote(candidates, path, Executor(), kind)
+    return lambda *candidates, kind="official": majority_vote(candidates, path, Executor(), kind)[0]
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,21 @@ from mtsql.sql.score import Scorer
 
 def majority_vote(
     candidates: Sequence[str | None], db_path: str | Path, executor: Executor, kind: str = "official"
-) -> int:
-    """The index of the candidate that wins; None is a sample without an answer.
+) -> tuple[int, int]:
+    """The index of the candidate that wins, and its votes; a candidate None is a sample without an answer.
 
     Candidates with equal results, as EX compares them (DISTINCT dropped, columns in any order), form a
     group. The earliest member of the largest group wins; of equally large groups, that of the earliest
     candidate. With the other kinds of EX (`Scorer`) DISTINCT is kept; by "bird" equal are equal sets of rows,
     whatever their order. Else the order of rows matters if more than half of the voters have an ORDER BY: one
     rule a question, as the gold query's ORDER BY decides in EX. What fails to run has no vote; if nothing
-    runs, the first answer wins. Raises FileNotFoundError if the database is missing.
+    runs, the first answer wins with 0 votes. Raises FileNotFoundError if the database is missing.
     """
     queries = [None if sql is None else as_scored(sql, kind) for sql in candidates]
     rows = [None if sql is None else executor.predicted_rows(db_path, MAX_GOLD_ROWS, *sql) for sql in queries]
     voters = [index for index, result in enumerate(rows) if result is not None]
     if not voters:
-        return next((index for index, sql in enumerate(queries) if sql is not None), 0)
+        return next((index for index, sql in enumerate(queries) if sql is not None), 0), 0
     order_matters = 2 * sum("order by" in queries[index][0].lower() for index in voters) > len(voters)
 
     def same(one: int, other: int) -> bool:
@@ -38,7 +38,7 @@ def majority_vote(
 
     # Equality is transitive, so the earliest equal candidate stands for its group.
     groups = Counter(next(first for first in voters if same(first, index)) for index in voters)
-    return groups.most_common(1)[0][0]  # of equally large ones the first
+    return groups.most_common(1)[0]  # of equally large ones the first
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -60,7 +60,8 @@ def add_votes(records: Sequence[dict], runs: Sequence[Sequence[dict]], scorer: S
     for record, *samples in zip(records, *runs, strict=True):
         answers = [sample["predicted"] for sample in samples]
         path = scorer.paths[record["db_id"]]
-        chosen = samples[majority_vote(answers, path, scorer.executor, scorer.kind)]
+        winner, _ = majority_vote(answers, path, scorer.executor, scorer.kind)
+        chosen = samples[winner]
         record |= {f"{key}_majority": chosen[key] for key in ("predicted", "ex", "em")}
         right.append(sum(sample["ex"] for sample in samples))
     count = len(runs)

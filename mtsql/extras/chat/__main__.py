@@ -32,7 +32,8 @@ class Args(Served, Agent):
     database: str = option(..., "SQLite file; it is only read")
     model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
     port: int = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal", least=0)
-    temperature: float = option(0.0, "of the answers; 0 is greedy", least=0)
+    temperature: float = option(0.0, "of the answers; 0 is greedy, or 1 with --votes", least=0)
+    votes: int = option(1, "answers to sample; of several the one whose rows most have is shown", least=1)
     yes: bool = option(False, "fetch the base of the agent in models/ without asking")
 
 
@@ -101,12 +102,14 @@ def main(config: Args) -> None:
             config = replace(config, dtype="float32")  # less than half the time where a schema is long
     tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
-    sampling = make_sampling(environment, config.temperature)
+    sampling = make_sampling(environment, config.temperature or float(config.votes > 1))
     if config.address:
-        play = partial(play_served, served_policy(config, tokens), sampling=sampling, concurrency=1)
+        server = served_policy(config, tokens)
+        play = partial(play_served, server, sampling=sampling, concurrency=config.votes)
     else:
-        play = partial(rollout, Decoder(chosen_policy(config, tokens)), tokens, sampling=sampling, max_rows=1)
-    conversation = Conversation(environment, schema, play, config.seed)
+        policy = Decoder(chosen_policy(config, tokens))
+        play = partial(rollout, policy, tokens, sampling=sampling, max_rows=config.votes)
+    conversation = Conversation(environment, schema, play, config.seed, config.votes)
     if config.port:
         serve(conversation, config.port)
     else:

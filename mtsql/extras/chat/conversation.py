@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from mtsql.agent.env import Environment, Episode
+from mtsql.agent.rollout import trajectory_seed
 from mtsql.agent.tools import MEMORY_RETRIEVE
 from mtsql.agent.trajectory import Status, Trajectory, trajectory_record
 from mtsql.data.datasets import Example, HistoryTurn
@@ -22,6 +23,7 @@ from mtsql.data.sql_worker import quoted
 from mtsql.errors import UserError
 from mtsql.recipes.prompt_options import compact_result
 from mtsql.report.records import RESULT_CHARACTERS
+from mtsql.report.voting import majority_vote
 from mtsql.sql.execute import ExecutionResult
 
 KINDS = (("INT", "number"), ("REAL", "number"), ("FLOA", "number"), ("DOUB", "number"), ("NUM", "number"))
@@ -191,12 +193,16 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """A dialogue. `play` runs episodes; `environment` has the database's schema under its name."""
+    """A dialogue. `play` runs episodes; `environment` has the database's schema under its name.
+
+    With several `votes` so many answers are sampled, and the one whose rows most have is shown.
+    """
 
     environment: Environment
     schema: Schema
     play: Play
     seed: int = 0
+    votes: int = 1
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -209,9 +215,9 @@ class Conversation:
         number = len(self.answers)
         example = Example(f"00000/{number}", "00000", self.schema.db_id, number, question, "", self.history)
         asked = [turn.question for turn in self.history] + [question]
-        schema = relevant_part(self.schema, asked, lambda part: bool(self._episode(example, part)))
-        episode = self._episode(example, schema)
-        if episode is None:
+        schema = relevant_part(self.schema, asked, lambda part: bool(self._episodes(example, part)))
+        episodes = self._episodes(example, schema)
+        if not episodes:
             raise UserError(
                 f"the question is too long with the dialogue so far and table {schema.tables[0].name} alone; "
                 "take questions back, or raise --max-prompt-tokens"
@@ -220,23 +226,34 @@ class Conversation:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
             names = ", ".join(table.name for table in schema.tables)
             show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
-        trajectory = episode.trajectory
-        episode.told = partial(show_step, decode=episode.tokens.decode, show=show)
+        executor, decode = self.environment.executor, self.environment.tokens.decode
+        steps: list[list[Event]] = [[] for _ in episodes]
+        for episode, events in zip(episodes, steps, strict=True):
+            episode.told = partial(show_step, decode=decode, show=events.append if self.votes > 1 else show)
+        winner = 0
         try:
-            self.play([episode])
+            self.play(episodes)
+            if self.votes > 1:
+                queries = [episode.trajectory.answer_sql for episode in episodes]
+                winner, votes = majority_vote(queries, self.schema.path, executor)
+                agree = f"{votes} of {self.votes} answers agree" if votes else "no answer runs"
+                show(Event("note", f"{agree}; the first of them:"))
+            for event in steps[winner]:
+                show(event)
+            trajectory = episodes[winner].trajectory
             sql = trajectory.answer_sql
-            result = None if sql is None else self.environment.executor.execute(self.schema.path, sql)
+            result = None if sql is None else executor.execute(self.schema.path, sql)
         except FileNotFoundError:
             raise UserError(f"{self.schema.path} is gone; put it back, and ask again") from None
         problem = ENDINGS.get(trajectory.status, "")
         self.answers.append(Answer(question, sql, result, problem, trajectory))
         return self.answers[-1]
 
-    def _episode(self, example: Example, schema: Schema) -> Episode | None:
-        """The episode with so much of the schema in its prompt, None if the prompt is too long."""
+    def _episodes(self, example: Example, schema: Schema) -> list[Episode]:
+        """The episodes with so much of the schema in their prompt, none if the prompt is too long."""
         environment = replace(self.environment, schemas={schema.db_id: schema})
-        (episode,) = environment.episodes(example, [self.seed + example.turn_index])
-        return episode if episode.trajectory.status is None else None
+        seeds = [trajectory_seed(self.seed, example.turn_index, sample) for sample in range(self.votes)]
+        return [e for e in environment.episodes(example, seeds) if e.trajectory.status is None]
 
     def undo(self) -> str | None:
         """Forget the last question; returns it, None if there is none."""
