@@ -75,7 +75,7 @@ def test_several_answers_vote_and_the_winner_alone_is_shown(tiny):
     broken = [verdict(EXEC_SQL, True) + final_answer("SELECT nme FROM singer")]
     for answers, note, sql in [
         ([wrong, FIRST, broken, broken, alike], "2 of 5 answers agree", COUNT),
-        ([["I do not know."], broken, broken], "no answer runs", "SELECT nme FROM singer"),
+        ([["I do not know."], broken, broken], "no two answers agree", "SELECT nme FROM singer"),
     ]:
         conversation, shown, seeds = make_conversation(tiny, *answers), [], set()
         play_one, conversation.votes = conversation.play, len(answers)

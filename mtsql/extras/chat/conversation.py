@@ -236,7 +236,7 @@ class Conversation:
             if self.votes > 1:
                 queries = [episode.trajectory.answer_sql for episode in episodes]
                 winner, votes = majority_vote(queries, self.schema.path, executor)
-                agree = f"{votes} of {self.votes} answers agree" if votes else "no answer runs"
+                agree = f"{votes} of {self.votes} answers agree" if votes > 1 else "no two answers agree"
                 show(Event("note", f"{agree}; the first of them:"))
             for event in steps[winner]:
                 show(event)
