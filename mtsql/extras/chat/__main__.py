@@ -6,7 +6,8 @@
 
 The agent reads the schema from the file itself, and its memory is its own earlier answers. Each step is
 shown as it comes: what it proposes, executes, sees, judges, recalls and corrects; then the SQL and its
-result. :help lists the commands. With --port the same is a page at 127.0.0.1.
+result. With --votes 8 it answers eight times, and the one whose rows most have is shown, at the end. :help
+lists the commands. With --port the same is a page at 127.0.0.1.
 
 Without --model and --config it is the agent in models/qwen2.5-coder-0.5b-sql with the settings that it was
 trained with; a processor without bfloat16 arithmetic computes in float32. Its base is fetched once, after

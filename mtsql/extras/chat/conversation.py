@@ -195,7 +195,8 @@ class Answer:
 class Conversation:
     """A dialogue. `play` runs episodes; `environment` has the database's schema under its name.
 
-    With several `votes` so many answers are sampled, and the one whose rows most have is shown.
+    With several `votes` so many answers are sampled, and the steps of the one whose rows most have are shown,
+    once all are there.
     """
 
     environment: Environment
@@ -231,6 +232,8 @@ class Conversation:
         for episode, events in zip(episodes, steps, strict=True):
             episode.told = partial(show_step, decode=decode, show=events.append if self.votes > 1 else show)
         winner = 0
+        if self.votes > 1:
+            show(Event("note", f"{self.votes} answers are sampled, and nothing is shown until all are there"))
         try:
             self.play(episodes)
             if self.votes > 1:
