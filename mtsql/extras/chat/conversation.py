@@ -233,14 +233,14 @@ class Conversation:
             episode.told = partial(show_step, decode=decode, show=events.append if self.votes > 1 else show)
         winner = 0
         if self.votes > 1:
-            show(Event("note", f"{self.votes} answers are sampled, and nothing is shown until all are there"))
+            show(Event("note", f"{self.votes} answers are sampled before one is shown"))
         try:
             self.play(episodes)
             if self.votes > 1:
                 queries = [episode.trajectory.answer_sql for episode in episodes]
                 winner, votes = majority_vote(queries, self.schema.path, executor)
                 agree = f"{votes} of {self.votes} answers agree" if votes > 1 else "no two answers agree"
-                show(Event("note", f"{agree}; the first of them:"))
+                show(Event("note", f"{agree}; the first:"))
             for event in steps[winner]:
                 show(event)
             trajectory = episodes[winner].trajectory
