@@ -16,6 +16,7 @@ rewards, the mean and deviation of turns, and the length of thoughts (SQL-Trail,
 --sampled-runs N adds the mean of N runs at temperature 1 (or --temperature) and, from 2 on, the majority vote
 of each question's N answers by execution result, and pass@k (SQL-Trail, section 4.3: N = 8). With
 --own-temperature the mean over N runs is that of SkyRL-SQL, section 5.
+--fallback N samples N answers only where the policy ends without SQL; their vote stands in (as in the chat).
 --ex bird makes EX, the vote and pass@k BIRD's: equal sets of rows, as the papers report it on BIRD.
 --address URL --api-model NAME --tokenizer FOLDER evaluates a policy that is served elsewhere, by vLLM or any
 server of OpenAI's form, in the same environment (mtsql/extras/served.py).
@@ -56,6 +57,7 @@ class Args(Served, Common):
     sampled_runs: int = option(
         0, "further runs, at --temperature or else 1: mean, majority vote, pass@k (SQL-Trail: 8)", least=0
     )
+    fallback: int = option(0, "answers to sample where the first has no SQL, to vote in its place", least=0)
     concurrency: int = option(8, "questions that --address is asked at once", least=1)
 
 
@@ -68,6 +70,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
     OPTIONS = read_options(Args, __doc__)
 
 import json
+from collections.abc import Collection
 from statistics import fmean
 
 from mtsql.agent.env import Answered
@@ -81,7 +84,7 @@ from mtsql.learn.parallel import leave_processes
 from mtsql.report.evaluation import score_records
 from mtsql.report.metrics import format_summary, summarise
 from mtsql.report.records import AnswerLog, chat_record, question_record
-from mtsql.report.voting import add_votes, format_votes
+from mtsql.report.voting import add_fallback, add_votes, format_votes
 from mtsql.task import Task, answer_options, make_sampling, refuse_finished, reward_function
 
 
@@ -89,33 +92,40 @@ def main(config: Args) -> None:
     """The evaluation protocol."""
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p should be above 0 and at most 1, not {config.top_p:g}")
+    if config.fallback and config.history == "predicted":
+        raise UserError("--fallback needs --history gold or questions: with predicted each run has its own")
     sampled_at = config.temperature or 1.0
     task = begin_answers(config, config.split)  # of --model or --address
     refuse_finished(task.out)
     dialogues = task.dataset.dialogues[: config.dialogues or None]
     options = answer_options(config, task.dataset)
 
-    def answer(temperature: float, numbers: range) -> list[Answered]:
+    def answer(temperature: float, numbers: range, only: Collection[str] | None = None) -> list[Answered]:
         log = AnswerLog(task.out / f".answers_{numbers.start}_{task.processes.rank}.jsonl", options)
         title = f"evaluate at temperature {temperature:g}"
         seeds = [trajectory_seed(config.seed, number) for number in numbers]
         sampling = make_sampling(task.environment, temperature, config.top_p)
-        return task.answer(dialogues, sampling, seeds, config.history, title, log)
+        return task.answer(dialogues, sampling, seeds, config.history, title, log, only)
 
     (answered,) = answer(config.temperature, range(1))
     samples = answer(sampled_at, range(1, 1 + config.sampled_runs)) if config.sampled_runs else []
+    failed = {example.id for example, trajectory in answered if trajectory.answer_sql is None}
+    again = answer(sampled_at, range(1, 1 + config.fallback), failed) if config.fallback else []
     leave_processes(task.processes)
     if not task.processes.is_main:
         return
     scorer, reward = task.scorer, reward_function(config, task.tokens, task.scorer)
-    runs = (answered, *samples)
+    runs = (answered, *samples, *again)
     records, *sampled = (score_records(run, scorer, task.environment, reward) for run in runs)
+    sampled, again = sampled[: len(samples)], sampled[len(samples) :]
     summary = summarise(records)
     summary |= add_errors(records, task.scorer)
     if sampled:
         summary |= add_sampled(records, sampled)
     if len(sampled) > 1 and config.history != "predicted":
         summary |= add_votes(records, sampled, task.scorer)
+    if again:
+        summary |= add_fallback(records, again, task.scorer)
     if task.costs:
         summary["served_in_last_session"] = dict(task.costs)
     write_results(config, task, summary, records, answered)
@@ -131,9 +141,9 @@ def main(config: Args) -> None:
         scores = f"EX {ex:.1f} %, EM {em:.1f} %"
         how = "" if config.own_temperature else f"at temperature {sampled_at:g}, "
         print(f"{how}mean of {config.sampled_runs} run(s): {scores}")
-    if "pass_at_k" in summary:
-        print(format_votes(summary))
-    elif len(sampled) > 1:
+    if votes := format_votes(summary):
+        print(votes)
+    if len(sampled) > 1 and "pass_at_k" not in summary:
         print("no majority vote and no pass@k: with --history predicted each run has its own history")
 
 

@@ -97,18 +97,20 @@ class Task:
         history: str = "gold",
         title: str = "",
         log: AnswerLog | None = None,
+        only: Collection[str] | None = None,
     ) -> list[Answered]:
         """For each seed a run: one trajectory for each question of some dialogues, by dialogue and turn.
 
         Runs are played together, so that answers to one question share their prompt. With gold or
         question-only history all questions are independent; with predicted history all first turns are
         answered together, then all second turns with the run's own first answers in memory. Each process
-        plays its share; all get the whole. What `log` holds is not played again.
+        plays its share; all get the whole. What `log` holds is not played again. With `only`, ids of
+        independent questions, others are left out.
         """
         share, runs = self.processes.share(dialogues), range(len(seeds))
         said: dict[tuple[str, int], list[str | None]] = {(d.id, run): [] for d in share for run in runs}
         batches: Iterable[list[tuple[Example, Sequence[int]]]]  # of questions, each with the runs that ask it
-        batches = [[(example, runs) for example in examples(share, history)]]
+        batches = [[(e, runs) for e in examples(share, history) if only is None or e.id in only]]
         if history == "predicted":  # each is made after the answers to the one before
             turns = range(max((len(d.turns) for d in share), default=0))
             asked = ([(d, run) for d in share if turn < len(d.turns) for run in runs] for turn in turns)

@@ -43,12 +43,12 @@ def make_conversation(tiny: Tiny, *answers: Sequence[str], **limits: int) -> Con
     """A dialogue with a policy that writes these messages, question by question."""
     waiting = list(answers)
 
-    def play(episodes: Sequence[Episode]) -> None:
-        (shown,) = episodes
-        for text in waiting.pop(0):
-            ids = tiny.tokens.message_ids(text)
-            if shown.step(ids, [0.0] * len(ids), Stop.END_OF_TURN) is None:
-                return
+    def play(episodes: Sequence[Episode], temperature: float) -> None:
+        for shown in episodes:
+            for text in waiting.pop(0):
+                ids = tiny.tokens.message_ids(text)
+                if shown.step(ids, [0.0] * len(ids), Stop.END_OF_TURN) is None:
+                    break
 
     return Conversation(environment_of(tiny, limits=Limits(**limits)), read_schema(tiny.schema.path), play)
 
@@ -69,28 +69,34 @@ def test_each_step_is_shown_and_the_memory_holds_the_agents_own_answers(tiny):
     assert conversation.undo() == QUESTION and [t.sql for t in conversation.history] == [COUNT]
 
 
-def test_several_answers_vote_and_the_winner_alone_is_shown(tiny):
-    wrong = [verdict(EXEC_SQL, True) + final_answer("SELECT 7")]
-    alike = [verdict(EXEC_SQL, True) + final_answer("SELECT 3")]
-    broken = [verdict(EXEC_SQL, True) + final_answer("SELECT nme FROM singer")]
+def test_where_there_is_no_sql_sampled_answers_vote_and_the_winner_alone_is_shown(tiny):
+    none, wrong, alike, broken = (
+        [verdict(EXEC_SQL, True) + (final_answer(sql) if sql else "I do not know.")]
+        for sql in ("", "SELECT 7", "SELECT 3", "SELECT nme FROM singer")
+    )
     for answers, note, sql in [
-        ([wrong, FIRST, broken, broken, alike], "2 of 5 answers agree", COUNT),
-        ([["I do not know."], broken, broken], "no two answers agree", "SELECT nme FROM singer"),
+        ([none, wrong, FIRST, broken, broken, alike], "2 of 5 agree", COUNT),
+        ([none, none, broken, broken], "no two answers agree", "SELECT nme FROM singer"),
+        ([none, none], "no two answers agree", None),
+        ([none], "", None),
+        ([wrong, FIRST], "", "SELECT 7"),  # an answer, though a wrong one
     ]:
-        conversation, shown, seeds = make_conversation(tiny, *answers), [], set()
-        play_one, conversation.votes = conversation.play, len(answers)
+        conversation, shown, played = make_conversation(tiny, *answers), [], []
+        play_each, conversation.fallback = conversation.play, len(answers) - 1
 
-        def play(episodes, play_one=play_one, seeds=seeds):
-            seeds.update(episode.trajectory.seed for episode in episodes)
-            for episode in episodes:
-                play_one([episode])
+        def play(episodes, temperature, play_each=play_each, played=played):
+            played += [(episode.trajectory.seed, temperature) for episode in episodes]
+            play_each(episodes, temperature)
 
         conversation.play = play
         answer = conversation.ask("How many singers are there?", shown.append)
-        assert answer.sql == sql and len(seeds) == len(answers) and note in shown[1].text
+        count = len(answers) if note else 1
+        assert answer.sql == sql and len(set(played)) == len(played) == count
+        assert [temperature for _, temperature in played] == [0.0] + [1.0] * (count - 1)
+        assert note in " ".join(event.text for event in shown if event.kind == "note")
         said = [event.text for event in shown if event.kind in ("propose", "finalize")]
-        assert said[-1] in ("", sql) and not any("7" in text for text in said)
-        assert [event.kind for event in shown].count("finalize") == 1
+        assert not note or not any("7" in text for text in said)
+        assert [event.kind for event in shown].count("finalize") == (sql is not None)
         assert len(conversation.answers) == 1
 
 

@@ -277,6 +277,17 @@ def test_evaluation_votes_over_its_sampled_runs(work, tmp_path):
         assert summary[f"{metric}_majority"] == fmean(r[f"{metric}_majority"] for r in records)
     shares = {str(k): fmean(pass_at_k(3, count, k) for count in right) for k in (1, 2, 3)}
     assert summary["pass_at_k"] == pytest.approx(shares | {"1": summary["ex_sampled"]})
+    # The same votes only where the policy has no SQL.
+    out, summary, fallen = evaluate("fallback", "--fallback", 3)
+    assert 0 < sum(record["predicted"] is None for record in fallen) < len(fallen)
+    for record, voted in zip(fallen, records, strict=True):
+        expected = voted if record["predicted"] is None else record
+        name = "_majority" if record["predicted"] is None else ""
+        assert all(record[f"{key}_fallback"] == expected[key + name] for key in ("predicted", "ex", "em"))
+    assert "the same only where there is no SQL: EX" in out
+    assert summary["ex_fallback"] == fmean(record["ex_fallback"] for record in fallen)
+    asked = [*data_of(work), "--history", "predicted", "--fallback", 3, "--out", tmp_path / "no"]
+    assert "--fallback needs --history gold" in run("evaluate.py", *asked, expect=2)
     out, summary, records = evaluate("predicted", "--sampled-runs", 2, "--history", "predicted")
     assert "no majority vote and no pass@k: with --history predicted" in out and "ex_sampled" in summary
     assert "pass_at_k" not in summary and "ex_majority" not in records[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import comb
 from pathlib import Path
@@ -56,24 +56,49 @@ def add_votes(records: Sequence[dict], runs: Sequence[Sequence[dict]], scorer: S
     mtsql.report.evaluation.score_records). The numbers, as fractions: ex_majority, em_majority, and
     pass_at_k of EX by k (1, 2, 4, ... and the number of runs).
     """
-    right = []
-    for record, *samples in zip(records, *runs, strict=True):
-        answers = [sample["predicted"] for sample in samples]
-        path = scorer.paths[record["db_id"]]
-        winner, _ = majority_vote(answers, path, scorer.executor, scorer.kind)
-        chosen = samples[winner]
-        record |= {f"{key}_majority": chosen[key] for key in ("predicted", "ex", "em")}
-        right.append(sum(sample["ex"] for sample in samples))
-    count = len(runs)
-    ks = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
-    return {
-        **{f"{metric}_majority": fmean(r[f"{metric}_majority"] for r in records) for metric in ("ex", "em")},
-        "pass_at_k": {str(k): fmean(pass_at_k(count, c, k) for c in right) for k in ks},
-    }
+    counts = [sum(sample["ex"] for sample in samples) for samples in zip(*runs, strict=True)]
+    n = len(runs)
+    ks = [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
+    pass_at = {str(k): fmean(pass_at_k(n, count, k) for count in counts) for k in ks}
+    return _add_elected(records, runs, scorer, "majority") | {"pass_at_k": pass_at}
+
+
+def add_fallback(records: Sequence[dict], runs: Sequence[Sequence[dict]], scorer: Scorer) -> dict:
+    """Add predicted_fallback, ex_fallback and em_fallback to each record; return the summary's numbers.
+
+    They are the record's own, or the majority's where `runs` hold the question: sampled evaluations of those
+    that the policy left without SQL. Such an agent knows that it has failed, and tries again.
+    """
+    return _add_elected(records, runs, scorer, "fallback")
+
+
+def _add_elected(
+    records: Sequence[dict], runs: Sequence[Sequence[dict]], scorer: Scorer, name: str
+) -> dict[str, float]:
+    samples = defaultdict(list)
+    for run in runs:
+        for sample in run:
+            samples[sample["example_id"]].append(sample)
+    for record in records:
+        chosen, own = record, samples[record["example_id"]]
+        if own:
+            answers, path = [sample["predicted"] for sample in own], scorer.paths[record["db_id"]]
+            chosen = own[majority_vote(answers, path, scorer.executor, scorer.kind)[0]]
+        record |= {f"{key}_{name}": chosen[key] for key in ("predicted", "ex", "em")}
+    return {f"{metric}_{name}": fmean(r[f"{metric}_{name}"] for r in records) for metric in ("ex", "em")}
 
 
 def format_votes(summary: dict) -> str:
-    """The numbers of `add_votes` in two lines."""
-    ex, em = (100 * summary[f"{metric}_majority"] for metric in ("ex", "em"))
-    shares = ", ".join(f"pass@{k} {100 * share:.1f} %" for k, share in summary["pass_at_k"].items())
-    return f"majority by execution result: EX {ex:.1f} %, EM {em:.1f} %\n{shares}"
+    """The numbers of `add_votes` and `add_fallback`, where there are some, a line each."""
+    lines = [
+        f"{what}: EX {100 * summary[f'ex_{name}']:.1f} %, EM {100 * summary[f'em_{name}']:.1f} %"
+        for name, what in (
+            ("majority", "majority by execution result"),
+            ("fallback", "the same only where there is no SQL"),
+        )
+        if f"ex_{name}" in summary
+    ]
+    if "pass_at_k" in summary:
+        shares = (f"pass@{k} {100 * share:.1f} %" for k, share in summary["pass_at_k"].items())
+        lines.append(", ".join(shares))
+    return "\n".join(lines)

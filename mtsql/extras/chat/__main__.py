@@ -6,8 +6,8 @@
 
 The agent reads the schema from the file itself, and its memory is its own earlier answers. Each step is
 shown as it comes: what it proposes, executes, sees, judges, recalls and corrects; then the SQL and its
-result. With --votes 8 it answers eight times, and the one whose rows most have is shown, at the end. :help
-lists the commands. With --port the same is a page at 127.0.0.1.
+result. Where it ends without SQL, eight answers are sampled, and the one whose rows most have is shown, which
+takes minutes (--fallback). :help lists the commands. With --port the same is a page at 127.0.0.1.
 
 Without --model and --config it is the agent in models/qwen2.5-coder-0.5b-sql with the settings that it was
 trained with; a processor without bfloat16 arithmetic computes in float32. Its base is fetched once, after
@@ -33,8 +33,8 @@ class Args(Served, Agent):
     database: str = option(..., "SQLite file; it is only read")
     model: str = option("", "local folder or hub name; without it and --config: the agent in models/")
     port: int = option(0, "serve a page at 127.0.0.1 on this port; 0: a dialogue in the terminal", least=0)
-    temperature: float = option(0.0, "of the answers; 0 is greedy, or 1 with --votes", least=0)
-    votes: int = option(1, "answers to sample; of several the one whose rows most have is shown", least=1)
+    temperature: float = option(0.0, "of the answers; 0 is greedy", least=0)
+    fallback: int = option(8, "answers to sample where the first has no SQL, to vote in its place", least=0)
     yes: bool = option(False, "fetch the base of the agent in models/ without asking")
 
 
@@ -55,10 +55,12 @@ if __name__ == "__main__":  # before torch is imported, so that --help and wrong
 
 import os
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from mtsql.agent.decoder import Decoder
+from mtsql.agent.env import Episode
 from mtsql.agent.rollout import rollout
 from mtsql.agent.tokens import ChatTokens
 from mtsql.data.datasets import Dataset
@@ -103,14 +105,15 @@ def main(config: Args) -> None:
             config = replace(config, dtype="float32")  # less than half the time where a schema is long
     tokens = ChatTokens(load_tokenizer(config.model or config.tokenizer), config.thinking != "off")
     environment = make_environment(config, Dataset((), {schema.db_id: schema}), tokens, config.tools)
-    sampling = make_sampling(environment, config.temperature or float(config.votes > 1))
     if config.address:
-        server = served_policy(config, tokens)
-        play = partial(play_served, server, sampling=sampling, concurrency=config.votes)
+        answer = partial(play_served, served_policy(config, tokens), concurrency=config.fallback or 1)
     else:
-        policy = Decoder(chosen_policy(config, tokens))
-        play = partial(rollout, policy, tokens, sampling=sampling, max_rows=config.votes)
-    conversation = Conversation(environment, schema, play, config.seed, config.votes)
+        answer = partial(rollout, Decoder(chosen_policy(config, tokens)), tokens)
+
+    def play(episodes: Sequence[Episode], temperature: float) -> None:
+        answer(episodes, sampling=make_sampling(environment, temperature))
+
+    conversation = Conversation(environment, schema, play, config.seed, config.temperature, config.fallback)
     if config.port:
         serve(conversation, config.port)
     else:

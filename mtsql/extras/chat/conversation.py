@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -141,7 +141,7 @@ def _stem(word: str) -> str:
     return word[:-1] if word.endswith("s") and not word.endswith("ss") and len(word) > 3 else word
 
 
-Play = Callable[[Sequence[Episode]], object]  # plays episodes to their ends, as `rollout` does
+Play = Callable[[Sequence[Episode], float], object]  # plays episodes to their ends at a temperature
 ENDINGS = {
     Status.OUT_OF_INTERACTIONS: "it used up its interactions without an answer",
     Status.OUT_OF_TOKENS: "its response was cut by a token limit",
@@ -195,15 +195,16 @@ class Answer:
 class Conversation:
     """A dialogue. `play` runs episodes; `environment` has the database's schema under its name.
 
-    With several `votes` so many answers are sampled, and the steps of the one whose rows most have are shown,
-    once all are there.
+    Where the answer ends without SQL, `fallback` more are sampled, and the steps of the one whose rows most
+    have are shown, once all are there.
     """
 
     environment: Environment
     schema: Schema
     play: Play
     seed: int = 0
-    votes: int = 1
+    temperature: float = 0.0
+    fallback: int = 0
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -227,36 +228,44 @@ class Conversation:
             shown = f"{len(schema.tables)} of {len(self.schema.tables)} tables fit into the prompt"
             names = ", ".join(table.name for table in schema.tables)
             show(Event("note", f"{shown}, those that the question seems to be about: {names}"))
-        executor, decode = self.environment.executor, self.environment.tokens.decode
-        steps: list[list[Event]] = [[] for _ in episodes]
-        for episode, events in zip(episodes, steps, strict=True):
-            episode.told = partial(show_step, decode=decode, show=events.append if self.votes > 1 else show)
-        winner = 0
-        if self.votes > 1:
-            show(Event("note", f"{self.votes} answers are sampled before one is shown"))
+        decode = self.environment.tokens.decode
+        for episode in episodes:
+            episode.told = partial(show_step, decode=decode, show=show)
         try:
-            self.play(episodes)
-            if self.votes > 1:
-                queries = [episode.trajectory.answer_sql for episode in episodes]
-                winner, votes = majority_vote(queries, self.schema.path, executor)
-                agree = f"{votes} of {self.votes} answers agree" if votes > 1 else "no two answers agree"
-                show(Event("note", f"{agree}; the first:"))
-            for event in steps[winner]:
-                show(event)
-            trajectory = episodes[winner].trajectory
+            self.play(episodes, self.temperature)
+            trajectory = episodes[0].trajectory
+            if trajectory.answer_sql is None and self.fallback:
+                problem = ENDINGS.get(trajectory.status, "it has no answer")
+                show(Event("note", f"{problem}; {self.fallback} more are sampled"))
+                trajectory = self._elected(self._episodes(example, schema, range(1, 1 + self.fallback)), show)
             sql = trajectory.answer_sql
-            result = None if sql is None else executor.execute(self.schema.path, sql)
+            result = None if sql is None else self.environment.executor.execute(self.schema.path, sql)
         except FileNotFoundError:
             raise UserError(f"{self.schema.path} is gone; put it back, and ask again") from None
         problem = ENDINGS.get(trajectory.status, "")
         self.answers.append(Answer(question, sql, result, problem, trajectory))
         return self.answers[-1]
 
-    def _episodes(self, example: Example, schema: Schema) -> list[Episode]:
+    def _episodes(self, example: Example, schema: Schema, samples: Iterable[int] = (0,)) -> list[Episode]:
         """The episodes with so much of the schema in their prompt, none if the prompt is too long."""
         environment = replace(self.environment, schemas={schema.db_id: schema})
-        seeds = [trajectory_seed(self.seed, example.turn_index, sample) for sample in range(self.votes)]
+        seeds = [trajectory_seed(self.seed, example.turn_index, sample) for sample in samples]
         return [e for e in environment.episodes(example, seeds) if e.trajectory.status is None]
+
+    def _elected(self, episodes: Sequence[Episode], show: Show) -> Trajectory:
+        """Sample answers, and show how many agree and the steps of the one that they vote for."""
+        executor, decode = self.environment.executor, self.environment.tokens.decode
+        steps: list[list[Event]] = [[] for _ in episodes]
+        for episode, events in zip(episodes, steps, strict=True):
+            episode.told = partial(show_step, decode=decode, show=events.append)
+        self.play(episodes, self.temperature or 1.0)
+        queries = [episode.trajectory.answer_sql for episode in episodes]
+        winner, votes = majority_vote(queries, self.schema.path, executor)
+        agree = f"{votes} of {len(episodes)} agree" if votes > 1 else "no two answers agree"
+        show(Event("note", f"{agree}; the first:"))
+        for event in steps[winner]:
+            show(event)
+        return episodes[winner].trajectory
 
     def undo(self) -> str | None:
         """Forget the last question; returns it, None if there is none."""
